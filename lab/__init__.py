@@ -1,7 +1,7 @@
-"""What the makers of Headrace try on it, and no wheel holds: inputs that were changed, parts that are killed.
+"""Experiments of the developers that are not part of the wheel: modified inputs, and killed processes.
 
-    python -m lab fuzz [--runs N] [--seed S] [--json]      a million changed inputs of every format and endpoint
-    python -m lab faults [--runs N] [--seed S] [--json]    runs whose parts are killed at random moments, and resumed
+    python -m lab fuzz [--runs N] [--seed S] [--json]      a million modified inputs of every format and endpoint
+    python -m lab faults [--runs N] [--seed S] [--json]    runs whose parts are killed at random moments and resumed
 
-What a user measures is ``headrace bench``.
+Users measure with ``headrace bench``.
 """

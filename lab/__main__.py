@@ -1,4 +1,4 @@
-"""``python -m lab EXPERIMENT``: run it, print its figures; exit 1 if one falls short."""
+"""The command ``python -m lab EXPERIMENT``, which prints the figures and exits with 1 if one misses its target."""
 
 import argparse
 import sys

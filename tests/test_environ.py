@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from headrace.base.environ import become_engine, engine_environment
+from headrace.base.environ import apply_engine_environment, engine_environment, thread_times_ns
 from headrace.launch.starts import EngineStart, ScorerStart, extra_environment
 
 ENGINE = EngineStart(model={}, engine={}, max_context=8, num_threads=1)
@@ -31,5 +33,19 @@ def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch, name: s
 
 
 def test_a_process_that_becomes_an_engine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    become_engine()
+    apply_engine_environment()
     assert os.environ["GOMP_SPINCOUNT"] == "2000"
+
+
+def test_a_process_that_ends_while_its_threads_are_listed_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert sys.platform != "linux" or thread_times_ns(ending.pid)
+
+    listed = os.listdir
+
+    def list_after_its_end(path: str) -> list[str]:
+        ending.communicate(b"\n")
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", list_after_its_end)
+    assert thread_times_ns(ending.pid) == {}

@@ -39,3 +39,5 @@ def test_mistakes_of_the_user_are_value_errors() -> None:
 def test_nearest_name_is_offered_only_where_one_is_near() -> None:
     assert nearest("dappo", ["grpo", "dapo"]) == "did you mean 'dapo'? (known: dapo, grpo)"
     assert nearest("zzz", ["grpo", "dapo"]) == "known: dapo, grpo"
+    assert nearest("solution", ["answer", "completion", "completions"]) == "known: answer, completion, completions"
+    assert nearest("rl", ["lr", "eps"]) == "did you mean 'lr'? (known: eps, lr)"

@@ -1,1 +1,1 @@
-"""What the developers of Headrace run; no part of the library."""
+"""Programs for the developers of Headrace; they are not part of the library."""

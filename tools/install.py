@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 HEARTBEAT_S = 5.0
-"""A line is printed at least this often."""
+"""Longest time without a line of output, in seconds."""
 PROBE_TIMEOUT_S = 30.0
-"""An index that has not answered after this time is taken for unreachable; pip gives each connection five seconds."""
+"""Seconds after which an index counts as unreachable; pip waits five seconds for each connection."""
 SIGNS_OF_NVIDIA = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/usr/lib/wsl/lib/nvidia-smi")
 
 _WHEEL = re.compile(
@@ -35,18 +35,18 @@ _SIZE = re.compile(r"\(([\d.]+ [kMG]?B)\)")
 
 
 class Progress:
-    """Turns the output of pip into one line per package, with a heartbeat while pip itself says nothing."""
+    """A converter of pip's output into one line per package, with a heartbeat while pip prints nothing."""
 
     def __init__(self) -> None:
         self.doing = "asking the package index"
-        """What pip is busy with, as the heartbeat says it."""
+        """What pip is doing, for the heartbeat."""
         self._collected: set[str] = set()
         self._named: set[str] = set()
         self._silent = True
         self._beats = 0
 
     def read(self, line: str) -> None:
-        """Take one line of pip's output."""
+        """Process one line of pip's output."""
         words = line.split()
         if words[:1] == ["Collecting"]:
             self._collected.add(re.split(r"[^\w.-]", words[1])[0])
@@ -60,7 +60,7 @@ class Progress:
             self._package(found["name"], found["version"], line)
 
     def beat(self) -> None:
-        """Say what goes on, if nothing has been printed since the last call."""
+        """Print what pip is doing, if nothing has been printed since the last call."""
         self._beats += 1
         if self._silent:
             print(f"  … {self.doing} ({self._beats * HEARTBEAT_S:.0f} s)", flush=True)
@@ -82,7 +82,7 @@ class Progress:
 
 @contextmanager
 def beating(progress: Progress) -> Iterator[None]:
-    """Let ``progress`` beat from a thread of its own."""
+    """Print heartbeats of ``progress`` from a separate thread while the body runs."""
     over = threading.Event()
 
     def beat() -> None:
@@ -99,7 +99,7 @@ def beating(progress: Progress) -> Iterator[None]:
 
 
 def pip(*arguments: str, log: Path) -> int:
-    """Run pip with a line per package, append all its output to ``log``, and return its exit status."""
+    """Run pip with one line per package, append all its output to ``log``, and return its exit status."""
     command = [sys.executable, "-m", "pip", *arguments]
     progress = Progress()
     lines = []
@@ -121,13 +121,13 @@ def pip(*arguments: str, log: Path) -> int:
 
 
 def pinned_torch() -> str:
-    """Return the version of torch that the constraints name."""
+    """Return the version of torch in the constraints file."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     return next(line.partition("==")[2] for line in lines if line.startswith("torch=="))
 
 
 def installed(name: str) -> str:
-    """Return the version of a package in this environment, or nothing."""
+    """Return the version of a package in this environment; empty if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -135,12 +135,13 @@ def installed(name: str) -> str:
 
 
 def has_nvidia_gpu() -> bool:
-    """Tell whether the driver of an NVIDIA GPU is present."""
+    """Return whether the driver of an NVIDIA GPU is present."""
     return bool(shutil.which("nvidia-smi")) or any(Path(sign).exists() for sign in SIGNS_OF_NVIDIA)
 
 
 def offers(index: str, version: str) -> tuple[bool, str]:
-    """Tell whether pip finds a build ``version`` of torch for this Python with that index, and if not, why."""
+    """Return whether pip finds the build ``version`` of torch for this Python in that index, and otherwise the
+    reason."""
     options = ["--index-url", index, "--retries", "0", "--timeout", "5", "--disable-pip-version-check"]
     try:
         asked = subprocess.run(
@@ -161,7 +162,7 @@ def offers(index: str, version: str) -> tuple[bool, str]:
 
 
 def install_torch(build: str, log: Path) -> int:
-    """Install the build of torch that ``build`` chooses, where that is not the one that pip takes by itself."""
+    """Install the build of torch that ``build`` selects, unless it is the one that pip selects by itself."""
     version = pinned_torch()
     if build == "default" or installed("torch").partition("+")[0] == version:
         return 0
@@ -184,13 +185,13 @@ def install_torch(build: str, log: Path) -> int:
 
 
 def can_compile() -> bool:
-    """Tell whether a C extension for this Python could be built."""
+    """Return whether a C extension for this Python can be compiled."""
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     return bool(shutil.which(compiler)) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 def chosen_extras(extras: list[str]) -> list[str]:
-    """Return the extras to install: those of the tests that need a compiler only where there is one."""
+    """Return the extras to install; those for tests that need a compiler only if there is one."""
     if "dev" not in extras or "reasoning-gym" in extras:
         return extras
     if can_compile() or installed("reasoning-gym"):
@@ -204,7 +205,7 @@ def chosen_extras(extras: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Install torch's build first, so that pip finds it in place, and then everything else."""
+    """Install torch first, so that pip finds it in place, and then everything else."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("extras", nargs="*", help="extras of the package, such as dev")
     parser.add_argument(

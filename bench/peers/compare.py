@@ -5,7 +5,8 @@
 
 Each pair runs one side after the other, in an order that alternates. Printed and written: trained tokens a second
 (medians over pairs, ratios within pairs), seconds to the same held-out accuracy, the most memory held (the sum of the
-proportional shares of all processes of a side), versions and machine. Beside ``FILE.json`` goes a picture.
+proportional shares of all processes of a side), versions and machine. Beside ``FILE.json`` goes a picture, for which
+matplotlib has to be installed.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def main() -> None:
     )
     print(text)
     if given.out is not None:
-        from drawing import draw
-
         given.out.write_text(text + "\n")
+        from drawing import draw  # needs matplotlib, which Headrace does without: the figures are safe by now
+
         draw(json.loads(text), given.out.with_suffix(".png"))
 
 

@@ -1,1 +1,1 @@
-"""Runs whose parts are killed at random moments, resumed, and held against their books."""
+"""Fault injection: runs whose parts are killed at random moments, resumed, and checked against their ledgers."""

@@ -1,7 +1,7 @@
-"""The program ``headrace train`` as a user has it, watched from outside, and killed part by part.
+"""Runs ``headrace train`` as a subprocess, observes it from outside, and kills one of its processes.
 
-A life is one process of the program with its parts. What it leaves behind is looked for by its process id, which is in
-the name of its directory, of its weight buffer, and so in the arguments of every part.
+A life is one process of the program with its child processes. What it leaves behind is found by its process id, which
+is part of the names of its directory and weight buffer, and hence of its children's arguments.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from headrace.wings.bench.program import training
 
 Part = Literal["controller", "engine", "learner", "scorer", "environment"]
 LIFE_MAY_TAKE_S = 300.0
-"""Longest life of a run of a few steps, on the slowest machine."""
+"""Longest duration of one life, on the slowest machine."""
 HUNG = 124
-"""The exit code of a life that did not end by itself."""
+"""Exit code recorded for a life that did not end by itself."""
 MUST_BE_GONE_S = 30.0
-"""How long to look for processes that outlived their controller before they count as left behind."""
+"""Time after which processes that outlived their controller count as left behind."""
 _POLL_S = 0.002
 _STEP = re.compile(r"step (\d+)/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """When a part is killed."""
+    """The moment at which a process is killed."""
 
     part: Part
     phase: Literal["start", "step", "snapshot"]
-    """Counted from the start of the program; from the end of a step; from when the snapshot of a step is begun."""
+    """Start of the delay: the start of the program, the end of a step, or the beginning of a step's snapshot."""
     step: int = 0
-    """How many steps the run has behind it, in the phases ``step`` and ``snapshot``."""
+    """Number of finished steps, in the phases ``step`` and ``snapshot``."""
     delay_s: float
-    """After that."""
+    """Seconds from there to the kill."""
 
     def __str__(self) -> str:
         since = "start" if self.phase == "start" else f"{self.phase} {self.step}"
@@ -54,38 +54,39 @@ class Moment:
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """One life of a run, and its end."""
+    """One life of a run and its end."""
 
     pid: int
     resumed: bool
-    """Whether it was asked to ``--resume``."""
+    """Whether the program was started with ``--resume``."""
     killed: Moment | None = None
-    """Which part was really killed, and when; ``None``: the run was over before."""
+    """The kill that happened; ``None``: the run ended before it."""
     exit_code: int = 0
-    """Negative: the signal that ended it."""
+    """Exit code; negative: the signal that ended the program."""
     words: str = ""
-    """On standard error."""
+    """Standard error."""
     lines: list[str] = field(default_factory=list)
-    """On standard output."""
+    """Lines of standard output."""
     started_s: float = 0.0
-    """From the start of the program to the first step."""
+    """Seconds from the start of the program to the first step."""
     seconds: float = 0.0
-    """From the start of the program to its end."""
+    """Seconds from the start of the program to its end."""
     told_s: float | None = None
-    """From the kill of a part to the end of the program, which says why; ``None`` where it goes on or was killed."""
+    """Seconds from the kill to the end of the program with an error message; ``None`` if it continued or was itself
+    killed."""
     gone_s: float | None = None
-    """From the kill of the controller to the end of its last part; ``None`` where another part was killed."""
+    """Seconds from the kill of the controller to the end of its last child; ``None`` if another process was killed."""
     left: list[str] = field(default_factory=list)
-    """Processes that were still there when they should have ended."""
+    """Processes that still ran when they should have ended."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that the run has behind it, as this life told."""
+        """Return the number of finished steps that this life printed."""
         return max((int(match[1]) for line in self.lines if (match := _STEP.match(line))), default=0)
 
 
 async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *, resume: bool) -> Life:
-    """One life of the run in ``run_dir``, in which a part is killed at ``moment``."""
+    """Run one life of the run in ``run_dir``, with a kill at ``moment``."""
     clock = RealClock()
     began_s = clock.now()
     async with training(arguments, resume=resume) as program:
@@ -113,7 +114,7 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
 
 @dataclass(slots=True, kw_only=True)
 class _Watch:
-    """Follows a life, and strikes."""
+    """An observer of a life that also performs the kill."""
 
     program: asyncio.subprocess.Process
     run_dir: Path
@@ -128,18 +129,18 @@ class _Watch:
             self.life.lines.append(line.decode())
 
     async def kill(self, moment: Moment) -> float | None:
-        """When it was done; ``None`` where the program, or the part for good, was gone first."""
+        """Perform the kill and return its time; ``None`` if the program, or the process to kill, had ended before."""
         while self.program.returncode is None:
-            if self._come(moment):
+            if self._has_come(moment):
                 await asyncio.sleep(moment.delay_s)
-                return await self._strike(moment.part)
+                return await self._kill_when_present(moment.part)
             await asyncio.sleep(_POLL_S)
         return None
 
-    async def _strike(self, part: Part) -> float | None:
-        """Kill it as soon as it is there."""
+    async def _kill_when_present(self, part: Part) -> float | None:
+        """Kill the process of ``part`` as soon as it exists."""
         while self.program.returncode is None:
-            pid = self.program.pid if part == "controller" else _part(self.program.pid, part)
+            pid = self.program.pid if part == "controller" else _pid_of(self.program.pid, part)
             if pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -147,7 +148,7 @@ class _Watch:
             await asyncio.sleep(_POLL_S)
         return None
 
-    def _come(self, moment: Moment) -> bool:
+    def _has_come(self, moment: Moment) -> bool:
         if moment.phase == "start" or self.life.num_steps > moment.step:
             return True
         if moment.phase == "step":
@@ -155,18 +156,18 @@ class _Watch:
         return any((self.run_dir / "checkpoints").glob(f"step-{moment.step:06d}*"))
 
 
-def _part(controller: int, role: Part) -> int | None:
-    """The process of a part, once it is one: a fork that is about to become it still looks like its parent."""
+def _pid_of(controller: int, role: Part) -> int | None:
+    """Return the process id of a part once it runs its own program: a fork first looks like its parent."""
     with suppress(psutil.Error):
         for child in psutil.Process(controller).children(recursive=True):  # some are forks of a fork
-            words = _words(child)
+            words = _command_line(child)
             if "headrace.launch.hosts.main" in words and words[-2].startswith(role):
                 return child.pid
     return None
 
 
-def _words(process: psutil.Process) -> list[str]:
-    """What it was started with; nothing of one that has ended."""
+def _command_line(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; empty if it has ended."""
     try:
         return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
     except psutil.Error:
@@ -174,7 +175,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 async def _until_gone(life: Life, since_s: float) -> None:
-    """Every process of the life must end with it."""
+    """Wait until every process of the life has ended, and record those that have not."""
     clock = RealClock()
     while left := _processes(life.pid):
         if clock.now() - since_s > MUST_BE_GONE_S:
@@ -186,14 +187,15 @@ async def _until_gone(life: Life, since_s: float) -> None:
 
 
 def _processes(controller: int) -> list[str]:
-    """The parts of that controller that are running."""
-    started = (" ".join(_words(process)) for process in psutil.process_iter())
+    """Return the command lines of the running children of a controller."""
+    started = (" ".join(_command_line(process)) for process in psutil.process_iter())
     return [words for words in started if f"headrace-{controller}-" in words]
 
 
 def leftovers(lives: Sequence[Life], run_dir: Path) -> list[str]:
-    """What the lives of a run that is over have left behind: processes, buffers, directories, unfinished files. What is
-    left of one that had told its end when it was killed goes with the beginning of any other run."""
+    """Return what the lives of a finished run left behind: processes, buffers, directories, unfinished files. If the
+    last life was killed after it had reported its end, its leftovers are removed first, as the start of any other run
+    would."""
     left = [words for life in lives for words in (*life.left, *_processes(life.pid))]
     roots = {shared_memory_root(), Path(tempfile.gettempdir())}
     if lives[-1].killed is not None:

@@ -1,9 +1,9 @@
-"""Kills: the demo's pipeline, a random part of it killed at a random moment, and what became of every group.
+"""The fault experiment: the demo's pipeline, in which a random process is killed at a random moment.
 
-Each run is drawn from a seed of its own, so that one that went wrong can be made again:
-``python -m lab faults --seed 17 --runs 1``. Even seeds run synchronously and must end with the weights of a run that
-nobody disturbed; odd ones run two versions ahead. Of either, every other one starts a dead engine again, and the others
-end, to be resumed. All keep short pieces of running answers, and learn from answers of any length.
+Each run is determined by its seed, so that one that went wrong can be repeated: ``python -m lab faults --seed 17
+--runs 1``. Even seeds run synchronously and must end with the weights of a run without kills; odd ones run two
+versions ahead. Half of each restart a dead engine, the others end and are resumed. All record running answers in short
+pieces, and learn from answers of any length.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary
 from headrace.wings.bench.base import Report, Row, Target, at_most, report
 from headrace.wings.recipes.demo import build_demo
-from lab.faults.books import Held, Verdict, held, judge, same_weights
 from lab.faults.life import HUNG, Life, Moment, Part, leftovers, live
+from lab.faults.verdict import LedgerSnapshot, Verdict, judge, same_weights, take_snapshot
 
 RUNS = 100
 STEPS = 12
 SAVE_EVERY = 3
 RECORD_TOKENS = 8
 SECOND_FRAC = 0.3
-"""Of the runs, those of which a part is killed once more, in the life that resumes them."""
+"""Fraction of the runs with a second kill, in the life that resumes them."""
 START_FRAC, SNAPSHOT_FRAC = 0.25, 0.15
-"""Of the kills, those in the first seconds of a life, and those while a snapshot is being written."""
+"""Fractions of the kills in the first seconds of a life, and during the write of a snapshot."""
 SNAPSHOT_S = 0.1
-"""How long after its beginning."""
+"""Longest delay of a kill after the beginning of a snapshot, in seconds."""
 MAX_LIVES = 8
 SETTINGS = (
     *("model.deterministic=true", "data.eval_path=", "env.kind=rollout", "env.reward_workers=2", "env.retries=4"),
@@ -55,126 +55,126 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """How a run differs from the others."""
+class Variant:
+    """The settings in which runs differ."""
 
     max_age: int
     restarts: int
-    """How many dead engines are started again."""
+    """Number of times a dead engine is restarted."""
 
     @classmethod
-    def of(cls, seed: int) -> Way:
+    def of(cls, seed: int) -> Variant:
         return cls(max_age=0 if seed % 2 == 0 else 2, restarts=0 if seed % 4 < 2 else 2)
 
 
-UNDISTURBED = Way(max_age=0, restarts=0)
+WITHOUT_KILLS = Variant(max_age=0, restarts=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class TrialSetup:
     """What all runs share."""
 
     directory: Path
     run_file: Path
     sources: Path
-    """Where the environment and the reward are."""
+    """Directory of the file with the environment and the reward."""
     start_s: float
-    """From the start of the program to its first step, where nobody disturbs it."""
+    """Seconds from the start of the program to its first step, without kills."""
     step_s: float
-    """From one step to the next there."""
+    """Seconds of a step without kills."""
     weights: Path
-    """The last snapshot there."""
+    """Last snapshot of the run without kills."""
 
-    def settings(self, run_dir: Path, way: Way) -> list[str]:
+    def settings(self, run_dir: Path, variant: Variant) -> list[str]:
         return [
             *SETTINGS,
-            f"env.entry={self.sources / 'graded_rollout.py'}:rollout",
-            f"env.reward={self.sources / 'graded_reward.py'}:reward",
+            f"env.entry={self.sources / 'user_code.py'}:rollout",
+            f"env.reward={self.sources / 'user_code.py'}:graded",
             f"run.dir={run_dir}",
-            f"flow.max_age={way.max_age}",
-            f"launch.engine_restarts={way.restarts}",
+            f"flow.max_age={variant.max_age}",
+            f"launch.engine_restarts={variant.restarts}",
         ]
 
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """One run, from its first life to its last."""
+    """One run from its first life to its last."""
 
     lives: list[Life]
-    before: list[Held]
-    """What each kill left."""
+    before: list[LedgerSnapshot]
+    """Content of the ledger after each kill."""
     unrecorded: list[float]
-    """Tokens that were sampled and not recorded when a part died, for each answer that was running."""
+    """Number of tokens per running answer that were sampled but not recorded when a process died."""
     run_dir: Path
 
 
 def measure(tell: Callable[[str], None], runs: int = RUNS, seed: int = 0) -> Report:
-    """``runs`` runs, of the seeds from ``seed`` on."""
+    """Run ``runs`` trials with the seeds from ``seed`` on."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
         sources = stack.enter_context(as_file(files("headrace.wings.bench")))
-        scene = _undisturbed(directory, sources, tell)
+        setup = _run_without_kills(directory, sources, tell)
         rows = []
         for each in range(seed, seed + runs):
-            rows.append(_trial(scene, each))
+            rows.append(_trial(setup, each))
             tell(_in_words(rows[-1]))
     return report([_totals(rows), *rows], _targets(rows))
 
 
-def _undisturbed(directory: Path, sources: Path, tell: Callable[[str], None]) -> Scene:
-    """The demo, and a synchronous run of it that nobody disturbs."""
+def _run_without_kills(directory: Path, sources: Path, tell: Callable[[str], None]) -> TrialSetup:
+    """Create the demo, and run it synchronously without kills."""
     tell("the demo's model")
     demo = build_demo(directory / "demo", seed=0)
     run_dir = directory / "undisturbed"
-    scene = Scene(
+    setup = TrialSetup(
         directory=directory, run_file=demo.run_file, sources=sources, start_s=0.0, step_s=0.0,
         weights=run_dir / CHECKPOINTS / f"step-{STEPS:06d}",
     )  # fmt: skip
-    life = asyncio.run(live(_arguments(scene, run_dir, UNDISTURBED), run_dir, None, resume=False))
+    life = asyncio.run(live(_arguments(setup, run_dir, WITHOUT_KILLS), run_dir, None, resume=False))
     if life.exit_code:
         raise RunError(f"the run that nobody disturbs failed: {life.words}", remedy="mend that first")
     step_s = (life.seconds - life.started_s) / STEPS
     tell(f"undisturbed: first step after {life.started_s:.1f} s, then one every {step_s:.2f} s")
-    return replace(scene, start_s=life.started_s, step_s=step_s)
+    return replace(setup, start_s=life.started_s, step_s=step_s)
 
 
-def _arguments(scene: Scene, run_dir: Path, way: Way) -> list[str]:
-    settings = scene.settings(run_dir, way)
-    return [str(scene.run_file), *(word for setting in settings for word in ("--set", setting))]
+def _arguments(setup: TrialSetup, run_dir: Path, variant: Variant) -> list[str]:
+    settings = setup.settings(run_dir, variant)
+    return [str(setup.run_file), *(word for setting in settings for word in ("--set", setting))]
 
 
-def draw(scene: Scene, rng: np.random.Generator) -> Moment:
-    """A part, and a moment of a run's life."""
+def draw(setup: TrialSetup, rng: np.random.Generator) -> Moment:
+    """Draw a process and a moment to kill it."""
     parts: tuple[Part, ...] = get_args(Part)
     part = parts[rng.integers(len(parts))]
     sort = rng.random()
     if sort < START_FRAC:
-        return Moment(part=part, phase="start", delay_s=rng.uniform(0.0, scene.start_s))
+        return Moment(part=part, phase="start", delay_s=rng.uniform(0.0, setup.start_s))
     if sort < START_FRAC + SNAPSHOT_FRAC:
         step = SAVE_EVERY * int(rng.integers(1, STEPS // SAVE_EVERY + 1))
         return Moment(part=part, phase="snapshot", step=step, delay_s=rng.uniform(0.0, SNAPSHOT_S))
     step = int(rng.integers(1, STEPS + 1))
-    return Moment(part=part, phase="step", step=step, delay_s=rng.uniform(0.0, scene.step_s))
+    return Moment(part=part, phase="step", step=step, delay_s=rng.uniform(0.0, setup.step_s))
 
 
-def _trial(scene: Scene, seed: int) -> Row:
-    """One run that is killed at least once, and what it came to."""
+def _trial(setup: TrialSetup, seed: int) -> Row:
+    """Run one trial with at least one kill, and return its row."""
     clock = RealClock()
     start_s = clock.now()
     rng = np.random.default_rng(seed)
-    way = Way.of(seed)
-    run_dir = scene.directory / f"run-{seed}"
+    variant = Variant.of(seed)
+    run_dir = setup.directory / f"run-{seed}"
     while True:
-        moments = [draw(scene, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]
-        trial = asyncio.run(_live_through(scene, run_dir, way, moments))
+        moments = [draw(setup, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]
+        trial = asyncio.run(_run_trial(setup, run_dir, variant, moments))
         if any(life.killed or life.exit_code for life in trial.lives):
             break
-        shutil.rmtree(run_dir)  # it was over before the moment came
-    config = load_config(scene.run_file, scene.settings(run_dir, way))
+        shutil.rmtree(run_dir)  # the run finished before the first kill
+    config = load_config(setup.run_file, setup.settings(run_dir, variant))
     ended = trial.lives[-1].exit_code == 0 or _finished(run_dir)
-    verdict = judge(run_dir, config, trial.before) if ended else Verdict.hopeless(config)
-    wrong = _wrong(verdict, trial, way)
-    if ended and way.max_age == 0 and not same_weights(run_dir / CHECKPOINTS / scene.weights.name, scene.weights):
+    verdict = judge(run_dir, config, trial.before) if ended else Verdict.unfinished(config)
+    wrong = _wrong(verdict, trial, variant)
+    if ended and variant.max_age == 0 and not same_weights(run_dir / CHECKPOINTS / setup.weights.name, setup.weights):
         wrong.append("other weights than the undisturbed run")
     if not wrong:
         shutil.rmtree(run_dir)
@@ -183,7 +183,7 @@ def _trial(scene: Scene, seed: int) -> Row:
     return {
         "what": f"seed {seed}",
         "seed": seed,
-        **asdict(way),
+        **asdict(variant),
         "killed": [str(life.killed) for life in trial.lives if life.killed],
         "at_step": [life.num_steps for life in trial.lives if life.killed],
         "lives": len(trial.lives),
@@ -197,42 +197,43 @@ def _trial(scene: Scene, seed: int) -> Row:
     }
 
 
-async def _live_through(scene: Scene, run_dir: Path, way: Way, moments: Sequence[Moment]) -> Trial:
-    """Start, kill, resume, until it has ended by itself."""
+async def _run_trial(setup: TrialSetup, run_dir: Path, variant: Variant, moments: Sequence[Moment]) -> Trial:
+    """Start, kill and resume the program until it ends by itself."""
     trial = Trial(lives=[], before=[], unrecorded=[], run_dir=run_dir)
-    arguments = _arguments(scene, run_dir, way)
-    ahead = list(moments)
+    arguments = _arguments(setup, run_dir, variant)
+    pending = list(moments)
     while len(trial.lives) < MAX_LIVES:
         resume = has_ledger(run_dir)
-        life = await live(arguments, run_dir, ahead.pop(0) if ahead else None, resume=resume)
+        life = await live(arguments, run_dir, pending.pop(0) if pending else None, resume=resume)
         trial.lives.append(life)
         if life.exit_code in (0, HUNG) or life.killed is None or _finished(run_dir):
             break
         if has_ledger(run_dir):
-            trial.before.append(held(run_dir, scene.directory / "held"))
+            trial.before.append(take_snapshot(run_dir, setup.directory / "snapshot"))
             if life.killed.part != "controller":
                 _count_unrecorded(trial)
     return trial
 
 
 def _finished(run_dir: Path) -> bool:
-    """Whether the last life had told its end already when it was killed: there is nothing left to resume."""
+    """Return whether the last life had reported its end before it was killed, so that there is nothing to resume."""
     summary = read_summary(run_dir)
     return summary is not None and summary["status"] == "finished"
 
 
 def _count_unrecorded(trial: Trial) -> None:
-    """Of a life whose controller could still say how many tokens the engine had told it of."""
+    """Append the unrecorded tokens per running answer, if the controller could still write how many tokens were
+    sampled."""
     summary = read_summary(trial.run_dir)
-    *_, earlier, now = [Held(), Held(), *trial.before]
+    *_, earlier, now = [LedgerSnapshot(), LedgerSnapshot(), *trial.before]
     if summary is None or not now.running:
         return
     lacking = summary["tokens_generated"] - (now.tokens - earlier.tokens)
     trial.unrecorded.append(max(0, lacking) / now.running)
 
 
-def _wrong(verdict: Verdict, trial: Trial, way: Way) -> list[str]:
-    """Everything that should not be, in words."""
+def _wrong(verdict: Verdict, trial: Trial, variant: Variant) -> list[str]:
+    """Return a description of everything that went wrong."""
     figures = asdict(verdict)
     wrong = [
         f"{key}: {figures[key]}"
@@ -242,7 +243,7 @@ def _wrong(verdict: Verdict, trial: Trial, way: Way) -> list[str]:
     wrong += ["the books did not balance after a kill"] * sum(not each.balanced for each in trial.before)
     wrong += [f"dropped: {verdict.dropped}"] * bool(verdict.dropped)
     for life in trial.lives:
-        wrong += _unseemly(life, way)
+        wrong += _wrong_end(life, variant)
     last = trial.lives[-1]
     if last.exit_code and not _finished(trial.run_dir):
         wrong.append(f"it did not end: exit code {last.exit_code}: {last.words.strip()}")
@@ -251,12 +252,12 @@ def _wrong(verdict: Verdict, trial: Trial, way: Way) -> list[str]:
     return wrong
 
 
-def _unseemly(life: Life, way: Way) -> list[str]:
-    """How the end of a life differs from what it should be."""
+def _wrong_end(life: Life, variant: Variant) -> list[str]:
+    """Return how the end of a life differs from the expected one."""
     part = None if life.killed is None else life.killed.part
     if "Traceback" in life.words:
         return [f"a traceback: {life.words.strip()}"]
-    heals = part in ("scorer", "environment") or (part == "engine" and way.restarts > 0 and life.num_steps > 0)
+    heals = part in ("scorer", "environment") or (part == "engine" and variant.restarts > 0 and life.num_steps > 0)
     if heals and life.exit_code:
         return [f"the death of the {part} did not heal: {life.words.strip()}"]
     if part in ("engine", "learner") and life.exit_code:
@@ -310,5 +311,5 @@ def _targets(rows: Sequence[Row]) -> list[Target]:
 
 def _in_words(row: Row) -> str:
     verdict = "; ".join(row["wrong"]) or "all accounted for"
-    way = f"max_age={row['max_age']}, restarts={row['restarts']}"
-    return f"{row['what']}, {way}: {', '.join(row['killed'])}: {verdict} ({row['wall_s']:.0f} s)"
+    variant = f"max_age={row['max_age']}, restarts={row['restarts']}"
+    return f"{row['what']}, {variant}: {', '.join(row['killed'])}: {verdict} ({row['wall_s']:.0f} s)"

@@ -1,1 +1,1 @@
-"""Inputs of every wire format and endpoint, changed in every way."""
+"""Fuzzing: modified inputs of every wire format and endpoint."""

@@ -1,5 +1,5 @@
-"""Sound inputs, made unsound: bytes that are flipped, cut, spliced and inflated, and trees whose values are not what
-they should be. Every draw comes from one generator."""
+"""Mutations of valid inputs: bytes are flipped, cut, spliced and inflated, and values in trees are replaced. All
+randomness comes from the generator that is passed in."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import msgspec
 
 DEEP = (50, 500, 20_000)
-"""How many times something is put into itself."""
+"""Depths of nesting that are tried."""
 _NUMBERS = (0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**64 - 1, -(2**63), 0.5, -0.0, 1e308, math.inf, math.nan)
 _TEXTS = ("", "\x00", "é☃\U0001f511", "../../etc/passwd", "{{7*7}}", "__import__('os')", "a" * 5000, "NaN", "1e9999")
 _HEAD = b"\x00\x01\x7f\x80\x90\xc1\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf\xff"
-"""Bytes that mean something to a reader of msgpack."""
+"""Bytes that are type codes in msgpack."""
 
 Change = Callable[[random.Random, bytearray, bytes], None]
 
 
 def changed(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """``data`` after one to four changes; parts of ``others`` may come into it."""
-    made = bytearray(data)
+    """Return ``data`` after one to four mutations, which may insert parts of ``others``."""
+    mutated = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        rng.choice(_CHANGES)(rng, made, rng.choice(others))
-    return bytes(made)
+        rng.choice(_CHANGES)(rng, mutated, rng.choice(others))
+    return bytes(mutated)
 
 
 def _flip(rng: random.Random, data: bytearray, _: bytes) -> None:
@@ -64,7 +64,7 @@ def _repeat(rng: random.Random, data: bytearray, _: bytes) -> None:
 
 
 def _inflate(rng: random.Random, data: bytearray, _: bytes) -> None:
-    """Where a length may stand, a huge one."""
+    """Overwrite four bytes, where a length may be, with an extreme one."""
     place = rng.randrange(len(data) + 1)
     data[place : place + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\x00\x00", b"9999"))
 
@@ -77,27 +77,27 @@ _CHANGES: tuple[Change, ...] = (_flip, _flip, _flip, _set, _cut, _drop, _insert,
 
 
 def changed_tree(rng: random.Random, tree: Any) -> Any:
-    """``tree``, which is left as it is, with one to three of its values replaced."""
+    """Return a copy of ``tree`` with one to three of its values replaced."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         tree = _replaced(rng, tree)
     return tree
 
 
 def _replaced(rng: random.Random, tree: Any) -> Any:
-    """Somewhere below, or here."""
+    """Replace a random value of the tree, or the whole tree."""
     if isinstance(tree, dict) and tree and rng.random() < 0.85:
         key = rng.choice(list(tree))
-        luck, rest = rng.random(), {name: value for name, value in tree.items() if name != key}
-        if luck < 0.1:
+        choice, rest = rng.random(), {name: value for name, value in tree.items() if name != key}
+        if choice < 0.1:
             return rest
-        if luck < 0.2:
+        if choice < 0.2:
             return {**tree, rng.choice(_TEXTS): tree[key]}
         return {**tree, key: _replaced(rng, tree[key])}
     if isinstance(tree, list) and tree and rng.random() < 0.85:
-        place, luck = rng.randrange(len(tree)), rng.random()
-        if luck < 0.1:
+        place, choice = rng.randrange(len(tree)), rng.random()
+        if choice < 0.1:
             return tree[:place] + tree[place + 1 :]
-        if luck < 0.2:
+        if choice < 0.2:
             return tree + tree[place : place + 1] * rng.choice((1, 10, 1000))
         return [*tree[:place], _replaced(rng, tree[place]), *tree[place + 1 :]]
     if isinstance(tree, msgspec.msgpack.Ext) and rng.random() < 0.9:
@@ -106,7 +106,7 @@ def _replaced(rng: random.Random, tree: Any) -> Any:
 
 
 def _odd(rng: random.Random, value: Any) -> Any:
-    """Something that should not stand there."""
+    """Return a value that a reader would not expect in place of ``value``."""
     match rng.randrange(6):
         case 0:
             return rng.choice(_NUMBERS)
@@ -124,7 +124,7 @@ def _odd(rng: random.Random, value: Any) -> Any:
 
 
 def changed_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """JSON, half of the time still JSON."""
+    """Mutate JSON; half of the results are still valid JSON."""
     if rng.random() < 0.5:
         return changed(rng, data, others)
     try:
@@ -134,7 +134,7 @@ def changed_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> by
 
 
 def changed_msgpack(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """msgpack, half of the time still msgpack."""
+    """Mutate msgpack; half of the results are still valid msgpack."""
     if rng.random() < 0.5:
         return changed(rng, data, others)
     try:

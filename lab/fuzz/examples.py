@@ -1,4 +1,4 @@
-"""A sound value of any type that travels, made from the type alone: a new message cannot be forgotten."""
+"""Valid example values of any message type, created from the type alone, so that no new message is forgotten."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import numpy as np
 from headrace.base.types.sampling import Sampling
 
 ROWS = 3
-"""Length of every axis of an array but one of its kinds, and of every column."""
+"""Length of every axis of an array, and of every column."""
 _WORDS = ("", "policy", "a text", "é☃", "[x](y)\n", "0")
 _SPECIAL: Mapping[Any, Any] = {Sampling: Sampling(max_new_tokens=4, stop_ids=(1,), stop=("END",), logit_bias={3: 1.5})}
 
 
 def example(kind: Any, rng: random.Random, name: str = "") -> Any:
-    """A value of the annotation ``kind``; ``name`` is that of the field, whose suffix says the shape of an array."""
+    """Return a value of the annotation ``kind``; ``name`` is the field's name, whose suffix gives the shape of an
+    array."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in _SPECIAL:
         return _SPECIAL[kind]
@@ -46,7 +47,7 @@ def example(kind: Any, rng: random.Random, name: str = "") -> Any:
 
 
 def _fields(kind: Any) -> list[str] | None:
-    """Of a record; ``None`` for what is none."""
+    """Return the field names of a record type; ``None`` for other types."""
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

@@ -1,7 +1,7 @@
-"""What comes from elsewhere as bytes, and the code of the library that reads it: one row for each format.
+"""The byte formats that the library reads from other processes, each with the code that reads it.
 
-A reader says whether it took an input. Refusals are the errors that its caller expects; any other exception is a crash,
-and :class:`Forged` says that something was taken that nobody has sent.
+A reader returns whether it accepted an input. Errors that its caller expects count as refusals; any other exception is
+a crash, and :class:`Forged` means that it accepted something that was never sent.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.scored import Learned
 from headrace.flow.ledger.base import Move, Operation, Submit
 from headrace.flow.ledger.bundles import decode_entry, encode_bundle
+from headrace.flow.ledger.redis import RollBack, encode_operation, replay
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.flow.ledger.turns import decode_learned, decode_turns, encode_learned, encode_turns
-from headrace.flow.ledger.wire import RollBack, encode_operation, replay
 from headrace.wings.bridges.atropos import Answers, read_batch
 from lab.fuzz.change import changed_json, changed_msgpack
 from lab.fuzz.examples import example
 from lab.fuzz.weights import weight_formats
 
 EXAMPLES = 8
-"""Of each kind of message."""
+"""Number of examples of each message type."""
 LEDGER_LIFE = 500
-"""Inputs after which a ledger is begun anew: what was taken stays in it."""
+"""Number of inputs after which a new ledger is created, since it keeps the accepted ones."""
 MESSAGES = {
     "messages to the controller": controller.Message,
     "messages to the engine": engine.Message,
@@ -48,9 +48,9 @@ MESSAGES = {
     "the answers": node.AtTheDoor,
     "dials over a Redis server": node.Dial,
 }
-"""What travels between processes, by whom it reaches."""
+"""Message types between processes, by their receiver."""
 MESSAGES_SHARE = 0.65
-"""Of all inputs."""
+"""Fraction of all inputs that are messages."""
 
 Read = Callable[[bytes], bool]
 Changed = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
@@ -58,20 +58,20 @@ Changed = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One thing that is read."""
+    """A byte format and its reader."""
 
     name: str
     share: float
-    """Of all inputs."""
+    """Fraction of all inputs that have this format."""
     seeds: Sequence[bytes]
-    """Sound ones."""
+    """Valid inputs."""
     change: Changed
     read: Read
-    """Whether it was taken."""
+    """Function that returns whether it accepted the input."""
 
 
 def formats(scratch: Path) -> list[Format]:
-    """All that need no server; ``scratch`` is a folder to work in."""
+    """Return the formats that need no server; ``scratch`` is a working directory."""
     rng = random.Random(0)
     return [
         *(_messages(name, kinds, rng) for name, kinds in MESSAGES.items()),
@@ -86,7 +86,7 @@ def formats(scratch: Path) -> list[Format]:
 
 
 def sound(kind: Any, rng: random.Random, count: int = EXAMPLES) -> list[Any]:
-    """Examples of a type, without those whose parts do not fit one another."""
+    """Return examples of a type, without those whose fields contradict each other."""
     found: list[Any] = []
     while len(found) < count:
         try:
@@ -97,12 +97,12 @@ def sound(kind: Any, rng: random.Random, count: int = EXAMPLES) -> list[Any]:
 
 
 def refuses(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], Read]:
-    """A reader that refuses by these errors."""
+    """Return a decorator that turns a parser into a reader, for which ``errors`` are refusals."""
 
-    def of(take: Callable[[bytes], object]) -> Read:
+    def of(parse: Callable[[bytes], object]) -> Read:
         def read(data: bytes) -> bool:
             try:
-                take(data)
+                parse(data)
             except errors:
                 return False
             return True
@@ -126,18 +126,18 @@ def _messages(name: str, receives: Any, rng: random.Random) -> Format:
 
 
 def _operations(rng: random.Random) -> Format:
-    """As they stand in a stream of Redis: the kind, a NUL, what it says."""
+    """Return the format of ledger operations in a Redis stream: the kind, a NUL, the content."""
     kinds = (*typing.get_args(Operation), RollBack)
     seeds = [b"\0".join(encode_operation(operation)) for kind in kinds for operation in sound(kind, rng)]
     held: list[SqliteLedger] = []
     count = 0
 
-    def take(data: bytes) -> None:
+    def parse(data: bytes) -> None:
         nonlocal count
         if count % LEDGER_LIFE == 0:
             for old in held:
                 old.close()
-            held[:] = [_begun()]
+            held[:] = [_new_ledger()]
         count += 1
         kind, _, said = data.partition(b"\0")
         replay(held[0], kind, said)
@@ -146,11 +146,11 @@ def _operations(rng: random.Random) -> Format:
         kind, _, said = data.partition(b"\0")
         return b"\0".join((kind, changed_msgpack(rng, said, [other.partition(b"\0")[2] for other in others])))
 
-    read = refuses(msgspec.MsgspecError, LedgerError)(take)
+    read = refuses(msgspec.MsgspecError, LedgerError)(parse)
     return Format(name="operations of the ledger", share=0.06, seeds=seeds, change=change, read=read)
 
 
-def _begun() -> SqliteLedger:
+def _new_ledger() -> SqliteLedger:
     ledger = SqliteLedger(IN_MEMORY, group_size=2, groups_per_step=1)
     ledger.apply(Submit(numbers=(0, 1, 7), rows=(0, 1, 2), at_s=0.0))
     ledger.apply(Move(numbers=(0, 1), state=GroupState.ADMITTED, at_s=0.0, oldest_version=0))
@@ -180,13 +180,13 @@ def _learned(rng: random.Random) -> Format:
 
 def _batches() -> Format:
     group = {"tokens": [[1, 2, 3], [4, 5]], "masks": [[-100, 2, 3], [-100, 5]], "scores": [1.0, 0.0], "env_id": 0}
-    told = [{"batch": [group, group]}, {"batch": None}, {"status": "error", "message": "no trainer"}]
+    examples = [{"batch": [group, group]}, {"batch": None}, {"status": "error", "message": "no trainer"}]
 
-    def take(data: bytes) -> None:
+    def parse(data: bytes) -> None:
         for scored in read_batch(json.loads(data)):
             for ids, mask in zip(scored.tokens, scored.masks, strict=True):
                 Answers().sampled(ids, mask)
 
-    read = refuses(RunError, DataError, ValueError, RecursionError)(take)  # the last two by the client's own reader
-    seeds = [json.dumps(tree).encode() for tree in told]
+    read = refuses(RunError, DataError, ValueError, RecursionError)(parse)  # the last two are raised by the JSON parser
+    seeds = [json.dumps(tree).encode() for tree in examples]
     return Format(name="batches of Atropos", share=0.02, seeds=seeds, change=changed_json, read=read)

@@ -1,6 +1,7 @@
-"""Servers of the library that have no program of their own, each in a process: ``hosts.py KIND``.
+"""Servers of the library without a command of their own, each in a process: ``hosts.py KIND``.
 
-One line of JSON says where it is and what it wants; it ends with its standard input."""
+The process prints one line of JSON with its address and keys, and ends with its standard input.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from headrace.models.tiny import char_tokenizer
 from headrace.rollout import Chat, Conversations, EnginePolicy
 from headrace.rollout import EpisodeLimits as Budgets
 from headrace.sync.http import HttpInbox
-from headrace.wings.agents import At, Endpoint, SessionLimits
+from headrace.wings.agents import Endpoint, SessionLimits
 
 SESSIONS = 400
 TOKEN = "the token of nobody but this bench"
@@ -35,8 +36,8 @@ TEMPLATE = (
 )
 
 
-class _Parrot:
-    """Samples the same to whatever it reads."""
+class _FixedEngine:
+    """An engine that samples the same answer for every prompt."""
 
     def __init__(self, ids: list[int]) -> None:
         self._ids = ids
@@ -52,39 +53,41 @@ class _Parrot:
 
 
 async def sessions() -> None:
-    """The endpoint at which programs reach their episodes."""
+    """Serve the endpoint through which programs reach their episodes."""
     tokenizer = char_tokenizer(string.printable, TEMPLATE)
     end = int(tokenizer.eos_token_id)
     sampling = Sampling(max_new_tokens=64, stop_ids=(end,))
-    parrot: Any = _Parrot([*tokenizer.encode('Hm.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'), end])
+    engine: Any = _FixedEngine(
+        [*tokenizer.encode('Hm.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'), end]
+    )
     limits = SessionLimits(delay_s=0.0, patience=1 << 30, max_body_bytes=1 << 16, body_timeout_s=5.0, idle_timeout_s=5)
     async with (
-        Endpoint.listening(sampling, clock=RealClock(), warn=lambda _: None, at=At(limits=limits)) as endpoint,
+        Endpoint.listening(sampling, clock=RealClock(), warn=lambda _: None, limits=limits) as endpoint,
         AsyncExitStack() as open_sessions,
     ):
         keys = []
         for number in range(SESSIONS):
             policy = EnginePolicy(
-                engine=parrot, sampling=sampling, run_seed=0, key=EpisodeKey(0, number), on_tokens=lambda _: None
+                engine=engine, sampling=sampling, run_seed=0, key=EpisodeKey(0, number), on_tokens=lambda _: None
             )
             chat = Chat.of(tokenizer, (end,))
             episode = Conversations(policy, Budgets(), chat=chat, seed=0, note=lambda _: None)
             access = await open_sessions.enter_async_context(endpoint.session(episode))
             keys.append(access.api_key)
-        _tell(endpoint.base_url, keys)
+        _print_address(endpoint.base_url, keys)
         await asyncio.to_thread(sys.stdin.read)
-        open_sessions.pop_all()  # what went wrong in one has been answered
+        open_sessions.pop_all()  # skips their exit: a session may hold an error that was answered already
 
 
 def uploads() -> None:
-    """Where an engine takes weights over HTTP."""
+    """Serve the endpoint through which an engine receives weights over HTTP."""
     inbox = HttpInbox(TOKEN, UPLOAD_BYTES, 5.0)
-    _tell(inbox.address, [TOKEN])
+    _print_address(inbox.address, [TOKEN])
     sys.stdin.read()
     inbox.close()
 
 
-def _tell(url: str, keys: list[str]) -> None:
+def _print_address(url: str, keys: list[str]) -> None:
     sys.stdout.write(json.dumps({"url": url, "keys": keys}) + "\n")
     sys.stdout.flush()
 

@@ -1,5 +1,5 @@
-"""Servers in processes of their own, and what they are sent over real connections: bodies with the token, and whole
-requests, with it and without."""
+"""Servers in processes of their own, and the requests that are sent to them over TCP: modified bodies with the token,
+and modified whole requests with and without it."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from lab.fuzz.hosts import TEMPLATE, TOKEN, UPLOAD_BYTES
 
 CONNECTIONS = 8
 ANSWER_S = 60.0
-"""A server that does not answer for so long hangs."""
+"""Seconds without an answer after which a server counts as hanging."""
 START_S = 120.0
 PER_KEY = 60
-"""Requests of one session before the next one's turn: its conversation grows."""
+"""Number of consecutive requests in one session, whose conversation grows meanwhile."""
 _PROGRAM = "from headrace.run.cli import main; main()"
 Tree = dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
 class Host:
-    """A server that runs."""
+    """A running server."""
 
     name: str
     process: subprocess.Popen[str]
     url: str
     keys: Sequence[str]
     log: Path
-    """What it has printed as errors."""
+    """File with its standard error."""
 
     @property
-    def place(self) -> tuple[str, int]:
-        """Its address."""
+    def address(self) -> tuple[str, int]:
+        """Return host and port."""
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 80
 
-    def trouble(self) -> str:
-        """What shows that it has crashed; empty where nothing does."""
+    def problem(self) -> str:
+        """Return a description of a crash; empty if there was none."""
         if self.process.poll() is not None:
             return f"{self.name} has ended with exit code {self.process.returncode}"
         said = self.log.read_text(encoding="utf-8", errors="replace")
@@ -61,24 +61,24 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveFormat:
-    """One thing that a server is sent."""
+    """A kind of request that is sent to a server."""
 
     name: str
     share: float
-    """Of all inputs."""
+    """Fraction of all inputs that are of this kind."""
     host: Host
     seeds: Sequence[bytes]
-    """Sound bodies, or sound requests."""
+    """Valid bodies, or valid whole requests."""
     path: str = ""
-    """Where bodies are posted to, with a key; empty: the seeds are whole requests."""
+    """Path to which bodies are posted, with a key; empty: the seeds are whole requests."""
     known: bool = False
-    """Whether whole requests carry the token; else only 401 is right, and 400 for what is no request."""
+    """Whether whole requests carry the token; if not, only status 401 is right, or 400 for an invalid request."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Counted:
-    """What became of the ``inputs`` of one format: ``accepted``, ``refused`` by name, ``crashes`` of whoever read them,
-    and ``forged`` ones that were taken."""
+class InputCounts:
+    """Counts of the ``inputs`` of one format: ``accepted``, ``refused`` with an expected error, ``crashes`` of the
+    reader, and ``forged`` inputs that were accepted."""
 
     inputs: int = 0
     accepted: int = 0
@@ -86,17 +86,17 @@ class Counted:
     crashes: int = 0
     forged: int = 0
     first: list[str] = field(default_factory=list)
-    """What the first crashes and forgeries looked like."""
+    """Descriptions of the first crashes and forgeries."""
 
-    def trouble(self, words: str, data: bytes) -> None:
-        """Remember it, while there are few."""
+    def problem(self, words: str, data: bytes) -> None:
+        """Add a description, while there are few."""
         if len(self.first) < 3:
             self.first.append(f"{words[:600]} <- {data[:400]!r}")
 
 
 @contextmanager
 def hosts(scratch: Path) -> Iterator[dict[str, Host]]:
-    """All servers, ended afterwards."""
+    """Start all servers, and end them after the body."""
     model = make_tiny(
         scratch / "model",
         TinySpec(vocab=string.printable, max_positions=256, hidden_size=32, chat_template=TEMPLATE),
@@ -143,7 +143,7 @@ def _started(name: str, command: Sequence[str], log: Path) -> Host:
 
 
 def _address(said: IO[str]) -> tuple[str, list[str]]:
-    """Until it serves; empty where it ends before."""
+    """Return URL and keys from a server's output, once it serves; empty if it ends before."""
     url = ""
     for line in said:
         if line.startswith("{"):
@@ -158,7 +158,7 @@ def _address(said: IO[str]) -> tuple[str, list[str]]:
 
 
 def live_formats(served: dict[str, Host]) -> list[LiveFormat]:
-    """What each of the servers is sent."""
+    """Return the kinds of requests for all servers."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -201,7 +201,7 @@ def live_formats(served: dict[str, Host]) -> list[LiveFormat]:
 
 
 def _requests(served: dict[str, Host]) -> Iterator[LiveFormat]:
-    """Whole requests, of strangers and of those who have the token."""
+    """Yield whole requests with and without the token."""
     paths = {
         "serve": ("/health", "/metrics", "/v1/models", "/v1/models/model", "/nowhere"),
         "sessions": ("/v1/models", "/v1/chat/completions", "/messages/count_tokens"),
@@ -234,20 +234,20 @@ def _put(head: str, start: int = 0, total: int = UPLOAD_BYTES // 16) -> str:
     )
 
 
-async def send_all(what: LiveFormat, count: int, seed: str) -> Counted:
-    """So many inputs, over several connections side by side."""
-    counted = Counted()
+async def send_all(what: LiveFormat, count: int, seed: str) -> InputCounts:
+    """Send ``count`` inputs over several concurrent connections, and count the results."""
+    counted = InputCounts()
     async with asyncio.TaskGroup() as group:
         for place in range(CONNECTIONS):
             share = count // CONNECTIONS + (place < count % CONNECTIONS)
             rng = random.Random(f"{seed}/{place}")
-            group.create_task(_send(what, share, rng, counted) if what.path else _knock(what, share, rng, counted))
+            group.create_task(_send(what, share, rng, counted) if what.path else _send_raw(what, share, rng, counted))
     return counted
 
 
-async def _send(what: LiveFormat, count: int, rng: random.Random, counted: Counted) -> None:
-    """Bodies to one path, one after the other."""
-    line = _Line(what.host)
+async def _send(what: LiveFormat, count: int, rng: random.Random, counted: InputCounts) -> None:
+    """Send modified bodies to one path, one after another."""
+    connection = _Connection(what.host)
     first = rng.randrange(len(what.host.keys))
     for number in range(count):
         sound = number < len(what.seeds)
@@ -257,49 +257,50 @@ async def _send(what: LiveFormat, count: int, rng: random.Random, counted: Count
             f"POST {what.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        status = await line.ask(head.encode() + body)
+        status = await connection.request(head.encode() + body)
         counted.inputs += 1
         if status == 200:
             counted.accepted += 1
         elif sound or status in (500, -1):
             counted.crashes += 1
-            counted.trouble(f"{what.name}: {'no answer' if status < 0 else f'status {status}'}", body)
+            counted.problem(f"{what.name}: {'no answer' if status < 0 else f'status {status}'}", body)
         else:
             counted.refused += 1
-    line.close()
+    connection.close()
 
 
-async def _knock(what: LiveFormat, count: int, rng: random.Random, counted: Counted) -> None:
-    """Whole requests, each over a connection of its own."""
+async def _send_raw(what: LiveFormat, count: int, rng: random.Random, counted: InputCounts) -> None:
+    """Send modified whole requests, each over its own connection."""
     for _ in range(count):
         data = changed(rng, rng.choice(what.seeds), what.seeds)
-        line = _Line(what.host)
-        status = await line.ask(data, last=True)
-        line.close()
+        connection = _Connection(what.host)
+        status = await connection.request(data, last=True)
+        connection.close()
         counted.inputs += 1
         if status in (-1, 500):
             counted.crashes += 1
-            counted.trouble(f"status {status}", data)
+            counted.problem(f"status {status}", data)
         elif what.known or status in (0, 400, 401):
             counted.accepted += 200 <= status < 400
             counted.refused += not 200 <= status < 400
         else:
             counted.forged += 1
-            counted.trouble(f"status {status} without the token", data)
+            counted.problem(f"status {status} without the token", data)
 
 
-class _Line:
-    """A connection, made again when it was cut."""
+class _Connection:
+    """A connection that is opened again after it was closed."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._ends: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, data: bytes, *, last: bool = False) -> int:
-        """The status of the answer; 0: it was cut, −1: nothing has come. ``last``: nothing more will be sent."""
+    async def request(self, data: bytes, *, last: bool = False) -> int:
+        """Send a request and return the status of the answer; 0: the connection was closed, −1: no answer. ``last``
+        closes the sending side."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._ask(data, last=last)
+                return await self._exchange(data, last=last)
         except TimeoutError:
             self.close()
             return -1
@@ -307,10 +308,10 @@ class _Line:
             self.close()
             return 0
 
-    async def _ask(self, data: bytes, *, last: bool) -> int:
-        if self._ends is None:
-            self._ends = await asyncio.open_connection(*self._host.place)
-        reader, writer = self._ends
+    async def _exchange(self, data: bytes, *, last: bool) -> int:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._host.address)
+        reader, writer = self._streams
         writer.write(data)
         if last:
             writer.write_eof()
@@ -322,10 +323,10 @@ class _Line:
         return status
 
     def close(self) -> None:
-        if self._ends is not None:
+        if self._streams is not None:
             with suppress(OSError):
-                self._ends[1].close()
-            self._ends = None
+                self._streams[1].close()
+            self._streams = None
 
 
 async def _body(reader: asyncio.StreamReader, head: bytes) -> None:

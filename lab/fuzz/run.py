@@ -1,9 +1,10 @@
-"""Inputs of every wire format and endpoint, changed in every way: nothing crashes, nothing forged is taken.
+"""The fuzz experiment: with modified inputs of all_formats wire format and endpoint, nothing crashes and no forgery is
+accepted.
 
-    sound input ──flip, cut, splice, inflate, nest, replace──▶ the reader of the library  ──▶ taken, refused by name,
-                                                               or a server, over TCP          or a crash, or a forgery
+    valid input ──flip, cut, splice, inflate, nest, replace──▶ a reader of the library   ──▶ accepted, refused,
+                                                               or a server, over TCP         crashed, or forged
 
-The inputs are those of the seed. ``runs`` is their number, shared out over the formats.
+The seed determines the inputs. ``runs`` is their total number, divided among the formats.
 """
 
 from __future__ import annotations
@@ -20,45 +21,45 @@ import torch
 from headrace.base.clock import RealClock
 from headrace.wings.bench.base import Report, Row, at_least, at_most, report
 from lab.fuzz.formats import Format, formats
-from lab.fuzz.live import Counted, LiveFormat, hosts, live_formats, send_all
+from lab.fuzz.live import InputCounts, LiveFormat, hosts, live_formats, send_all
 from lab.fuzz.weights import Forged
 
 INPUTS, FEW = 1_000_000, 4_000
 
 
 def measure(tell: Callable[[str], None], quick: bool = False, runs: int = 0, seed: int = 0) -> Report:
-    """``runs`` inputs; with ``quick`` few."""
-    wanted, rows, first = runs or (FEW if quick else INPUTS), list[Row](), list[str]()
+    """Try ``runs`` inputs; with ``quick`` only a few."""
+    total, rows, first = runs or (FEW if quick else INPUTS), list[Row](), list[str]()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="headrace-fuzz-") as directory, hosts(Path(directory)) as served:
-        every: list[Format | LiveFormat] = [*formats(Path(directory)), *live_formats(served)]
-        parts = sum(what.share for what in every)
-        for what in every:
-            clock, count = RealClock(), math.ceil(wanted * what.share / parts)
+        all_formats: list[Format | LiveFormat] = [*formats(Path(directory)), *live_formats(served)]
+        shares = sum(what.share for what in all_formats)
+        for what in all_formats:
+            clock, count = RealClock(), math.ceil(total * what.share / shares)
             start_s = clock.now()
             counted = _counted(what, count, f"{seed}/{what.name}")
             rows.append(_row(what.name, counted, clock.now() - start_s))
             first += counted.first
             tell(f"{what.name}: {count:,} in {rows[-1]['seconds']:.0f} s")
-        harmed = [words for host in served.values() if (words := host.trouble())]
-    for words in [*first, *harmed]:
+        crashed = [words for host in served.values() if (words := host.problem())]
+    for words in [*first, *crashed]:
         tell(words)
     targets = [
-        at_least("inputs", sum(row["inputs"] for row in rows), wanted, "inputs"),
-        at_most("crashes", sum(row["crashes"] for row in rows) + len(harmed), 0, "inputs"),
+        at_least("inputs", sum(row["inputs"] for row in rows), total, "inputs"),
+        at_most("crashes", sum(row["crashes"] for row in rows) + len(crashed), 0, "inputs"),
         at_most("forgeries taken", sum(row["forged"] for row in rows), 0, "inputs"),
     ]
     return report(rows, targets)
 
 
-def _counted(what: Format | LiveFormat, count: int, seed: str) -> Counted:
+def _counted(what: Format | LiveFormat, count: int, seed: str) -> InputCounts:
     if isinstance(what, Format):
         return _read_all(what, count, seed)
     return asyncio.run(send_all(what, count, seed))
 
 
-def _read_all(what: Format, count: int, seed: str) -> Counted:
-    rng, counted = random.Random(seed), Counted()
+def _read_all(what: Format, count: int, seed: str) -> InputCounts:
+    rng, counted = random.Random(seed), InputCounts()
     for _ in range(count):
         data = what.change(rng, rng.choice(what.seeds), what.seeds)
         counted.inputs += 1
@@ -66,16 +67,16 @@ def _read_all(what: Format, count: int, seed: str) -> Counted:
             taken = what.read(data)
         except Forged as error:
             counted.forged += 1
-            counted.trouble(f"{what.name}: {error}", data)
-        except Exception as error:  # noqa: BLE001 - what this looks for
+            counted.problem(f"{what.name}: {error}", data)
+        except Exception as error:  # noqa: BLE001 - any unexpected error is a crash
             counted.crashes += 1
-            counted.trouble(f"{what.name}: {type(error).__name__}: {error}", data)
+            counted.problem(f"{what.name}: {type(error).__name__}: {error}", data)
         else:
             counted.accepted += taken
             counted.refused += not taken
     return counted
 
 
-def _row(name: str, counted: Counted, seconds: float) -> Row:
+def _row(name: str, counted: InputCounts, seconds: float) -> Row:
     kinds = ("inputs", "accepted", "refused", "crashes", "forged")
     return {"what": name, **{kind: getattr(counted, kind) for kind in kinds}, "seconds": seconds}

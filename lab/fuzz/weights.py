@@ -1,5 +1,5 @@
-"""Weights on their way to an engine: announcements, whole images, differences and files, changed in every way; and the
-receiver, that must take nothing but what the learner has."""
+"""The formats of the weight sync: announcements, full images, differences and files; and the receiver, which must
+accept only the learner's weights."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ Row: TypeAlias = tuple[
 
 
 class Forged(Exception):
-    """Something was taken that nobody has sent."""
+    """Raised when a receiver accepted something that was never sent."""
 
 
-class _Hand:
-    """Both ends of a transport: what is in the hand is what arrives."""
+class _MemoryTransport:
+    """A transport in memory: the payload that was set last is the one that arrives."""
 
     address = ""
     lasting = False
 
     def __init__(self) -> None:
-        self.held = b""
+        self.payload = b""
 
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
     def send(self, parcel: Parcel) -> Sent:
-        self.held = bytes(parcel.payload)
+        self.payload = bytes(parcel.payload)
         return Sent(path="hand")
 
     def lend(self, update: WeightUpdate) -> memoryview:
-        if len(self.held) != update.num_bytes:  # as every transport does
+        if len(self.payload) != update.num_bytes:  # every transport checks the length
             raise NeedsFull("another length than was announced", remedy="send it again")
-        return memoryview(bytearray(self.held))
+        return memoryview(bytearray(self.payload))
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
         raise AssertionError("it is lent")
 
     def skip(self, update: WeightUpdate) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no state to skip."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
 
-class _Way:
-    """A learner that has published two versions, of which an engine uses the first."""
+class _TwoVersions:
+    """A learner that has published two versions, and engines that use the first."""
 
     def __init__(self, outbox: Any, inbox: Callable[[], Inbox], payload: Callable[[], bytes]) -> None:
         draws = torch.Generator().manual_seed(0)
@@ -79,58 +79,59 @@ class _Way:
         self.difference, self.difference_bytes = publisher.announce(1, 1), payload()
         self.whole, self.whole_bytes = publisher.resend(1, 1), payload()
 
-    def engine(self, hand: Callable[[bytes], None]) -> Receiver:
-        """One that uses the first version."""
+    def engine(self, deliver: Callable[[bytes], None]) -> Receiver:
+        """Return the receiver of a new engine that uses the first version; ``deliver`` sets the payload that it
+        receives."""
         model = {name: torch.zeros_like(tensor) for name, tensor in self._weights.items()}
         receiver = Receiver(model, codec_of("delta"), lambda _: self._inbox())
-        hand(self._first_bytes)
+        deliver(self._first_bytes)
         receiver.stage(self.first)
         receiver.commit(0)
         return receiver
 
     def refuse_others(self, staged: dict[str, Tensor]) -> None:
-        """Raise :class:`Forged` for other weights than those of the second version."""
+        """Raise :class:`Forged` if ``staged`` differs from the weights of the second version."""
         for name, tensor in self._weights.items():
             if not torch.equal(staged[name].view(torch.int16), tensor.view(torch.int16)):
                 raise Forged(f"other weights than were sent were taken for {name}")
 
 
-class _Door:
-    """The engine, tried again and again: one that has asked for the whole takes no ``differences`` any more, and is
-    made anew."""
+class _TestedReceiver:
+    """A receiver that gets one input after another. If it needs the full image, it accepts no ``differences`` any more
+    and is replaced."""
 
-    def __init__(self, way: _Way, hand: Callable[[bytes], None], *, differences: bool) -> None:
-        self._way, self._hand, self._differences = way, hand, differences
-        self._receiver = way.engine(hand)
+    def __init__(self, versions: _TwoVersions, deliver: Callable[[bytes], None], *, differences: bool) -> None:
+        self._versions, self._deliver, self._differences = versions, deliver, differences
+        self._receiver = versions.engine(deliver)
 
-    def takes(self, update: WeightUpdate, payload: bytes) -> bool:
-        """Whether it does; :class:`Forged` if it should not have."""
-        self._hand(payload)
+    def accepts(self, update: WeightUpdate, payload: bytes) -> bool:
+        """Return whether the receiver accepts the update; raise :class:`Forged` if it should not have."""
+        self._deliver(payload)
         try:
             self._receiver.stage(update)
         except WeightsError as refusal:
             if self._differences and isinstance(refusal, NeedsFull):
                 self._renew()
             return False
-        self._way.refuse_others(self._receiver.staged())
+        self._versions.refuse_others(self._receiver.staged())
         return True
 
     def _renew(self) -> None:
         self._receiver.close()
-        self._receiver = self._way.engine(self._hand)
+        self._receiver = self._versions.engine(self._deliver)
 
 
 def weight_formats(scratch: Path) -> list[Row]:
-    """Name, share, seeds, change and reader of each."""
-    hand = _Hand()
+    """Return name, share, seeds, mutation and reader of each format."""
+    transport = _MemoryTransport()
 
-    def give(payload: bytes) -> None:
-        hand.held = payload
+    def deliver(payload: bytes) -> None:
+        transport.payload = payload
 
-    way = _Way(hand, lambda: hand, lambda: hand.held)
-    door, whole, codec = (
-        _Door(way, give, differences=True),
-        _Door(way, give, differences=False),
+    versions = _TwoVersions(transport, lambda: transport, lambda: transport.payload)
+    receiver, full_receiver, codec = (
+        _TestedReceiver(versions, deliver, differences=True),
+        _TestedReceiver(versions, deliver, differences=False),
         MessageCodec(WeightUpdate),
     )
 
@@ -139,42 +140,48 @@ def weight_formats(scratch: Path) -> list[Row]:
             update = codec.decode(data)
         except msgspec.MsgspecError:
             return False
-        return door.takes(update, way.whole_bytes if update.base is None else way.difference_bytes)
+        return receiver.accepts(update, versions.whole_bytes if update.base is None else versions.difference_bytes)
 
     def difference(data: bytes) -> bool:
-        return door.takes(msgspec.structs.replace(way.difference, num_bytes=len(data)), data)
+        return receiver.accepts(msgspec.structs.replace(versions.difference, num_bytes=len(data)), data)
 
     def image(data: bytes) -> bool:
-        return whole.takes(way.whole, data)
+        return full_receiver.accepts(versions.whole, data)
 
-    told = [codec.encode(way.whole), codec.encode(way.difference)]
+    announcements = [codec.encode(versions.whole), codec.encode(versions.difference)]
     return [
-        ("announcements of weights", 0.03, told, changed_msgpack, announcement),
-        ("weights as a difference", 0.03, [way.difference_bytes], changed, difference),
-        ("weights as a whole", 0.02, [way.whole_bytes], _slightly, image),
+        ("announcements of weights", 0.03, announcements, changed_msgpack, announcement),
+        ("weights as a difference", 0.03, [versions.difference_bytes], changed, difference),
+        ("weights as a whole", 0.02, [versions.whole_bytes], _slightly, image),
         _files(scratch),
     ]
 
 
 def _files(scratch: Path) -> Row:
-    """safetensors in a folder, their headers above all."""
+    """Return the format of safetensors files in a directory."""
     folder = scratch / "weights"
     outbox = FilesOutbox(str(folder))
 
     def newest() -> bytes:
         return max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).read_bytes()
 
-    way = _Way(outbox, lambda: FilesInbox(str(folder)), newest)
+    versions = _TwoVersions(outbox, lambda: FilesInbox(str(folder)), newest)
 
-    def give(payload: bytes) -> None:
-        for update in (way.first, way.whole):
+    def deliver(payload: bytes) -> None:
+        for update in (versions.first, versions.whole):
             (folder / update.path).write_bytes(payload)
 
-    door = _Door(way, give, differences=False)
-    return ("weights as safetensors", 0.01, [way.whole_bytes], _slightly, lambda data: door.takes(way.whole, data))
+    receiver = _TestedReceiver(versions, deliver, differences=False)
+    return (
+        "weights as safetensors",
+        0.01,
+        [versions.whole_bytes],
+        _slightly,
+        lambda data: receiver.accepts(versions.whole, data),
+    )
 
 
 def _slightly(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Half of the time of the same length, so that it is read and not only measured."""
+    """Mutate ``data``; half of the results keep its length, so that they are read and not refused for their length."""
     made = changed(rng, data, others)
     return made if rng.random() < 0.5 else made[: len(data)].ljust(len(data), b"\0")

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.base import __version__ as __version__
 from headrace.base import former
 
 if TYPE_CHECKING:
     from headrace.base.errors import HeadraceError
-    from headrace.control.summary import Summary
+    from headrace.control.metrics.summary import Summary
     from headrace.policy import Policy
     from headrace.rollout.environments.interface import Env, StepResult
     from headrace.rollout.environments.policy import Episode
     from headrace.rollout.scoring import sandbox
     from headrace.run.session import Evaluation, Measures, RunConfig, evaluate, load_config, train
-
-__version__ = "0.1.0"
 
 former.install()
 
@@ -32,7 +31,7 @@ _HOMES = {
     "Policy": "headrace.policy",
     "RunConfig": "headrace.run.session",
     "StepResult": "headrace.rollout.environments.interface",
-    "Summary": "headrace.control.summary",
+    "Summary": "headrace.control.metrics.summary",
     "evaluate": "headrace.run.session",
     "load_config": "headrace.run.session",
     "sandbox": "headrace.rollout.scoring",

@@ -14,7 +14,7 @@ import torch
 from headrace import algo
 from headrace.algo.config import AlgoConfig
 from headrace.base.config import validate
-from headrace.wings.recipes.systems import recipe
+from headrace.run.session.recipes import recipe
 
 B, T = 6, 7
 LONGEST = 11

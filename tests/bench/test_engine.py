@@ -36,7 +36,7 @@ def test_a_quick_run_measures_every_figure(monkeypatch: pytest.MonkeyPatch) -> N
 def test_peers_give_the_tokens_that_were_asked_for(side: str, tmp_path: Path) -> None:
     with worker(side, make_tiny(tmp_path / "model", engine.SMALL), 1) as peer:
         for _ in range(2):
-            assert peer.ask(engine.order_of((8,) * 4))["tokens"] == 32
+            assert peer.call(engine.make_request((8,) * 4))["tokens"] == 32
 
 
 def test_a_process_that_ends_says_its_last_words(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_process_that_ends_says_its_last_words(tmp_path: Path) -> None:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
     with pytest.raises(ComponentDied, match="out of luck"):
-        PeerProcess("some side", process, log).ask({})
+        PeerProcess("some side", process, log).call({})
     process.kill()
     process.wait()
     assert process.stdout is not None
@@ -75,8 +75,8 @@ def test_the_floor_of_a_step_is_products_or_weights_and_the_context() -> None:
 
 
 def test_orders_are_the_same_each_time_and_can_be_sent() -> None:
-    order = engine.order_of((3, 4), top_p=0.5)
-    assert json.loads(json.dumps(order)) == engine.order_of((3, 4), top_p=0.5)
+    order = engine.make_request((3, 4), top_p=0.5)
+    assert json.loads(json.dumps(order)) == engine.make_request((3, 4), top_p=0.5)
     assert [len(prompt) for prompt in order["prompts"]] == [engine.PROMPT] * 2
 
 

@@ -12,8 +12,8 @@ from headrace.base.types.episode import Turn
 from headrace.base.types.sampling import Sampling
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import Chat, Conversations, EpisodeLimits
+from headrace.rollout.environments.bridges import load_bridge
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
-from headrace.wings.bridges import load_bridge
 from tests.rollout.models import CHATML, Speaker
 
 PRINTABLE = "\n×" + "".join(map(chr, range(32, 127)))

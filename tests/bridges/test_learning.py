@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_example_learns_a_task_of_reasoning_gym(tmp_path: Path) -> None:
     made = [sys.executable, str(ROOT / "examples" / "arithmetic.py"), str(tmp_path / "model")]
     subprocess.run(made, check=True, capture_output=True, timeout=1200)
-    changes = {"model.path": tmp_path / "model", "run.dir": tmp_path / "run", "run.steps": 60, "data.eval_count": 200}
+    changes = {"model.path": tmp_path / "model", "run.dir": tmp_path / "run", "run.steps": 90, "data.eval_count": 200}
     overrides = [f"{name}={value}" for name, value in changes.items()]
     summary = train(ROOT / "examples" / "arithmetic.toml", overrides=[*overrides, "observe.view=none"])
     assert summary.status == "finished"

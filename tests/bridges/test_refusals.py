@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import headrace.wings.bridges
+import headrace.rollout.environments.bridges
 from headrace.base.errors import ConfigError
+from headrace.rollout.environments.bridges import BRIDGES, find_bridge
 from headrace.run.session import load_config
 from headrace.run.session.prepare import Inputs, prepare
-from headrace.wings.bridges import BRIDGES, find_bridge
 from tests.env.tasks import chat_model
 
 
@@ -20,8 +20,8 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 
 def test_a_missing_library_is_refused_with_what_pip_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headrace.wings.bridges, "find_spec", lambda _: None)
-    for bridge in BRIDGES.values():
+    monkeypatch.setattr(headrace.rollout.environments.bridges, "find_spec", lambda _: None)
+    for bridge in map(BRIDGES.load, BRIDGES):
         if not bridge.package:
             continue
         with pytest.raises(ConfigError, match=f"needs the package {bridge.package}") as told:
@@ -31,7 +31,7 @@ def test_a_missing_library_is_refused_with_what_pip_must_be_told(monkeypatch: py
 
 def test_every_extra_that_is_named_exists() -> None:
     extras = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for bridge in BRIDGES.values():
+    for bridge in map(BRIDGES.load, BRIDGES):
         if bridge.install:
             extra = bridge.install.removeprefix("'headrace[").removesuffix("]'")
             assert f"\n{extra} = [" in extras

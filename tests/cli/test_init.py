@@ -62,13 +62,14 @@ def test_a_file_that_is_there_stays_unless_it_may_be_written_over(place: Path) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (DATA, "--model is not given, and nobody can be asked"),
+        (DATA, "--model is not given, and there is no terminal to ask on"),
         (("--model", "modle", *DATA), "modle"),
         ((*MODEL, "--data", "none.jsonl"), "none.jsonl does not exist"),
         ((*MODEL, *DATA, "--prompt-column", "text"), "no column 'text': it has question, answer"),
         ((*MODEL, *DATA, "--answer-column", "reply"), "called 'reply'"),
-        ((*MODEL, *DATA, "--reward", "mine.py:strange"), "asks for solution, and a row has question, answer"),
-        ((*MODEL, *DATA, "--reward", "mine.py:mute"), "neither completion nor completions"),
+        ((*MODEL, *DATA, "--reward", "mine.py:strange"), "requires the parameter 'solution', which is neither"),
+        ((*MODEL, *DATA, "--reward", "mine.py:mute"), "reward function mute takes (answer)"),
+        ((*MODEL, *DATA, "--reward", "code"), "--reward code: no column of the rows (question, answer) is known"),
         ((*MODEL, *DATA, "--reward", "mine.py:none"), "mine.py defines no 'none'"),
         ((*MODEL, *DATA, "--eval", "none.jsonl"), "none.jsonl does not exist"),
     ],
@@ -84,14 +85,64 @@ def test_what_does_not_fit_is_refused_and_no_run_file_is_written(
     assert not list(place.glob(".run.toml*"))
 
 
-@pytest.mark.usefixtures("place")
-def test_what_no_flag_says_is_asked_until_the_answer_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr)
-    monkeypatch.setattr("headrace.run.cli.init.sys", terminal)
-    said = init(answers="modle\nmodel\ntrain.jsonl\n")
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody can be asked."""
+    stand_in = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr)
+    monkeypatch.setattr("headrace.run.cli.init.sys", stand_in)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_what_no_flag_says_is_asked_until_the_answer_is_right(place: Path) -> None:
+    (place / "test.jsonl").write_text('{"question": "9+1=", "answer": 10}\n')
+    said = init(answers="modle\nmodel\ntrain.jsonl\n\n\n")
     assert said.exit_code == 0, said.output
     assert said.output.count("Model (a directory") == 2
+    assert "1  file   a file to change, which compares with 'answer'" in said.output
+    assert "code" not in said.output, "there is no column of tests"
     assert "headrace train run.toml" in said.output
+    written = (place / "run.toml").read_text()
+    assert 'reward = "reward.py:reward"' in written
+    assert 'eval_path = "test.jsonl"' in written, "a file beside the rows that is called so is what Enter takes"
+
+
+@pytest.mark.usefixtures("terminal")
+def test_reward_and_held_out_rows_are_asked_and_wrong_answers_are_told_at_once(place: Path) -> None:
+    (place / "mine.py").write_text("def strange(completion, solution): ...\n")
+    (place / "other.jsonl").write_text('{"text": "1"}\n')
+    said = init(*MODEL, *DATA, answers="mine.py:strange\nnone.py:reward\n2\nother.jsonl\nabsent.jsonl\nnone\n")
+    assert said.exit_code == 0, said.output
+    assert said.output.count("Reward (a number, or file.py:function) [1]") == 3
+    assert said.output.count("Held-out rows") == 3
+    for words in "requires the parameter 'solution'", "has no column 'question'", "absent.jsonl does not exist":
+        assert words in said.output
+    written = (place / "run.toml").read_text()
+    assert '[[env.rewards]]\nkind = "exact"\nanswer_column = "answer"' in written
+    assert "eval_path" not in written
+
+
+@pytest.mark.parametrize("kind", ["exact", "math"])
+def test_rewards_that_are_there_are_chosen_by_their_names(place: Path, kind: str) -> None:
+    said = init(*MODEL, *DATA, "--reward", kind, "--eval", "train.jsonl")
+    assert said.exit_code == 0, said.output
+    written = (place / "run.toml").read_text()
+    assert f'kind = "{kind}"' in written
+    assert 'eval_path = "train.jsonl"' in written
+    assert not (place / "reward.py").exists()
+
+
+@pytest.mark.usefixtures("terminal")
+def test_column_of_the_answers_is_asked_where_no_name_says_it(place: Path) -> None:
+    (place / "rows.jsonl").write_text('{"prompt": "1+1=", "sum": 2}\n')
+    said = init(*MODEL, "--data", "rows.jsonl", answers="some\nsum\n\n\n")
+    assert said.exit_code == 0, said.output
+    assert "called 'some'" in said.output
+    assert "def reward(completion: str, sum)" in (place / "reward.py").read_text()
+
+
+def test_arguments_that_trl_passes_are_no_columns(place: Path) -> None:
+    (place / "mine.py").write_text("def trl(prompts, completions, completion_ids, trainer_state, answer): ...\n")
+    assert init(*MODEL, *DATA, "--reward", "mine.py:trl").exit_code == 0
 
 
 def test_help_says_what_every_verb_is_for_and_what_every_benchmark_measures() -> None:

@@ -16,9 +16,9 @@ import pytest
 import headrace as library
 from headrace.base.errors import RunError
 from headrace.run.cli import main
-from headrace.run.cli.ahead import plan_line
 from headrace.run.cli.output import complain
 from headrace.run.session import load_config
+from headrace.wings.plan.preview import plan_line
 from tests.session.runs import headrace, make_run, tiny_model
 
 

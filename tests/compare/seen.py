@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.base.types.episode import EpisodeKey
 from headrace.flow.ledger.browse import Browser
-from headrace.launch.interleaving import EngineInput, Handled, interleaving_file, read_interleaving
+from headrace.launch.interleaving import EngineInput, RecordedInput, interleaving_file, read_interleaving
 from headrace.rollout.runner import episode_seed
 from headrace.run.observe.metrics import over_run
 from headrace.run.observe.rundata import load_run
@@ -109,7 +109,7 @@ class Seen:
         return all(left <= right for each in self.versions.values() for left, right in pairwise(each))
 
     @cached_property
-    def orders(self) -> list[Handled]:
+    def orders(self) -> list[RecordedInput]:
         """What the engine was told, in order."""
         return read_interleaving(self.run_dir / interleaving_file("engine"))
 
@@ -121,9 +121,9 @@ class Seen:
         asked: set[EpisodeKey] = set()
         count = 0
         for order in self.orders:
-            if order.told is EngineInput.GENERATE:
+            if order.kind is EngineInput.GENERATE:
                 asked |= {keys[one] for one in order.seeds if one in keys}
-            if order.told is EngineInput.COMMIT:
+            if order.kind is EngineInput.COMMIT:
                 count += sum(bool(self.versions[key]) and min(self.versions[key]) >= order.version for key in asked)
         return count
 
@@ -132,9 +132,9 @@ class Seen:
         """Steps that the engine made between each time that it was put to sleep and the commit that woke it."""
         made, asleep = [], None
         for order in self.orders:
-            if order.told is EngineInput.PAUSE and asleep is None:
+            if order.kind is EngineInput.PAUSE and asleep is None:
                 asleep = order.steps
-            if order.told is EngineInput.COMMIT and asleep is not None:
+            if order.kind is EngineInput.COMMIT and asleep is not None:
                 made.append(order.steps - asleep)
                 asleep = None
         return made

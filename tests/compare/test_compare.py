@@ -13,11 +13,11 @@ import pytest
 from headrace.base.errors import ConfigError, DataError
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary, write_json
-from headrace.wings.compare import ComparisonConfig, RecipeRow, compare
-from headrace.wings.compare.picture import compare_png
-from headrace.wings.compare.rows import decided, row_of
+from headrace.run.session.recipes import DECIDED, left_open, recipes
+from headrace.wings.compare.picture import compare_svg
+from headrace.wings.compare.rows import RecipeRow, decided, row_of
+from headrace.wings.compare.running import ComparisonConfig, compare
 from headrace.wings.compare.tables import COLUMNS, markdown
-from headrace.wings.recipes.systems import DECIDED, left_open, recipes
 from tests.compare.rows import BUSY_ENGINE, BUSY_LEARNER, PROMISES, STEPS, check_depth, check_interrupt
 from tests.compare.rows import check_whatever_is_busy as check_always
 from tests.compare.seen import Seen
@@ -116,7 +116,7 @@ def test_what_has_finished_is_not_run_again_and_the_program_prints_and_writes_it
     assert [row["recipe"] for row in found["rows"]] == ["trl-sync", "areal"]
     assert found["machine"]["cores"] >= 1
     assert "| areal |" in (compared / "compare.md").read_text()
-    assert (compared / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert ">areal</text>" in (compared / "compare.svg").read_text()
     after = {name: (compared / name / "ledger.sqlite").stat().st_mtime_ns for name in before}
     assert after == before
 
@@ -124,9 +124,9 @@ def test_what_has_finished_is_not_run_again_and_the_program_prints_and_writes_it
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"steps": STEPS + 1}, rf"trl-sync holds a run with run.steps={STEPS}, and {STEPS + 1} is asked for"),
-        ({"seed": 5}, r"run.seed=0, and 5 is asked for"),
-        ({"overrides": [*BUSY_ENGINE, "learner.lr=0.5"]}, r"learner.lr=0.0001, and 0.5 is asked for"),
+        ({"steps": STEPS + 1}, rf"trl-sync holds a run with run.steps={STEPS}, and {STEPS + 1} is requested"),
+        ({"seed": 5}, r"run.seed=0, and 5 is requested"),
+        ({"overrides": [*BUSY_ENGINE, "learner.lr=0.5"]}, r"learner.lr=0.0001, and 0.5 is requested"),
         ({"recipes": ["trl-snyc"]}, "there is no recipe 'trl-snyc'"),
         ({"overrides": ["run.dir=x"]}, "a directory for each run, and one budget and seed for all"),
         ({"overrides": ["flow.max_age=3"]}, r"trl-sync: flow.max_age=3 does not fit"),
@@ -154,7 +154,7 @@ def test_a_recipe_that_fails_says_why_and_the_others_are_run(tmp_path: Path, run
     assert [(row.recipe, row.status) for row in rows] == [("oat", "failed"), ("tunix", "failed")]
     assert "none.jsonl does not exist" in rows[0].cause
     assert "- oat failed: " in markdown("it", rows)
-    assert compare_png(rows).startswith(b"\x89PNG")
+    assert compare_svg(rows).startswith(b"<svg")
 
 
 @pytest.mark.slow
@@ -208,8 +208,24 @@ def test_the_advantage_of_a_recipe_holds_where_the_run_file_has_none() -> None:
         assert algo.advantage == load_config({"model": {"path": "m"}, "algo": {"advantage": advantage}}).algo.advantage
 
 
+def test_a_table_of_another_kind_replaces_that_of_a_recipe() -> None:
+    mine = {"model": {"path": "m"}, "algo": {"advantage": {"kind": "rloo"}}}
+    algo = load_config(mine, like="prime-rl").algo
+    assert algo.advantage == load_config(mine).algo.advantage
+    assert algo.loss.kind == "dppo"
+    set_so = load_config({"model": {"path": "m"}}, ["algo.advantage.kind=rloo"], like="prime-rl").algo
+    assert set_so.advantage == algo.advantage
+    mine = {"model": {"path": "m"}, "algo": {"advantage": {"kind": "grpo", "std": "ddof0"}}}
+    assert load_config(mine, like="prime-rl").algo.advantage == load_config(mine).algo.advantage
+
+
+def test_a_table_without_a_kind_changes_what_a_recipe_names() -> None:
+    loss = load_config({"model": {"path": "m"}}, ["algo.loss.clip_high=0.3"], like="areal").algo.loss
+    assert loss == load_config({"model": {"path": "m"}, "algo": {"loss": {"kind": "grpo", "clip_high": 0.3}}}).algo.loss
+
+
 def test_a_directory_without_a_run_makes_no_row(tmp_path: Path) -> None:
-    from headrace.wings.compare import row_of
+    from headrace.wings.compare.rows import row_of
 
     with pytest.raises(DataError, match="is not a directory"):
         row_of("oat", tmp_path / "none")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.wings.compare import ComparisonConfig, compare
+from headrace.run.session.recipes import recipes
+from headrace.wings.compare.running import ComparisonConfig, compare
 from headrace.wings.recipes.demo import build_demo
-from headrace.wings.recipes.systems import recipes
 from tests.compare.rows import (
     BUSY_ENGINE,
     BUSY_LEARNER,

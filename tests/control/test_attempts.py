@@ -1,7 +1,7 @@
 """What is noted of groups and episodes: their environments until they are trained, and a span of each end, once."""
 
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey
-from headrace.control.attempts import Attempts
+from headrace.control.metrics.counters import Attempts
 
 
 def test_a_span_of_each_end_is_told_once_and_the_episode_knows_when_it_was() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from headrace.base.clock import VirtualClock, run_virtual
-from headrace.base.errors import StallError
+from headrace.base.errors import RunError, StallError
+from headrace.control import Controller
 from headrace.control.board import ActivityBoard, LoopContract, Standstill
+from headrace.run.session.training import _add_loop_table
 
 CONTRACTS = tuple(
     LoopContract(name=name, consumes=f"c-{name}", produces=f"p-{name}", waits_for=f"w-{name}", unblocked_by=f"u-{name}")
@@ -39,9 +43,9 @@ def test_table_says_what_each_loop_does_and_for_how_long() -> None:
 def test_answers_that_are_owed_are_counted_with_the_oldest_first() -> None:
     async def main() -> None:
         board = ActivityBoard(CONTRACTS, VirtualClock())
-        with board.asking("left", "a reward", of="workers"):
+        with board.requesting("left", "a reward", provider="workers"):
             await asyncio.sleep(3)
-            with board.asking("left", "a reward", of="workers"):
+            with board.requesting("left", "a reward", provider="workers"):
                 await asyncio.sleep(1)
                 assert board.table()[0].what == "not started; 2 times a reward owed by workers, for up to 4 s"
         assert board.table()[0].what == "not started"
@@ -49,12 +53,29 @@ def test_answers_that_are_owed_are_counted_with_the_oldest_first() -> None:
     run_virtual(main())
 
 
+def test_cause_of_an_end_before_every_loop_has_begun_is_told_without_the_table() -> None:
+    async def main() -> list[str]:
+        board = ActivityBoard(CONTRACTS, VirtualClock())
+        controller = cast(Controller, SimpleNamespace(state=SimpleNamespace(board=board)))
+        told = []
+        for loop in ("left", "right"):
+            error = RunError("engine and learner do not agree", remedy="look")
+            board.working(loop, "a step")
+            _add_loop_table(controller, error)
+            told.append(error.problem)
+        return told
+
+    early, late = run_virtual(main())
+    assert early == "engine and learner do not agree"
+    assert "busy 0 s with a step" in late
+
+
 def test_watch_ends_when_nothing_has_moved_and_names_the_oldest_debt() -> None:
     async def main() -> float:
         board = ActivityBoard(CONTRACTS, VirtualClock())
-        with board.asking("right", "tokens", of="engine"):
+        with board.requesting("right", "tokens", provider="engine"):
             await asyncio.sleep(4)
-            with board.asking("left", "a reward", of="workers"):
+            with board.requesting("left", "a reward", provider="workers"):
                 board.progress()
                 with pytest.raises(StallError) as stalled:
                     await board.watch(10.0)
@@ -91,7 +112,7 @@ def test_anything_that_moves_keeps_the_watch_quiet(kind: str) -> None:
                     with board.waiting("left", "it", on="right"):
                         await asyncio.sleep(0)
                 else:
-                    with board.asking("left", "it", of="right"):
+                    with board.requesting("left", "it", provider="right"):
                         await asyncio.sleep(0)
 
         async with asyncio.TaskGroup() as group:
@@ -132,7 +153,7 @@ def test_a_process_that_was_stopped_and_replaced_leaves_the_others_the_whole_tim
         stopped = [Standstill(words="environment-0 (pid 7) is stopped", stopped=True)]
         board = ActivityBoard(CONTRACTS, VirtualClock())
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(board.watch(10.0, standing=lambda: stopped))
+            watching = group.create_task(board.watch(10.0, standstills=lambda: stopped))
             await asyncio.sleep(30.0)
             stopped.clear()
             await asyncio.sleep(9.0)

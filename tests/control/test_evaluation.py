@@ -20,8 +20,7 @@ from headrace.base.errors import EnvError, EpisodeError
 from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.task import Task
 from headrace.control import Components
-from headrace.control.estimates import mean_of, pass_at_k, pass_hat_k, share_of
-from headrace.control.evaluation import EvaluationListener, Evaluator
+from headrace.control.evaluation import EvaluationListener, Evaluator, mean_of, pass_at_k, pass_hat_k, share_of
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeScorer, fake_parts

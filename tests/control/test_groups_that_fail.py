@@ -41,7 +41,7 @@ def test_reward_that_is_none_for_every_answer_ends_the_run_with_what_none_means(
 
 
 def test_engine_that_refuses_everything_is_what_the_remedy_names(tmp_path: Path) -> None:
-    class Closed(FakeEngine):
+    class ClosedGroup(FakeEngine):
         async def generate(
             self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
         ) -> AsyncIterator[TokenChunk]:
@@ -49,7 +49,7 @@ def test_engine_that_refuses_everything_is_what_the_remedy_names(tmp_path: Path)
             raise RequestError("no such adapter", remedy="load it")
             yield
 
-    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, engine=Closed))
+    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, engine=ClosedGroup))
     assert isinstance(error, EnvError)
     assert "request_refused: no such adapter" in str(error)
     assert "look at what is asked of the engine" in error.remedy

@@ -48,11 +48,11 @@ def test_refused_batch_is_ready_again_and_trained_by_the_next_life(tmp_path: Pat
     groups = set(groups_of(first.refused))
     book = plan.open_ledger()
     try:
-        recalled = book.recall(starting_point(tmp_path).step)
+        resumed = book.roll_back(starting_point(tmp_path).step)
         assert book.conservation().holds
     finally:
         book.close()
-    states = {group.number: group.state for group in recalled.groups}
+    states = {group.number: group.state for group in resumed.groups}
     assert {states[group] for group in groups} == {GroupState.READY}
 
     life = live(replace(plan, learner=lambda: second))

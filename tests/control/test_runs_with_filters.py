@@ -107,7 +107,7 @@ def test_batch_has_exactly_its_size_and_the_books_balance(
     assert episodes.trained == sum(len(batch.lengths_S) for batch in life.learner.batches)
     assert tokens.trained == sum(batch.num_loss_tokens for batch in life.learner.batches)
     assert tokens.submitted == tokens.trained + sum(tokens.dropped.values()) + tokens.in_flight
-    gone = life.seen.controller.state.tally.set_aside
+    gone = life.seen.controller.state.metrics.totals.set_aside
     assert all(episodes.dropped[reason] >= count for reason, count in gone.items())
 
 

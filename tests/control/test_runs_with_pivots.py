@@ -20,8 +20,7 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 from headrace.control import Components
-from headrace.control.credit import credit
-from headrace.control.segments import cuts_of
+from headrace.control.credit import credit, cuts_of
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.scoring import Graded
@@ -51,16 +50,16 @@ class Forkable(FakeEngine):
         at = 0 if options.answer_ids_T is None else len(options.answer_ids_T)
         if options.pinned and at:  # what a fork would sample
             sampling = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - at)
-            options, at = replace(options, answer_ids_T=None), 0
+            options, at = msgspec.structs.replace(options, answer_ids_T=None), 0
         async for chunk in super().generate(prompt_ids_T, sampling, options):
             count = len(chunk.tokens)
-            tokens = replace(chunk.tokens, ids_T=ids_T[at : at + count])
+            tokens = msgspec.structs.replace(chunk.tokens, ids_T=ids_T[at : at + count])
             if options.pinned:
-                tokens = replace(tokens, versions_T=np.full(count, version, np.int32))
+                tokens = msgspec.structs.replace(tokens, versions_T=np.full(count, version, np.int32))
             if sampling.record_entropy:
-                tokens = replace(tokens, entropies_T=entropies_T[at : at + count])
+                tokens = msgspec.structs.replace(tokens, entropies_T=entropies_T[at : at + count])
             at += count
-            yield replace(chunk, tokens=tokens, request_id=number)
+            yield msgspec.structs.replace(chunk, tokens=tokens, request_id=number)
         self._ended[number] = self.stats().version
         if len(self._ended) > self._memory:
             del self._ended[next(iter(self._ended))]

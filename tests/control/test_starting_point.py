@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.control.memory import ControllerMemory
 from headrace.control.recovery import StartingPoint, starting_point
-from headrace.control.saving import CHECKPOINTS
+from headrace.control.saving import CHECKPOINTS, ControllerMemory
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint import SnapshotState
 

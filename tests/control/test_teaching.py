@@ -20,7 +20,7 @@ from headrace.base.types.taught import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED
 from headrace.control import Components
-from headrace.control.teaching import AT_ONCE, TeacherClient, Teachers, TeacherTerms, Teaching
+from headrace.control.teaching import CALLS_AT_ONCE, TeacherCallConfig, TeacherClient, Teachers, Teaching
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine
 from tests.control.lives import Plan, live
@@ -68,22 +68,22 @@ def graph(*turns: Turn) -> EpisodeGraph:
     return EpisodeGraph(key=EpisodeKey(0, 0), turns=[prompt, *turns])
 
 
-def terms(**changes: Any) -> TeacherTerms:
-    return TeacherTerms(**{"version": FROZEN, "num_entries": 2, **changes})
+def call_config(**changes: Any) -> TeacherCallConfig:
+    return TeacherCallConfig(**{"version": FROZEN, "num_entries": 2, **changes})
 
 
-def taught(episode: EpisodeGraph, task: Task, teachers: dict[str, tuple[FakeEngine, TeacherTerms]]) -> str:
+def taught(episode: EpisodeGraph, task: Task, teachers: dict[str, tuple[FakeEngine, TeacherCallConfig]]) -> str:
     """Ask, add, and say why it failed."""
 
     async def test() -> str:
         by_name = {
-            name: TeacherClient(engine=engine, name=name, terms=asked) for name, (engine, asked) in teachers.items()
+            name: TeacherClient(engine=engine, name=name, config=asked) for name, (engine, asked) in teachers.items()
         }
         async with asyncio.TaskGroup() as group:
             everyone = Teachers(by_name=by_name, column="teacher", temperature=1.0)
             teaching = Teaching(everyone, group, nullcontext)
-            teaching.ask(task, episode)
-            return await teaching.add(episode)
+            teaching.start(task, episode)
+            return await teaching.finish(episode)
 
     return run_virtual(test())
 
@@ -98,7 +98,7 @@ def test_every_turn_that_carries_loss_is_taught_once_in_its_own_place() -> None:
     episode = graph(sampled([3, 4], 0), given, sampled([5], 2), sampled([6], 1), sampled([7], 2, untrained="frozen"))
     engine = Reader()
     ids = [turn.tokens.ids_T for turn in episode.turns]
-    assert taught(episode, task_of(), {"": (engine, terms())}) == ""
+    assert taught(episode, task_of(), {"": (engine, call_config())}) == ""
     assert said(episode) == [None, [6, 10], None, [115], [16], None]
     assert engine.asked == [[1, 2, 3, 4, 100, 5], [1, 2, 3, 4, 6]]
     lesson = episode.turns[3].tokens.taught
@@ -110,7 +110,7 @@ def test_every_turn_that_carries_loss_is_taught_once_in_its_own_place() -> None:
 def test_a_teacher_with_a_prompt_of_its_own_reads_that_before_the_same_answer() -> None:
     episode, engine = graph(sampled([3, 4], 0)), Reader()
     prompts = [np.array([9], np.int32), np.array([1, 2, 50, 60], np.int32)]
-    assert taught(episode, task_of(row=1), {"": (engine, terms(prompts=prompts))}) == ""
+    assert taught(episode, task_of(row=1), {"": (engine, call_config(prompts=prompts))}) == ""
     assert engine.asked == [[1, 2, 50, 60, 3, 4]]
     assert said(episode) == [None, [116, 120]]
 
@@ -118,14 +118,14 @@ def test_a_teacher_with_a_prompt_of_its_own_reads_that_before_the_same_answer() 
 def test_an_episode_that_was_asked_something_else_cannot_be_read_with_another_prompt() -> None:
     episode, engine = graph(sampled([3], 0)), Reader()
     episode.turns[0] = replace(episode.turns[0], tokens=Tokens.observed([1, 2, 2]))
-    failure = taught(episode, task_of(), {"": (engine, terms(prompts=[np.array([9], np.int32)]))})
+    failure = taught(episode, task_of(), {"": (engine, call_config(prompts=[np.array([9], np.int32)]))})
     assert failure.startswith("teacher_error: the episode does not begin")
     assert not engine.asked
 
 
 def test_rows_name_their_teachers() -> None:
     one, two = Reader(), Reader()
-    both = {"math": (one, terms()), "code": (two, terms(version=0))}
+    both = {"math": (one, call_config()), "code": (two, call_config(version=0))}
     episode = graph(sampled([3], 0))
     assert taught(episode, task_of(teacher="code"), both) == ""
     assert (len(one.asked), len(two.asked)) == (0, 1)
@@ -144,25 +144,25 @@ def test_rows_name_their_teachers() -> None:
 def test_a_call_that_fails_is_made_again_and_costs_its_episode_only_then(trouble: Any, failure: str) -> None:
     engine = Reader(fails=lambda call: trouble if call < 2 else None)
     episode = graph(sampled([3], 0))
-    assert taught(episode, task_of(), {"": (engine, terms(timeout_s=10.0))}) == ""
+    assert taught(episode, task_of(), {"": (engine, call_config(timeout_s=10.0))}) == ""
     assert len(engine.asked) == 3
     engine = Reader(fails=lambda _: trouble)
     episode = graph(sampled([3], 0))
-    assert taught(episode, task_of(), {"": (engine, terms(timeout_s=10.0))}).startswith(failure)
+    assert taught(episode, task_of(), {"": (engine, call_config(timeout_s=10.0))}).startswith(failure)
     assert len(engine.asked) == 3
     assert episode.turns[1].tokens.taught is None
 
 
 def test_what_no_other_call_could_mend_is_not_asked_again() -> None:
     engine = Reader(fails=lambda _: RequestError("tokens to score: too long", remedy="none"))
-    failure = taught(graph(sampled([3], 0)), task_of(), {"": (engine, terms())})
+    failure = taught(graph(sampled([3], 0)), task_of(), {"": (engine, call_config())})
     assert failure == "teacher_error: tokens to score: too long"
     assert len(engine.asked) == 1
 
 
 def with_teacher(engine: FakeEngine, **changes: Any) -> Callable[[Components], Components]:
     def change(parts: Components) -> Components:
-        one = TeacherClient(engine=engine, name="", terms=terms(**changes))
+        one = TeacherClient(engine=engine, name="", config=call_config(**changes))
         return replace(parts, teachers=Teachers(by_name={"": one}, column="teacher", temperature=1.0))
 
     return change
@@ -172,7 +172,7 @@ def test_a_run_goes_on_while_its_teacher_is_asked_and_every_trained_token_was_ta
     engine = Reader(seconds=0.05)
     summary = live(Plan(run_dir=tmp_path, flow={"max_age": 4, "lead": 4}, parts=with_teacher(engine))).summary
     assert summary.status == "finished"
-    assert 1 < engine.most_at_once <= AT_ONCE
+    assert 1 < engine.most_at_once <= CALLS_AT_ONCE
     assert not summary.ledger.episodes.dropped
 
 

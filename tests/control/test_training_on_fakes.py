@@ -192,7 +192,7 @@ def test_evaluation_goes_on_beside_training(tmp_path: Path) -> None:
         return live(Plan(run_dir=directory, steps=12, run={"eval_every": eval_every}, parts=with_eval(3)))
 
     without, with_evaluations = life(0), life(4)
-    evaluated = list(with_evaluations.controller.state.tally.evals)
+    evaluated = list(with_evaluations.controller.state.metrics.totals.evals)
     assert evaluated[0] == 0
     assert evaluated[-1] == 12
     assert any(0 < version < 12 for version in evaluated)

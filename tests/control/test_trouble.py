@@ -124,7 +124,7 @@ def test_run_waits_for_a_process_that_is_stopped_and_goes_on_with_it(tmp_path: P
     def with_standing(parts: Components) -> Components:
         learner = parts.learner
         assert isinstance(learner, StoppedLearner)
-        return replace(parts, standing=lambda: learner._standing)
+        return replace(parts, standstills=lambda: learner._standing)
 
     plan = Plan(run_dir=tmp_path, steps=4, run={"stall_timeout_s": 15.0}, parts=with_standing)
     error = cause_of(replace(plan, learner=StoppedForGood))

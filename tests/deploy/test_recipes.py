@@ -204,6 +204,20 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines]
 
 
+def test_the_image_takes_torch_from_no_index_but_that_which_its_builder_names() -> None:
+    """An index of one CUDA version holds the pinned torch only by chance; where it does not, pip says nothing and takes
+    another build."""
+    steps = instructions()
+    assert ("ARG", 'TORCH=""') in steps
+    (install,) = [arguments for word, arguments in steps if word == "RUN" and "pip install" in arguments]
+    for torch, indexes in ("", []), ("https://index", ["--extra-index-url", "https://index"]):
+        told = install.replace("pip install", "printf '%s\\n'", 1)
+        said = subprocess.run(
+            ["sh", "-c", told], env={"TORCH": torch, "EXTRAS": "ray"}, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        assert said == ["--no-cache-dir", *indexes, "-c", "constraints.txt", ".[ray]"]
+
+
 def test_the_image_is_made_of_files_and_extras_that_are_there_and_runs_as_nobody_special() -> None:
     steps = instructions()
     known = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "USER", "ENV", "CMD"}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
 
+from headrace.base import plugins
 from headrace.sync.codecs import CODECS
-from headrace.sync.config import Route
-from headrace.sync.transports import TRANSPORTS
+from headrace.sync.config import TRANSPORTS, Route
 from headrace.testing.sync import CHECKS, Pair, line
 from tests.docs.pages import ROOT, blocks_of
 
@@ -20,12 +22,21 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The file of the page, and a row of the registry."""
+    """The file of the page, and its entry point, as an installed package would have it."""
     (block,) = [each for each in blocks_of(ROOT / "docs/extending.md") if each.title == "my_transport.py"]
     (tmp_path / block.title).write_text(block.text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(TRANSPORTS, "mine", "my_transport")
+    titled = [each for each in blocks_of(ROOT / "docs/extending.md") if each.title == "pyproject.toml"]
+    (named,) = [each for each in titled if "headrace.transports" in each.text]
+    rows = tomllib.loads(named.text)["project"]["entry-points"]
+    monkeypatch.setattr(
+        plugins,
+        "entry_points_of",
+        lambda group: [EntryPoint(name=name, value=value, group=group) for name, value in rows.get(group, {}).items()],
+    )
+    vars(TRANSPORTS).pop("_offers", None)
     yield
+    vars(TRANSPORTS).pop("_offers", None)
     sys.modules.pop("my_transport", None)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError
+from headrace.engine.config import ENGINES, EngineSettings
 from headrace.run.session import RunConfig, load_config
 from headrace.wings.serve.config import ServeConfig
 from tests.docs.pages import BLOCKS, PAGES, ROOT
@@ -100,6 +101,9 @@ def is_setting(name: str) -> bool:
 
 def fields(kind: Any, key: str) -> list[Any]:
     """What ``key`` of a record may be; of a union or a list, of any record in it."""
+    if kind is EngineSettings:
+        sections = {ENGINES.load(name).settings for name in ENGINES} - {EngineSettings}
+        return [found for section in sections for found in fields(section, key)]
     if isinstance(kind, type) and issubclass(kind, Section):
         return [kind.model_fields[key].annotation] if key in kind.model_fields else []
     return [found for part in get_args(kind) for found in fields(part, key)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.config import Section
-from headrace.wings.recipes.systems import recipes
+from headrace.run.session.recipes import recipes
 from tests.docs.pages import ROOT
 from tools.site import build, generated, problems
 from tools.site.building import stage

@@ -20,13 +20,14 @@ from headrace.base.types.scored import paths
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
+from headrace.launch.endpoints import At
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import EnginePolicy, EpisodeRunner
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import Conversations
 from headrace.rollout.conversations import EpisodeLimits as Budgets
 from headrace.rollout.environments.base import AttemptOutcome, OpenEpisode
-from headrace.wings.agents import Access, At, Endpoint, SessionLimits
+from headrace.wings.agents import Access, Endpoint, SessionLimits
 
 TEMPLATE = (
     "{% if tools %}[tools]{{ tools | tojson }}<tool_call>{% endif %}"
@@ -185,9 +186,7 @@ async def world(
     warnings: list[str] = []
     async with (
         asyncio.timeout(60),
-        Endpoint.listening(
-            SAMPLING, clock=RealClock(), warn=warnings.append, at=at or At(limits=limits or SessionLimits())
-        ) as endpoint,
+        Endpoint.listening(SAMPLING, clock=RealClock(), warn=warnings.append, at=at or At(), limits=limits) as endpoint,
     ):
         yield World(endpoint=endpoint, engine=ScriptedEngine(answer), warnings=warnings, budgets=budgets or Budgets())
 

@@ -13,7 +13,8 @@ import pytest
 
 from headrace.base.errors import ConfigError, RunError
 from headrace.base.types.episode import EpisodeStatus
-from headrace.wings.agents import Access, At
+from headrace.launch.endpoints import At
+from headrace.wings.agents import Access
 from tests.endpoint.harness import world
 from tests.security.certificates import certificate
 

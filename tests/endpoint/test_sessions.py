@@ -377,8 +377,8 @@ def test_no_body_whatever_is_an_error_of_ours(path: str, wild: Any, whole: bool)
 async def _post(path: str, body: Any) -> httpx.Response:
     """One request of a session of its own, without a server between."""
     sessions, limits = Sessions(SessionLimits()), SessionLimits()
-    desk = EndpointDispatcher(sessions=sessions, limits=limits, clock=RealClock(), on_wish=lambda *_: None)
-    transport, episode = httpx.ASGITransport(make_app(desk)), open_episode(ScriptedEngine(lambda _: "hello"))
+    dispatcher = EndpointDispatcher(sessions=sessions, limits=limits, clock=RealClock(), on_ignored=lambda *_: None)
+    transport, episode = httpx.ASGITransport(make_app(dispatcher)), open_episode(ScriptedEngine(lambda _: "hello"))
     async with asyncio.timeout(30), sessions.open(episode, "http://here") as access:
         headers = {"x-api-key": access.api_key}
         async with httpx.AsyncClient(transport=transport, base_url=access.base_url, headers=headers) as client:

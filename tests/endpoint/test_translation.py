@@ -13,8 +13,8 @@ from headrace.base.net.refusal import Refusal
 from headrace.base.types.chat import Message, Reply, ToolCall
 from headrace.base.types.episode import StopReason
 from headrace.rollout.environments.base import AnswerPiece
-from headrace.rollout.history import in_one_spelling
-from headrace.wings.agents.base import ChatProtocol, Exchange, Setting
+from headrace.rollout.history import canonical
+from headrace.wings.agents.base import ChatProtocol, Exchange, ExchangeContext
 from headrace.wings.agents.chat import CHAT
 from headrace.wings.agents.messages import MESSAGES
 from headrace.wings.agents.responses import RESPONSES
@@ -43,49 +43,49 @@ SYSTEM: Any = {"role": "developer", "content": "hi"}
 TOOL: Any = {"name": "f", "input_schema": {}}
 
 
-def setting() -> Setting:
-    return Setting(name="x", created_s=0, spell=str)
+def context() -> ExchangeContext:
+    return ExchangeContext(name="x", created_s=0, spell=str)
 
 
 def reply(message: Message) -> Reply:
     return Reply(message=message, turn=1, stop_reason=StopReason.STOP, num_prompt_tokens=3, num_tokens=2)
 
 
-def said_in(dialect: ChatProtocol, body: Any, message: Message) -> tuple[Exchange, Any]:
+def said_in(protocol: ChatProtocol, body: Any, message: Message) -> tuple[Exchange, Any]:
     """The body that tells ``message`` in answer to ``body``, as a client reads it."""
-    exchange = dialect.understand(body, setting())
-    return exchange, json.loads(json.dumps(exchange.whole([reply(message)])))
+    exchange = protocol.parse(body, context())
+    return exchange, json.loads(json.dumps(exchange.answer([reply(message)])))
 
 
 def streamed(exchange: Exchange, message: Message, size: int) -> list[Any]:
     """The data of all events of a stream, in which the text comes ``size`` characters at a time."""
-    telling = exchange.stream()
+    stream = exchange.stream()
     texts = [("reasoning", message.reasoning), ("content", message.content)]
     pieces = [(name, text[at : at + size]) for name, text in texts for at in range(0, len(text), size)]
     events = [
-        event for name, text in pieces for event in telling.grow(0, AnswerPiece(num_prompt_tokens=3, **{name: text}))
+        event for name, text in pieces for event in stream.add(0, AnswerPiece(num_prompt_tokens=3, **{name: text}))
     ]
-    return [json.loads(json.dumps(event.data)) for event in [*events, *telling.end([reply(message)])]]
+    return [json.loads(json.dumps(event.data)) for event in [*events, *stream.end([reply(message)])]]
 
 
-def read_again(dialect: ChatProtocol, body: Any) -> Message:
+def read_again(protocol: ChatProtocol, body: Any) -> Message:
     """The first message of the policy in ``body``."""
-    messages = dialect.understand(body, setting()).asked.messages
+    messages = protocol.parse(body, context()).request.messages
     (found,) = [message for message in messages if message.role == "assistant"]
-    return in_one_spelling(found)
+    return canonical(found)
 
 
 @given(ANSWERS)
 def test_an_answer_in_chat_completions_comes_back_as_it_was(message: Message) -> None:
     _, told = said_in(CHAT, {"messages": [USER]}, message)
     again = {"messages": [USER, told["choices"][0]["message"], USER]}
-    assert read_again(CHAT, again) == in_one_spelling(message)
+    assert read_again(CHAT, again) == canonical(message)
 
 
 @given(ANSWERS)
 def test_an_answer_in_responses_comes_back_as_it_was(message: Message) -> None:
     _, told = said_in(RESPONSES, {"input": "hi"}, message)
-    assert read_again(RESPONSES, {"input": [USER, *told["output"], USER]}) == in_one_spelling(message)
+    assert read_again(RESPONSES, {"input": [USER, *told["output"], USER]}) == canonical(message)
 
 
 @given(ANSWERS)
@@ -93,7 +93,7 @@ def test_an_answer_in_messages_comes_back_as_it_was(message: Message) -> None:
     body = {"messages": [USER], "max_tokens": 9, "thinking": {"type": "adaptive"}}
     _, told = said_in(MESSAGES, body, message)
     again = {"messages": [USER, {"role": "assistant", "content": told["content"]}, USER], "max_tokens": 9}
-    assert read_again(MESSAGES, again) == in_one_spelling(message)
+    assert read_again(MESSAGES, again) == canonical(message)
 
 
 @given(ANSWERS, st.integers(1, 13))
@@ -164,7 +164,7 @@ def test_answers_that_follow_each_other_in_responses_stay_apart() -> None:
         said("d"),
         {**USER, "role": "developer"},
     ]
-    messages = RESPONSES.understand({"input": items}, setting()).asked.messages
+    messages = RESPONSES.parse({"input": items}, context()).request.messages
     told = [(message.role, message.content, message.reasoning, len(message.tool_calls)) for message in messages]
     assert told == [
         ("user", "hi", "", 0), ("assistant", "a", "hm", 1), ("tool", "1", "", 0), ("assistant", "b", "", 0),
@@ -174,12 +174,12 @@ def test_answers_that_follow_each_other_in_responses_stay_apart() -> None:
 
 
 def test_instructions_are_those_of_the_request_alone() -> None:
-    here = setting()
-    first = RESPONSES.understand({"input": "one", "instructions": "Be brief."}, here)
-    first.whole([reply(Message(role="assistant", content="1"))])
-    again = Setting(name="y", created_s=0, spell=str, histories=here.histories)
-    later = RESPONSES.understand({"input": "two", "previous_response_id": "resp_x"}, again)
-    assert [message.content for message in later.asked.messages] == ["one", "1", "two"]
+    here = context()
+    first = RESPONSES.parse({"input": "one", "instructions": "Be brief."}, here)
+    first.answer([reply(Message(role="assistant", content="1"))])
+    again = ExchangeContext(name="y", created_s=0, spell=str, histories=here.histories)
+    later = RESPONSES.parse({"input": "two", "previous_response_id": "resp_x"}, again)
+    assert [message.content for message in later.request.messages] == ["one", "1", "two"]
 
 
 def test_a_users_message_in_messages_is_its_texts_and_the_answers_of_tools() -> None:
@@ -194,7 +194,7 @@ def test_a_users_message_in_messages_is_its_texts_and_the_answers_of_tools() -> 
         "messages": [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": parts}],
         "max_tokens": 9,
     }
-    messages = MESSAGES.understand(body, setting()).asked.messages
+    messages = MESSAGES.parse(body, context()).request.messages
     assert messages == (
         Message(role="system", content="Be brief."),
         Message(role="user", content="hi"),
@@ -205,7 +205,7 @@ def test_a_users_message_in_messages_is_its_texts_and_the_answers_of_tools() -> 
 
 
 @pytest.mark.parametrize(
-    ("dialect", "body"),
+    ("protocol", "body"),
     [
         (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
         (RESPONSES, {"input": "hi", "tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}),
@@ -220,10 +220,10 @@ def test_a_users_message_in_messages_is_its_texts_and_the_answers_of_tools() -> 
         ),
     ],
 )
-def test_a_request_that_wants_no_call_offers_no_tool(dialect: ChatProtocol, body: Any) -> None:
-    assert dialect.understand(body, setting()).asked.tools == ()
+def test_a_request_that_wants_no_call_offers_no_tool(protocol: ChatProtocol, body: Any) -> None:
+    assert protocol.parse(body, context()).request.tools == ()
     body = {name: value for name, value in body.items() if name != "tool_choice"}
-    assert [tool.name for tool in dialect.understand(body, setting()).asked.tools] == ["f"]
+    assert [tool.name for tool in protocol.parse(body, context()).request.tools] == ["f"]
 
 
 def test_an_error_has_the_shape_of_its_protocol() -> None:

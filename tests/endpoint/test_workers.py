@@ -20,8 +20,8 @@ import pytest
 
 from headrace.base.clock import RealClock
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
-from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
-from headrace.launch.here import Here
+from headrace.launch.clients import EnvPeer, EnvPool, EnvPoolConfig
+from headrace.launch.local_process import LocalStarter
 from headrace.launch.starts import EnvironmentStart
 from headrace.wings.agents import Endpoint
 from tests.endpoint.harness import HANG, SAMPLING, TASK, ScriptedEngine, open_episode, sampled_in
@@ -57,7 +57,7 @@ async def crew(directory: Path) -> AsyncIterator[Crew]:
     (directory / "agent.py").write_text(textwrap.dedent(PROGRAM))
     command = shlex.join([sys.executable, str(directory / "agent.py")])
     start = EnvironmentStart(kind="program", entry=command, concurrency=8, block_s=30.0)
-    terms = EnvTerms(num_workers=1, concurrency=8, block_s=30.0, start_timeout_s=60.0, scored=False)
+    terms = EnvPoolConfig(num_workers=1, concurrency=8, block_s=30.0, start_timeout_s=60.0, scored=False)
     with tempfile.TemporaryDirectory() as sockets:
         site = Rendezvous(directory=Path(sockets), logs=directory, token="t", on_spans=lambda _: None)
         children: list[Child] = []
@@ -66,8 +66,8 @@ async def crew(directory: Path) -> AsyncIterator[Crew]:
         async def start_worker() -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            errand = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
-            children.append(await Child.start(site, errand, Here()))
+            spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
+            children.append(await Child.start(site, spec, LocalStarter()))
             return children[-1]
 
         pool = EnvPool(

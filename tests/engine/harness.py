@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from headrace.base.clock import Clock, RealClock
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.engine import GenerateRequest
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
@@ -93,30 +93,25 @@ def request(request_id: int, prompt: Iterable[int], **sampling: object) -> Gener
     )
 
 
-def run(engine: NativeEngine, requests: Iterable[GenerateRequest] = ()) -> dict[int, list[Chunk]]:
+def run(engine: NativeEngine, requests: Iterable[GenerateRequest] = ()) -> dict[int, list[TokenChunk]]:
     """Every chunk of every request, by request."""
     for one in requests:
         engine.add(one)
     return collect(engine.step, engine.has_work)
 
 
-def collect(step: Callable[[], list[Chunk]], has_work: Callable[[], bool]) -> dict[int, list[Chunk]]:
-    chunks: dict[int, list[Chunk]] = {}
+def collect(step: Callable[[], list[TokenChunk]], has_work: Callable[[], bool]) -> dict[int, list[TokenChunk]]:
+    chunks: dict[int, list[TokenChunk]] = {}
     while has_work():
         for chunk in step():
             chunks.setdefault(chunk.request_id, []).append(chunk)
     return chunks
 
 
-def joined(chunks: list[Chunk]) -> Tokens:
+def joined(chunks: list[TokenChunk]) -> Tokens:
     """The tokens of one request; only its last chunk ends it."""
     assert all(chunk.stop_reason is None and not chunk.error for chunk in chunks[:-1])
-    return Tokens.concat(
-        [
-            Tokens(ids_T=c.ids_T, logprobs_T=c.logprobs_T, versions_T=c.versions_T, kept=c.kept, routing=c.routing)
-            for c in chunks
-        ]
-    )
+    return Tokens.concat([chunk.tokens for chunk in chunks])
 
 
 @torch.inference_mode()

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from headrace.base.errors import RequestError
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import oldest
@@ -79,7 +78,7 @@ class Life:
     next_id: int = 0
     pending: bool = False
     asked: dict[int, Asked] = field(default_factory=dict)
-    chunks: dict[int, list[Chunk]] = field(default_factory=dict)
+    chunks: dict[int, list[TokenChunk]] = field(default_factory=dict)
     modes: list[Interrupt] = field(default_factory=list)
     ends: Counter[StopReason] = field(default_factory=Counter)
     """How often requests of the lives so far have ended for each reason."""
@@ -127,9 +126,9 @@ class Life:
         self.asked[self.next_id] = Asked(request=made, given=given, num_prompt=num_prompt, due_s=due_s)
         self.next_id += 1
 
-    def keep(self, chunks: list[Chunk]) -> None:
+    def keep(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
-            if chunk.restarted:
+            if chunk.lost:
                 self.chunks[chunk.request_id] = []
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
             self.asked[chunk.request_id].ended_s = self.clock.time_s
@@ -230,17 +229,17 @@ class Life:
         self.asked.clear()
         self.chunks.clear()
 
-    def _check_recorded(self, asked: Asked, chunks: list[Chunk], tokens: Tokens, alone: Alone) -> None:
+    def _check_recorded(self, asked: Asked, chunks: list[TokenChunk], tokens: Tokens, alone: Alone) -> None:
         sampling, count = asked.request.sampling, len(tokens)
         assert (tokens.kept is not None) == sampling.record_kept or not count
         if sampling.record_kept and count:
             assert [span.tolist() for span in tokens.kept.spans()] == alone.kept[:count]
         for chunk in chunks:
-            assert (chunk.entropies_T is not None) == sampling.record_entropy
+            assert (chunk.tokens.entropies_T is not None) == sampling.record_entropy
             if sampling.record_entropy:
-                assert len(chunk.entropies_T) == len(chunk.ids_T)
-                assert (chunk.entropies_T >= 0).all()
-                assert sampling.temperature or not chunk.entropies_T.any()
+                assert len(chunk.tokens.entropies_T) == len(chunk.tokens.ids_T)
+                assert (chunk.tokens.entropies_T >= 0).all()
+                assert sampling.temperature or not chunk.tokens.entropies_T.any()
         told = [chunk.prompt_routing for chunk in chunks if chunk.prompt_routing is not None]
         if not sampling.record_routing or not count:
             assert len(told) <= sampling.record_routing

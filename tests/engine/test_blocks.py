@@ -23,7 +23,7 @@ def computed(pool: BlockPool, ids_T: np.ndarray, salt: int = 0) -> list[int]:
     """A sequence that has joined with this prompt."""
     chain = Chain(pool.version, salt)
     table = pool.match(chain, ids_T)
-    fresh = pool.take(blocks_for(len(ids_T)) - len(table))
+    fresh = pool.allocate(blocks_for(len(ids_T)) - len(table))
     assert fresh is not None
     pool.register(chain, table + fresh, ids_T)
     return table + fresh
@@ -61,7 +61,7 @@ def test_other_weights_or_another_salt_find_nothing(version: int, salt: int) -> 
 def test_after_a_commit_nothing_old_is_found_and_a_mixed_sequence_registers_nothing() -> None:
     pool = BlockPool(10)
     chain = Chain(0)
-    table = pool.take(4)
+    table = pool.allocate(4)
     assert table is not None
     pool.register(chain, table, ids(20))
     pool.forget(1)
@@ -84,7 +84,7 @@ def test_cached_blocks_make_room_the_oldest_first_and_ends_before_beginnings() -
     pool = BlockPool(4)
     pool.release(computed(pool, ids(32)))
     pool.release(computed(pool, ids(32, 1000)))
-    taken = pool.take(1)
+    taken = pool.allocate(1)
     assert taken is not None
     assert len(pool.match(Chain(0), ids(33))) == 1
     assert len(pool.match(Chain(0), ids(33, 1000))) == 2
@@ -94,10 +94,10 @@ def test_pool_without_room_says_so_and_changes_nothing() -> None:
     pool = BlockPool(4)
     table = computed(pool, ids(40))
     before = pool.used, pool.cached
-    assert pool.take(2) is None
+    assert pool.allocate(2) is None
     assert (pool.used, pool.cached) == before
     pool.check([table])
-    assert pool.take(1) is not None
+    assert pool.allocate(1) is not None
     assert pool.fork(table, 40) is None
     assert pool.fork(table, 32) is not None
 
@@ -140,17 +140,17 @@ def test_tainted_blocks_are_found_by_nobody_and_cleared_once_all_have_let_go() -
     pool.taint(table)
     assert pool.match(Chain(0), ids(40)) == []
     pool.release(table)
-    assert pool.take_dirty() == table[2:]
+    assert pool.pop_dirty() == table[2:]
     pool.release(sibling)
-    assert sorted(pool.take_dirty()) == sorted(table[:2])
-    assert pool.take_dirty() == []
+    assert sorted(pool.pop_dirty()) == sorted(table[:2])
+    assert pool.pop_dirty() == []
     assert pool.available == 10
 
 
 def test_tainted_sequence_registers_nothing_more() -> None:
     pool = BlockPool(10)
     chain = Chain(0)
-    table = pool.take(2)
+    table = pool.allocate(2)
     assert table is not None
     pool.taint(table)
     pool.register(chain, table, ids(32))
@@ -222,7 +222,7 @@ class Pool(RuleBasedStateMachine):
 
     def grow(self, sequence: Sequence) -> None:
         wanted = blocks_for(len(sequence.ids_T)) - len(sequence.table)
-        fresh = self.pool.take(wanted)
+        fresh = self.pool.allocate(wanted)
         self.took(fresh, wanted)
         if fresh is None:
             self.drop(sequence)
@@ -280,7 +280,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        dirty = self.pool.take_dirty()
+        dirty = self.pool.pop_dirty()
         assert sorted(dirty) == sorted(self.dirty)
         self.dirty.clear()
 

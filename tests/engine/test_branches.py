@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.base.clock import RealClock
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import Tokens
-from headrace.engine.local import LocalEngine
+from headrace.launch.inprocess import LocalEngine
 from headrace.models import ModelConfig
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, repeats
@@ -43,12 +44,12 @@ class Bench:
         await engine.stage(self.weights._publisher.announce(version, version % 2))
         await engine.commit(version)
 
-    async def episode(self, engine: LocalEngine) -> tuple[EpisodeGraph, TurnPart]:
-        parts: list[TurnPart] = []
+    async def episode(self, engine: LocalEngine) -> tuple[EpisodeGraph, TokenChunk]:
+        parts: list[TokenChunk] = []
         runner = self.runner(engine)
         episode = await replace(runner, on_part=parts.append).run(KEY, TASK)
         assert len({part.request_id for part in parts}) == 1
-        return episode, replace(parts[-1], tokens=Tokens.concat([part.tokens for part in parts]))
+        return episode, msgspec.structs.replace(parts[-1], tokens=Tokens.concat([part.tokens for part in parts]))
 
     def runner(self, engine: LocalEngine) -> EpisodeRunner:
         return EpisodeRunner(
@@ -56,9 +57,9 @@ class Bench:
         )
 
     async def branches(
-        self, engine: LocalEngine, whole: TurnPart, arrived: asyncio.Event | None = None
+        self, engine: LocalEngine, whole: TokenChunk, arrived: asyncio.Event | None = None
     ) -> list[EpisodeGraph]:
-        kept = replace(whole, tokens=whole.tokens[:AT], stop_reason=None)
+        kept = msgspec.structs.replace(whole, tokens=whole.tokens[:AT], stop_reason=None)
         runner = replace(self.runner(engine), on_tokens=lambda _: arrived.set() if arrived else None)
 
         def told() -> None:

@@ -28,8 +28,8 @@ from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
 from headrace.wings.servers.client.config import ServerConfig
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address, Wire
-from headrace.wings.servers.vllm.dialect import ask_workers
-from headrace.wings.servers.vllm.inside import headrace_carried
+from headrace.wings.servers.vllm.dialect import call_workers
+from headrace.wings.servers.vllm.inside import headrace_receiver
 
 WAY = CarrierConfig(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=3.0)
 
@@ -53,7 +53,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of the server's machine."""
     made = tmp_path / "shm"
     made.mkdir()
-    monkeypatch.setattr(headrace_carried, "_SHARED_MEMORY", made)
+    monkeypatch.setattr(headrace_receiver, "_SHARED_MEMORY", made)
     return made
 
 
@@ -63,7 +63,7 @@ def line(model: Path) -> Iterator[Line]:
     with (
         fake_server("vllm", wanted) as (url, server),
         Wire(Address(url=url)) as wire,
-        closing(Carrier(wire, ask_workers, WAY)) as carrier,
+        closing(Carrier(wire, call_workers, WAY)) as carrier,
     ):
         yield Line(carrier=carrier, server=server, wire=wire)
 
@@ -105,14 +105,14 @@ def test_what_changes_on_the_way_is_refused_and_may_come_again(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = version(tmp_path, 1, weights=os.urandom(1000))
-    whole = headrace_carried._Group.receive
+    whole = headrace_receiver._Group.receive
 
     def flipped(group: Any, path: Path, *how: int) -> str:
         found = whole(group, path, *how)
         return f"{int(found, 16) ^ 1:064x}"
 
     with monkeypatch.context() as changed:
-        changed.setattr(headrace_carried._Group, "receive", flipped)
+        changed.setattr(headrace_receiver._Group, "receive", flipped)
         with pytest.raises(NeedsFull, match=r"version 1 \(1000 bytes\) was not brought .* bytes changed on the way"):
             line.carrier.carry(sent, 1)
     assert held(line.carrier.carry(sent, 1)) == held(sent)
@@ -127,7 +127,7 @@ def test_machine_without_room_says_so_and_keeps_nothing_and_the_next_version_mee
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as changed:
-        changed.setattr(headrace_carried._Group, "receive", full)
+        changed.setattr(headrace_receiver._Group, "receive", full)
         with pytest.raises(NeedsFull, match="No space left on device") as raised:
             line.carrier.carry(sent, 1)
     assert "room in /dev/shm" in raised.value.remedy
@@ -140,7 +140,7 @@ def test_worker_that_never_joins_is_not_waited_for_longer_than_the_deadline(
 ) -> None:
     sent = version(tmp_path, 1, weights=b"abc")
     with monkeypatch.context() as changed:
-        changed.setattr(headrace_carried.Carried, "bring", lambda *_: None)
+        changed.setattr(headrace_receiver.VersionReceiver, "start_receiving", lambda *_: None)
         with pytest.raises(NeedsFull) as raised:
             line.carrier.carry(sent, 1)
     assert "its workers have not joined the group" in raised.value.problem
@@ -153,8 +153,10 @@ def test_worker_that_never_ends_is_not_waited_for_longer_than_the_deadline(
 ) -> None:
     sent = version(tmp_path, 1, weights=b"abc")
     with monkeypatch.context() as changed:
-        whole = headrace_carried.Carried.brought
-        changed.setattr(headrace_carried.Carried, "brought", lambda self: {"attempt": whole(self)["attempt"]})
+        whole = headrace_receiver.VersionReceiver.receive_status
+        changed.setattr(
+            headrace_receiver.VersionReceiver, "receive_status", lambda self: {"attempt": whole(self)["attempt"]}
+        )
         with pytest.raises(NeedsFull, match="had not arrived 3 s after its last byte was sent"):
             line.carrier.carry(sent, 1)
     assert held(line.carrier.carry(sent, 1)) == held(sent)
@@ -169,10 +171,10 @@ def given_up(line: Line, sent: Path, monkeypatch: pytest.MonkeyPatch, end: Calla
         return end()
 
     with monkeypatch.context() as changed:
-        changed.setattr(headrace_carried._Group, "receive", stuck)
+        changed.setattr(headrace_receiver._Group, "receive", stuck)
         with pytest.raises(NeedsFull):
             line.carrier.carry(sent, 1)
-    (late,) = (thread for thread in threading.enumerate() if thread.name == "bring")
+    (late,) = (thread for thread in threading.enumerate() if thread.name == "receive weights")
 
     def goes_on() -> None:
         go_on.set()
@@ -227,11 +229,11 @@ def test_server_that_outlives_a_killed_engine_takes_from_the_next(
 ) -> None:
     sent = version(tmp_path, 1, weights=b"abc")
     before = line.carrier.carry(sent, 1)
-    with closing(Carrier(line.wire, ask_workers, WAY)) as heir:
+    with closing(Carrier(line.wire, call_workers, WAY)) as heir:
         with pytest.raises(EngineUnfit, match=r"weights from another run, at 127\.0\.0\.1"):
             heir.carry(sent, 1)
         assert held(before) == held(line.carrier.carry(sent, 2)) == held(sent)
-        line.carrier._meeting = None  # it is killed
+        line.carrier._offer = None  # it is killed
         there = heir.carry(sent, 1)
         assert held(there) == held(sent)
         assert there != before
@@ -243,7 +245,10 @@ def test_engine_that_takes_the_place_of_another_of_its_run_need_not_wait_for_its
 ) -> None:
     monkeypatch.setattr(environ, "_held", ["of one run"])
     sent = version(tmp_path, 1, weights=b"abc")
-    with closing(Carrier(line.wire, ask_workers, WAY)) as first, closing(Carrier(line.wire, ask_workers, WAY)) as heir:
+    with (
+        closing(Carrier(line.wire, call_workers, WAY)) as first,
+        closing(Carrier(line.wire, call_workers, WAY)) as heir,
+    ):
         first.carry(sent, 1)
         assert held(heir.carry(sent, 1)) == held(sent)
 
@@ -254,9 +259,9 @@ def test_rooms_of_killed_workers_are_removed_and_those_in_use_are_not(
     left, used = shared_memory / "headrace-1-aaaa", shared_memory / "headrace-2-bbbb"
     for room in (left, used):
         room.mkdir()
-        (room / headrace_carried.LOCK).touch()
+        (room / headrace_receiver.LOCK).touch()
     (shared_memory / "headrace-notes").mkdir()
-    with (used / headrace_carried.LOCK).open() as lock:
+    with (used / headrace_receiver.LOCK).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         there = line.carrier.carry(version(tmp_path, 1, weights=b"abc"), 1)
         found = {path.name for path in shared_memory.iterdir()}

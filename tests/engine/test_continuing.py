@@ -43,7 +43,7 @@ def test_continued_answer_is_the_one_it_would_have_been(
     assert rest.ids_T.tolist() == whole.ids_T[at:].tolist()
     np.testing.assert_allclose(rest.logprobs_T, whole.logprobs_T[at:], atol=1e-5)
     assert (rest.versions_T == 0).all()
-    assert not any(chunk.restarted for chunk in chunks)
+    assert not any(chunk.lost for chunk in chunks)
     if whole.kept is not None:
         assert [span.tolist() for span in rest.kept.spans()] == [span.tolist() for span in whole.kept.spans()][at:]
 
@@ -74,7 +74,7 @@ def test_continued_answer_that_must_begin_again_says_so(model_dir: Callable[[str
     weights.stage(engine, 1)
     engine.commit(1, Interrupt.ABORT_RETRY)
     chunks = run(engine)[0]
-    assert chunks[0].restarted
+    assert chunks[0].lost
     assert len(joined(chunks)) == 6
 
 

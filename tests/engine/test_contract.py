@@ -8,14 +8,19 @@ from typing import Literal
 
 import pytest
 
-from headrace.engine.capabilities import CAPABILITIES
-from headrace.testing.engine_contract import SUITES, keep
+from headrace.engine.config import ENGINES
+from headrace.testing.engine_contract import SUITES, run_clause
 from headrace.testing.engine_rig import native_rig, served_rig
 from headrace.testing.servers import fake_server
 from headrace.wings.servers.client.config import ServerConfig
 
 CASES = [
-    *((kind, name, "files") for kind, can in CAPABILITIES.items() for name, suite in SUITES.items() if suite.has(can)),
+    *(
+        (kind, name, "files")
+        for kind in ENGINES.own_names()
+        for name, suite in SUITES.items()
+        if suite.has(ENGINES.load(kind).capabilities)
+    ),
     *(("vllm", name, "gloo") for name in SUITES),
 ]
 
@@ -24,7 +29,7 @@ CASES = [
 def test_engine_keeps_what_it_promises_and_refuses_the_rest(
     kind: str, name: str, weights_by: Literal["files", "gloo"], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    wanted, scratch = SUITES[name].wanted(tmp_path / "m", CAPABILITIES[kind]), tmp_path / "s"
+    wanted, scratch = SUITES[name].requirements(tmp_path / "m", ENGINES.load(kind).capabilities), tmp_path / "s"
     scratch.mkdir()
     with ExitStack() as opened:
         if kind == "native":
@@ -35,4 +40,4 @@ def test_engine_keeps_what_it_promises_and_refuses_the_rest(
             rig = opened.enter_context(served_rig(kind, server, wanted, scratch))
         for clause in SUITES[name].clauses:  # in that order: the first of them brings the first weights
             with subtests.test(clause.name):
-                keep(clause, rig)
+                run_clause(clause, rig)

@@ -117,7 +117,7 @@ def test_a_fork_that_refuses_other_weights_fails_if_they_come_while_it_waits(
     engine.commit(1, mode)
     results = run(engine)
     (refused,) = results[1]
-    assert (refused.error_kind, len(refused.ids_T), refused.stop_reason) == ("RequestError", 0, None)
+    assert (refused.error_kind, len(refused.tokens), refused.stop_reason) == ("RequestError", 0, None)
     assert "request 1 forks request 0, whose cache is not of" in refused.error
     assert "set stale to" in refused.error
     assert (len(joined(results[0])), len(joined(results[2]))) == (20, 10)

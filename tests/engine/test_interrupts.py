@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.base.errors import WeightsError
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import TokenChunk
 from headrace.base.types.versions import mixed
 from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
@@ -49,7 +49,7 @@ def models(directory: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
     return old, new
 
 
-def begin(pair: Pair, steps: int = 8, **settings: object) -> list[Chunk]:
+def begin(pair: Pair, steps: int = 8, **settings: object) -> list[TokenChunk]:
     """One greedy sequence of 20 tokens, ``steps`` of them sampled; then version 1 is staged."""
     engine, weights = pair
     engine.add(request(0, PROMPT, max_new_tokens=20, temperature=0.0, **settings))
@@ -84,7 +84,7 @@ def test_retried_sequences_lose_their_tokens_and_say_so(pair: Pair, model_dir: C
     (report,) = engine.take_swaps()
     assert (report.carried_over, report.restarted, report.wasted_tokens) == (0, 1, 8)
     chunks = run(engine)[0]
-    assert not chunks[0].restarted, "its reader had no token of it yet"
+    assert not chunks[0].lost, "its reader had no token of it yet"
     assert joined(chunks).ids_T.tolist() == greedy(models(model_dir("qwen3"))[1], PROMPT, 20)
     assert set(joined(chunks).versions_T) == {1}
     assert (engine.stats().restarted, engine.stats().wasted_tokens) == (1, 8)
@@ -97,10 +97,10 @@ def test_a_reader_that_has_tokens_of_a_retried_sequence_is_told_to_forget_them(
     engine, weights = make_engine(config, flush_tokens=3), Weights(config, tmp_path / "buffer")
     weights.send(engine, 0)
     before = begin((engine, weights))
-    assert sum(len(chunk.ids_T) for chunk in before) == 6
+    assert sum(len(chunk.tokens.ids_T) for chunk in before) == 6
     engine.commit(1, Interrupt.ABORT_RETRY)
     chunks = run(engine)[0]
-    assert [chunk.restarted for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    assert [bool(chunk.lost) for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
     assert len(joined(chunks)) == 20
 
 
@@ -225,7 +225,7 @@ def test_many_commits_under_load_lose_and_repeat_no_token(
     engine, weights = make_engine(config, max_sequences=4, flush_tokens=5), Weights(config, tmp_path / "buffer")
     weights.send(engine, 0)
     alone = [joined(run(engine, [request(seed, PROMPT, max_new_tokens=15, seed=seed)])[seed]) for seed in range(7)]
-    chunks: dict[int, list[Chunk]] = {}
+    chunks: dict[int, list[TokenChunk]] = {}
     modes = [mode for mode in Interrupt if mode is not Interrupt.ABORT_RETRY]
     version, waiting, number = 0, False, 0
     while version < commits or engine.has_work():

@@ -12,14 +12,14 @@ import pytest
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, RequestError, SequenceFailed, WeightsError
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.episode import StopReason, TokenChunk
+from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import FloatColumn, Tokens
 from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
-from headrace.engine import RequestOptions, TokenChunk
-from headrace.engine.local import LocalEngine, LocalTerms
+from headrace.engine import RequestOptions
+from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 
 DEADLINE_S = 20.0
 ENDLESS = 10_000
@@ -51,7 +51,7 @@ class CountingCore:
             raise RequestError("the prompt is negative", remedy="give a positive one")
         self._new.append(request)
 
-    def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
+    def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
         chunks = []
         for request_id in request_ids:
             self._new = [request for request in self._new if request.request_id != request_id]
@@ -63,7 +63,7 @@ class CountingCore:
     def has_work(self) -> bool:
         return bool(self._new or self._running) and not self._paused
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> list[TokenChunk]:
         self._steps += 1
         if self._new and self._draining is None:
             self.joined.append([int(request.prompt_ids_T[-1]) for request in self._new])
@@ -75,7 +75,7 @@ class CountingCore:
             self._draining = None
         return chunks
 
-    def _grow(self, request_id: int) -> Chunk:
+    def _grow(self, request_id: int) -> TokenChunk:
         request, count = self._running[request_id]
         token = int(request.prompt_ids_T[-1]) + count + 1
         if token == self.die_at:
@@ -127,25 +127,27 @@ class CountingCore:
 
 def _chunk(
     request_id: int, ids: list[int], version: int = 0, stop_reason: StopReason | None = None, error: str = ""
-) -> Chunk:  # fmt: skip
-    return Chunk(
+) -> TokenChunk:  # fmt: skip
+    return TokenChunk(
         request_id=request_id,
-        ids_T=np.array(ids, np.int32),
-        logprobs_T=np.zeros(len(ids), np.float32),
-        versions_T=np.full(len(ids), version, np.int32),
+        tokens=Tokens(
+            ids_T=np.array(ids, np.int32),
+            logprobs_T=np.zeros(len(ids), np.float32),
+            versions_T=np.full(len(ids), version, np.int32),
+        ),
         stop_reason=stop_reason,
         error=error,
     )
 
 
 def within(
-    test: Callable[[LocalEngine, CountingCore], Awaitable[None]], terms: LocalTerms | None = None
+    test: Callable[[LocalEngine, CountingCore], Awaitable[None]], terms: LocalEngineConfig | None = None
 ) -> CountingCore:  # fmt: skip
     """Run ``test`` with an open engine, and in time; the core, for questions afterwards."""
     core = CountingCore()
 
     async def run() -> None:
-        async with asyncio.timeout(DEADLINE_S), LocalEngine(core, clock=RealClock(), terms=terms) as engine:
+        async with asyncio.timeout(DEADLINE_S), LocalEngine(core, clock=RealClock(), config=terms) as engine:
             await test(engine, core)
 
     asyncio.run(run())
@@ -237,7 +239,7 @@ def test_one_request_too_many_is_refused_until_another_has_ended() -> None:
         assert last.stop_reason is StopReason.ABORTED
         assert ids(await sample(engine, 5, 1)) == [6]
 
-    within(test, LocalTerms(max_requests=1))
+    within(test, LocalEngineConfig(max_requests=1))
 
 
 def test_the_death_of_the_thread_reaches_every_waiter_in_words() -> None:
@@ -323,9 +325,9 @@ def test_a_commit_is_asked_for_once_at_a_time_and_the_first_is_answered() -> Non
 def test_who_waits_for_a_stage_hears_of_the_engines_end_and_of_the_deadline(closing: bool) -> None:
     async def run() -> None:
         core = CountingCore()
-        terms = LocalTerms(deadline_s=DEADLINE_S if closing else 0.05)
+        terms = LocalEngineConfig(deadline_s=DEADLINE_S if closing else 0.05)
         async with asyncio.timeout(DEADLINE_S / 2):
-            engine = await LocalEngine(core, clock=RealClock(), terms=terms).__aenter__()
+            engine = await LocalEngine(core, clock=RealClock(), config=terms).__aenter__()
             staged = asyncio.ensure_future(engine.stage(UPDATE))
             await asyncio.to_thread(core.staging.wait, DEADLINE_S)
             closed = asyncio.ensure_future(engine.__aexit__()) if closing else None
@@ -372,20 +374,20 @@ def test_a_commit_that_takes_too_long_says_so() -> None:
             await engine.commit(1, Interrupt.DRAIN)
         await stream.aclose()
 
-    within(test, LocalTerms(deadline_s=0.05))
+    within(test, LocalEngineConfig(deadline_s=0.05))
 
 
 def test_a_restart_throws_away_what_was_not_read() -> None:
     class Restarting(CountingCore):
         ended = threading.Event()
 
-        def step(self) -> list[Chunk]:
+        def step(self) -> list[TokenChunk]:
             (chunk,) = super().step()
             if self._steps < 3:
                 return [chunk]
             if self._steps == 4:
                 self.ended.set()
-            return [msgspec.structs.replace(chunk, restarted=self._steps == 3)]
+            return [msgspec.structs.replace(chunk, lost="restarted" if self._steps == 3 else "")]
 
     async def run() -> list[TokenChunk]:
         async with asyncio.timeout(DEADLINE_S), LocalEngine(Restarting(), clock=RealClock()) as engine:
@@ -395,6 +397,6 @@ def test_a_restart_throws_away_what_was_not_read() -> None:
             return [first, *await _rest(stream)]
 
     chunks = asyncio.run(run())
-    seen = [(chunk.tokens.ids_T.tolist(), chunk.restarted) for chunk in chunks]
+    seen = [(chunk.tokens.ids_T.tolist(), bool(chunk.lost)) for chunk in chunks]
     assert seen[-2:] == [([3], True), ([4], False)]
     assert seen[:-2] in ([], [([1], False)])  # the first may be read in time

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import GenerateRequest
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
@@ -48,14 +47,14 @@ class World:
     next_id: int = 0
     asked: dict[int, int] = field(default_factory=dict)
     """Pool number of each request of this example."""
-    chunks: dict[int, list[Chunk]] = field(default_factory=dict)
+    chunks: dict[int, list[TokenChunk]] = field(default_factory=dict)
 
     def add(self, which: int) -> None:
         self.engine.add(pooled(which, self.next_id))
         self.asked[self.next_id] = which
         self.next_id += 1
 
-    def keep(self, chunks: list[Chunk]) -> None:
+    def keep(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
 
@@ -116,7 +115,7 @@ def test_any_schedule_gives_every_sequence_its_own_tokens(world: World, actions:
         chunks, expected = world.chunks[request_id], world.expected(which)
         tokens = joined(chunks)
         num_sampled += len(tokens)
-        assert all(len(chunk.ids_T) == FLUSH for chunk in chunks[:-1])
+        assert all(len(chunk.tokens.ids_T) == FLUSH for chunk in chunks[:-1])
         assert np.all(np.diff(tokens.versions_T) >= 0)
         if request_id in aborted:
             assert chunks[-1].stop_reason == StopReason.ABORTED
@@ -153,5 +152,5 @@ def test_tokens_leave_at_every_flush_and_nothing_is_sent_twice(
 ) -> None:
     engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", flush_tokens=4)
     chunks = run(engine, [request(0, [3, 4], max_new_tokens=10)])[0]
-    assert [len(chunk.ids_T) for chunk in chunks] == [4, 4, 2]
+    assert [len(chunk.tokens.ids_T) for chunk in chunks] == [4, 4, 2]
     assert [chunk.stop_reason for chunk in chunks] == [None, None, StopReason.LENGTH]

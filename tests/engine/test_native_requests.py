@@ -114,7 +114,7 @@ def test_tokens_sampled_before_the_logits_broke_are_kept(model_dir: Callable[[st
     weights.send(engine, 1)
     chunk = engine.step()[-1]
     assert "version 1" in chunk.error
-    assert chunk.versions_T.tolist() == [0] * 5
+    assert chunk.tokens.versions_T.tolist() == [0] * 5
     assert engine.stats().generated_tokens == 5
 
 
@@ -125,7 +125,7 @@ def test_aborted_requests_give_back_what_was_sampled(engine: NativeEngine) -> No
         engine.step()
     chunks = {chunk.request_id: chunk for chunk in engine.abort([1, 5, 99])}
     assert sorted(chunks) == [1, 5]
-    assert [len(chunks[number].ids_T) for number in (1, 5)] == [3, 0]
+    assert [len(chunks[number].tokens) for number in (1, 5)] == [3, 0]
     assert {chunk.stop_reason for chunk in chunks.values()} == {StopReason.ABORTED}
     results = run(engine)
     assert sorted(results) == [0, 2, 3, 4]

@@ -64,7 +64,7 @@ def shared(request: pytest.FixtureRequest, wanted: ServeRequirements, tmp_path: 
 
 def ends(rig: Rig, number: int) -> ComponentDied:
     with pytest.raises(ComponentDied) as told:
-        rig.until(lambda: rig.told[number].ended)
+        rig.until(lambda: rig.outputs[number].ended)
     return told.value
 
 
@@ -82,7 +82,7 @@ def test_second_run_of_a_machine_is_refused_until_the_first_has_ended(
 
 
 def test_holder_that_goes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "GOES_S", 60.0)
+    monkeypatch.setattr(ownership, "EXIT_S", 60.0)
     address = Address(url="http://127.0.0.1:1")
     with ExitStack() as held:
         held.enter_context(owned(address))
@@ -97,27 +97,27 @@ def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(
 ) -> None:
     monkeypatch.setattr(make, "owned", lambda _: nullcontext())  # as on different machines
     first = shared.run()
-    number = first.ask([3, 4, 5], max_new_tokens=LONGER)
-    first.until(lambda: bool(first.told[number].ids))
+    number = first.add([3, 4, 5], max_new_tokens=LONGER)
+    first.until(lambda: bool(first.outputs[number].ids))
     second = shared.run()
-    late = first.ask([3, 4], max_new_tokens=LONGER)
+    late = first.add([3, 4], max_new_tokens=LONGER)
     told = ends(first, late)
     assert isinstance(told, EngineUnfit)
     assert f"at {shared.url} has got weights from another run" in told.problem
     assert "engine.server.urls" in told.remedy
-    assert (first.told[number].ids, first.told[late].ids) == ([], [])
-    (fine,) = second.finish(second.ask([3, 4, 5]))
+    assert (first.outputs[number].ids, first.outputs[late].ids) == ([], [])
+    (fine,) = second.finish(second.add([3, 4, 5]))
     close(fine.logprobs, second.reference(0, fine))
 
 
 def test_server_that_was_started_again_has_weights_that_nobody_gave_it(shared: Shared) -> None:
     rig = shared.run()
     as_if_started_again(shared.server)
-    number = rig.ask([3, 4, 5], max_new_tokens=LONGER)
+    number = rig.add([3, 4, 5], max_new_tokens=LONGER)
     told = ends(rig, number)
     assert not isinstance(told, EngineUnfit), "starting the engine again brings its weights"
     assert "'default'" in told.problem
-    assert rig.told[number].ids == []
+    assert rig.outputs[number].ids == []
 
 
 def as_if_started_again(server: FakeServer) -> None:
@@ -150,7 +150,7 @@ def answered(core: ServedEngine) -> list[int]:
     while True:
         for chunk in core.step():
             assert not chunk.error
-            versions += chunk.versions_T.tolist()
+            versions += chunk.tokens.versions_T.tolist()
             if chunk.stop_reason is not None:
                 return versions
 
@@ -163,12 +163,12 @@ def test_label_without_a_number_is_no_label(label: str) -> None:
 
 def test_nothing_comes_any_more_of_what_is_forgotten(shared: Shared) -> None:
     rig = shared.run()
-    numbers = [rig.ask([3, at], max_new_tokens=LONGER) for at in range(3)]
-    rig.until(lambda: all(rig.told[number].ids for number in numbers))
+    numbers = [rig.add([3, at], max_new_tokens=LONGER) for at in range(3)]
+    rig.until(lambda: all(rig.outputs[number].ids for number in numbers))
     streams = rig.core._streams
 
     async def forgotten() -> list[int]:
-        streams._forget()
+        streams._discard_running()
         return [answer.task.cancelling() for answer in streams._running.values()]
 
     assert rig.core._wire.call(forgotten(), 30) == [1, 1, 1]

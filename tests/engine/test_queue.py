@@ -14,12 +14,11 @@ import pytest
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError, EngineFull, RequestError, SequenceFailed
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.engine import RequestOptions
-from headrace.engine.chunks import token_chunk
-from headrace.engine.local import LocalEngine
+from headrace.launch.inprocess import LocalEngine
 from headrace.models import ModelConfig
 from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
 
@@ -85,7 +84,7 @@ def test_time_is_up_for_who_runs_and_for_who_waits(model_dir: Dir, tmp_path: Pat
     while engine.has_work():
         chunks += engine.step()
         clock.time_s += 1.0
-    ended = {chunk.request_id: (chunk.stop_reason, len(chunk.ids_T)) for chunk in chunks}
+    ended = {chunk.request_id: (chunk.stop_reason, len(chunk.tokens.ids_T)) for chunk in chunks}
     assert ended == {1: (StopReason.DEADLINE, 0), 0: (StopReason.DEADLINE, 5), 2: (StopReason.LENGTH, 20)}
 
 
@@ -139,9 +138,8 @@ def test_no_prefix_outlives_its_weights(model_dir: Dir, tmp_path: Path) -> None:
 
 
 def test_a_refusal_keeps_its_kind_on_its_way_to_who_asked() -> None:
-    none = np.zeros(0, np.int32)
-    chunk = Chunk(request_id=3, ids_T=none, logprobs_T=none.astype(np.float32), versions_T=none, error="full; wait")
+    chunk = TokenChunk(request_id=3, tokens=Tokens.observed([]), error="full; wait")
     for kind in (EngineFull, RequestError, SequenceFailed):
         with pytest.raises(RequestError) as raised:
-            token_chunk(msgspec.structs.replace(chunk, error_kind=kind.__name__))
+            msgspec.structs.replace(chunk, error_kind=kind.__name__).raise_error()
         assert (type(raised.value), raised.value.problem, raised.value.remedy) == (kind, "full", "wait")

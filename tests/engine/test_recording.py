@@ -184,11 +184,11 @@ def test_entropies_come_with_every_token_whatever_it_was_drawn_from(model_dir: D
     ]
     engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", flush_tokens=5)
     results = run(engine, asked)
-    assert all(chunk.entropies_T is None for chunk in results[3])
+    assert all(chunk.tokens.entropies_T is None for chunk in results[3])
     model = plain(model_dir("qwen3")).double()
     for number, (temperature, bias) in enumerate([(0.7, {}), (1.3, {7: 2.0}), (0.0, {})]):
-        ids = np.concatenate([PROMPT, *[chunk.ids_T for chunk in results[number]]])
-        found = np.concatenate([chunk.entropies_T for chunk in results[number]])
+        ids = np.concatenate([PROMPT, *[chunk.tokens.ids_T for chunk in results[number]]])
+        found = np.concatenate([chunk.tokens.entropies_T for chunk in results[number]])
         with torch.no_grad():
             logits = model(torch.tensor(ids[None].astype(np.int64))).logits[0, len(PROMPT) - 1 : -1]
         for token, more in bias.items():
@@ -208,6 +208,6 @@ def test_entropies_survive_preemption_and_neighbours_that_leave(model_dir: Dir, 
     crowded = run(engine, asked)
     assert engine.stats().preempted > 0
     for n in (0, 2, 3):
-        here, there = (np.concatenate([chunk.entropies_T for chunk in each[n]]) for each in (roomy, crowded))
+        here, there = (np.concatenate([chunk.tokens.entropies_T for chunk in each[n]]) for each in (roomy, crowded))
         assert len(here) == 12 + 6 * n
         np.testing.assert_allclose(here, there, atol=1e-5)

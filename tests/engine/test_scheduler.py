@@ -178,7 +178,7 @@ def test_no_more_step_aside_for_a_sibling_than_there_are_rows() -> None:
     added = [machine.add(list(range(40)), 3) for _ in range(6)]
     machine.step()
     assert machine.running() == added[:1]
-    assert len(machine.scheduler._aside) == 2
+    assert len(machine.scheduler._deferred) == 2
     machine.step()
     assert machine.running() == added[:3]
     while not machine.scheduler.idle:
@@ -190,7 +190,7 @@ def test_held_sequences_wait_until_the_queue_is_opened() -> None:
     machine = Machine(num_rows=1, num_blocks=20)
     running, waiting = machine.add([1], 3), machine.add([2], 3)
     machine.step()
-    machine.scheduler.hold(everyone=False)
+    machine.scheduler.hold(include_waiting=False)
     later = machine.add([3], 3, priority=9)
     while not machine.scheduler.idle:
         machine.step()

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.versions import mixed, oldest
 from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
@@ -79,7 +78,7 @@ class Versions:
     pending: bool = False
     given: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of each request its place in the pool and the version it came under; −1 while weights were exchanged."""
-    chunks: dict[int, list[Chunk]] = field(default_factory=dict)
+    chunks: dict[int, list[TokenChunk]] = field(default_factory=dict)
 
     def commit(self, mode: Interrupt, directory: Path) -> None:
         if self.pending:
@@ -98,7 +97,7 @@ class Versions:
         self.engine.add(pooled(which, number))
         self.given[number] = which, -1 if self.pending else len(self.models) - 1
 
-    def keep(self, chunks: list[Chunk]) -> None:
+    def keep(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
         self.pending = self.pending and not self.engine.take_swaps()

@@ -15,8 +15,8 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ModelError
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine, engine
-from headrace.engine.native.fixed import LoadedWeights
 from headrace.engine.native.packing import PackedWeightReceiver
+from headrace.engine.native.swaps import LoadedWeights
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import Rule
 from headrace.models.kernels.build import Unavailable

@@ -36,7 +36,7 @@ from headrace.testing.servers import FakeServer, fake_server, vllm
 from headrace.testing.servers.base import Handler
 from headrace.wings.servers.client.answer import StreamedAnswer, StreamPart, VersionSpan
 from headrace.wings.servers.client.config import ServerConfig
-from headrace.wings.servers.client.dialect import Ask
+from headrace.wings.servers.client.dialect import StreamRequest
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
 from headrace.wings.servers.client.launching import ServeRequirements, model_alone
@@ -87,7 +87,9 @@ def test_recorded_answer_of_vllm_becomes_tokens_logprobs_and_versions() -> None:
 
 
 def test_fake_says_what_vllm_was_recorded_to_say(model: Path) -> None:
-    body = VllmDialect().body(Ask(ids=[3, 4, 5], sampling=Sampling(max_new_tokens=3), left=3, label="0:"))
+    body = VllmDialect().body(
+        StreamRequest(ids=[3, 4, 5], sampling=Sampling(max_new_tokens=3), max_new_tokens=3, label="0:")
+    )
     with fake_server("vllm", wanted(model)) as (url, _), httpx.Client(base_url=url, trust_env=False) as client:
         for path, name in (("/version", "version"), ("/v1/models", "models"), ("/weight_info", "weight_info")):
             assert shape(client.get(path).json()) == shape(RECORDED[name])
@@ -102,7 +104,7 @@ def test_fake_says_what_vllm_was_recorded_to_say(model: Path) -> None:
 
 
 def test_no_seed_is_sent_to_vllm() -> None:
-    asked = Ask(ids=[3], sampling=Sampling(max_new_tokens=3, seed=7), left=3, label="0:")
+    asked = StreamRequest(ids=[3], sampling=Sampling(max_new_tokens=3, seed=7), max_new_tokens=3, label="0:")
     assert "seed" not in VllmDialect().body(asked)["sampling_params"]
 
 
@@ -125,10 +127,10 @@ def test_whatever_a_server_sends_is_a_part_or_no_part_or_refused(tree: Any, cut:
         return
     if part is not None:
         taken = answer()
-        taken.take(part, 0)
+        taken.append(part, 0)
         with contextlib.suppress(ValueError):
-            taken.certify([(0, span.end - span.start) for span in part.spans or ()])
-        assert taken.chunk().ids_T.tolist() == list(part.ids)
+            taken.correct_versions([(0, span.end - span.start) for span in part.spans or ()])
+        assert taken.chunk().tokens.ids_T.tolist() == list(part.ids)
 
 
 def answer(**told: Any) -> StreamedAnswer:
@@ -138,29 +140,29 @@ def answer(**told: Any) -> StreamedAnswer:
 
 def test_token_that_arrives_after_the_commit_gets_the_version_that_sampled_it() -> None:
     late = answer()
-    late.take(StreamPart(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
-    late.take(StreamPart(ids=[7], logprobs=[-1.0]), 1)
-    late.certify([(0, 3)])
-    assert late.chunk().versions_T.tolist() == [0, 0, 0]
+    late.append(StreamPart(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
+    late.append(StreamPart(ids=[7], logprobs=[-1.0]), 1)
+    late.correct_versions([(0, 3)])
+    assert late.chunk().tokens.versions_T.tolist() == [0, 0, 0]
 
 
 def test_reader_who_was_told_another_version_is_told_again() -> None:
     late = answer()
-    late.take(StreamPart(ids=[5, 6], logprobs=[-1.0, -2.0]), 1)
-    assert late.chunk().versions_T.tolist() == [1, 1]
-    late.certify([(0, 1), (1, 1)])
+    late.append(StreamPart(ids=[5, 6], logprobs=[-1.0, -2.0]), 1)
+    assert late.chunk().tokens.versions_T.tolist() == [1, 1]
+    late.correct_versions([(0, 1), (1, 1)])
     again = late.chunk()
-    assert again.restarted
-    assert (again.ids_T.tolist(), again.versions_T.tolist()) == ([5, 6], [0, 1])
-    assert again.logprobs_T.tolist() == [-1.0, -2.0]
+    assert again.lost
+    assert (again.tokens.ids_T.tolist(), again.tokens.versions_T.tolist()) == ([5, 6], [0, 1])
+    assert again.tokens.logprobs_T.tolist() == [-1.0, -2.0]
 
 
 @pytest.mark.parametrize(("version", "tokens"), [(0, 3), (1, 2), (-1, 2), (99999999999, 2)])
 def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(version: int, tokens: int) -> None:
     odd = answer()
-    odd.take(StreamPart(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
+    odd.append(StreamPart(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
     with pytest.raises(ValueError, match=r"versions (of|from)"):
-        odd.certify([(version, tokens)])
+        odd.correct_versions([(version, tokens)])
 
 
 # -- who is there ---------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_server_that_tells_no_records_ends_the_engine_with_how_to_start_it(
         served_rig("vllm", ServerConfig(urls=(url,)), wanted(path, **{record: True}), tmp_path) as rig,
     ):
         rig.publish(Interrupt.INFLIGHT)
-        number = rig.ask([3, 4], max_new_tokens=4, top_k=3, **{record: True})
+        number = rig.add([3, 4], max_new_tokens=4, top_k=3, **{record: True})
         with pytest.raises(ComponentDied) as told:
             rig.finish(number)
     assert f"vLLM at {url} tells no" in told.value.problem
@@ -283,13 +285,13 @@ def test_server_that_is_gone_ends_the_engine_with_its_name(model: Path, tmp_path
         url, _ = running.enter_context(fake_server("vllm", wanted(model)))
         rig = engine.enter_context(served_rig("vllm", ServerConfig(urls=(url,)), wanted(model), tmp_path))
         rig.publish(Interrupt.INFLIGHT)
-        number = rig.ask([3, 4], max_new_tokens=400)
-        rig.until(lambda: bool(rig.told[number].ids))
+        number = rig.add([3, 4], max_new_tokens=400)
+        rig.until(lambda: bool(rig.outputs[number].ids))
         httpx.post(f"{url}/pause?mode=keep", trust_env=False)
         running.close()
         # with this request or with a next one: it ends slowly
         with pytest.raises(ComponentDied, match=f"vLLM at {url}"):
-            all(rig.finish(one) for one in (number, *(rig.ask([3, 4]) for _ in range(9))))
+            all(rig.finish(one) for one in (number, *(rig.add([3, 4]) for _ in range(9))))
 
 
 def test_interpreter_without_vllm_is_told_what_to_install(model: Path, tmp_path: Path) -> None:
@@ -373,10 +375,10 @@ def test_address_at_which_something_else_answers_now_ends_the_engine_and_one_ref
     ):
         rig.publish(Interrupt.INFLIGHT)
         gone += [VllmDialect.stream_path, *(["/health"] if everything else [])]
-        number = rig.ask([3, 4])
+        number = rig.add([3, 4])
         if everything:
             with pytest.raises(ComponentDied, match="answers 404"):
-                rig.until(lambda: rig.told[number].ended)
+                rig.until(lambda: rig.outputs[number].ended)
         else:
-            rig.until(lambda: rig.told[number].ended)
-            assert "answered 404: what is that?" in rig.told[number].error
+            rig.until(lambda: rig.outputs[number].ended)
+            assert "answered 404: what is that?" in rig.outputs[number].error

@@ -24,7 +24,7 @@ from headrace.models.lora import read_adapter
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.models.weights import weight_tensors
 from headrace.wings.servers.client.answer import StreamedAnswer, StreamPart
-from headrace.wings.servers.client.dialect import Ask
+from headrace.wings.servers.client.dialect import StreamRequest
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.records import RoutingDecoder, numbers, refuse_kept, unpacked
@@ -133,21 +133,23 @@ def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_las
     sampling = Sampling(max_new_tokens=9, record_routing=True)
     request = GenerateRequest(request_id=1, prompt_ids_T=np.array([3, 4], np.int32), sampling=sampling)
     answer = StreamedAnswer(request=request, prompt=[3, 4], arrival=0)
-    answer.take(StreamPart(ids=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), 0)
-    assert answer.chunk().routing is None, "nothing is known of an answer that has not ended"
+    answer.append(StreamPart(ids=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), 0)
+    assert answer.chunk().tokens.routing is None, "nothing is known of an answer that has not ended"
     answer.flushed = 0
     answer.experts_NLK = routes.of(told(4), 4)
     chunk = answer.chunk()
     assert chunk.prompt_routing is not None
-    assert chunk.routing is not None
+    assert chunk.tokens.routing is not None
     assert chunk.prompt_routing.experts_RLK.tolist() == told(4)[:2, 1:].tolist()
-    assert chunk.routing.known_T.tolist() == [True, True, False]
-    assert chunk.routing.experts_RLK.tolist() == told(4)[2:, 1:].tolist()
+    assert chunk.tokens.routing.known_T.tolist() == [True, True, False]
+    assert chunk.tokens.routing.experts_RLK.tolist() == told(4)[2:, 1:].tolist()
 
 
 def test_vllm_that_tells_masks_is_never_asked_for_what_it_refuses() -> None:
     def drawn(**sampling: Any) -> tuple[float, int]:
-        ask = Ask(ids=[3], sampling=Sampling(max_new_tokens=3, **sampling), left=3, label="0:", masks=True)
+        ask = StreamRequest(
+            ids=[3], sampling=Sampling(max_new_tokens=3, **sampling), max_new_tokens=3, label="0:", record_kept=True
+        )
         params = VllmDialect().body(ask)["sampling_params"]
         return params["temperature"], params["top_k"]
 

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from headrace.base.net.connection import Connection, mark_entitled
+from headrace.base.net.connection import Connection, mark_authorized
 from tests.engine.server_process import CONTEXT, TOKEN, make_model, served
 
 IDLE_S = 0.1
@@ -116,7 +116,7 @@ def test_a_client_that_reads_nothing_of_its_answer_is_taken_for_gone() -> None:
 def test_a_new_connection_takes_the_place_of_the_one_that_matters_least() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if b"token" in dict(scope["headers"]):
-            mark_entitled(scope)
+            mark_authorized(scope)
         if scope["path"] == "/slow":
             await _message(receive, "http.disconnect")
             return

@@ -14,15 +14,14 @@ import torch
 from headrace.base.clock import RealClock
 from headrace.base.config import validate
 from headrace.base.errors import ConfigError
-from headrace.engine.local import LocalEngine
+from headrace.launch.inprocess import LocalEngine
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.lora import save_adapter
 from headrace.wings.serve.answering import Service
-from headrace.wings.serve.app import State, make_app
+from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.config import ServeConfig
-from headrace.wings.serve.load import load
-from headrace.wings.serve.prompts import PromptLimits
-from headrace.wings.serve.run import Loaded
+from headrace.wings.serve.prompts import ServedModel
+from headrace.wings.serve.run import LoadedModel, load
 from tests.engine.server_process import CONTEXT, make_model
 
 CACHE = 64
@@ -37,28 +36,28 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
 
 
 @pytest.fixture(scope="module")
-def loaded(config: ServeConfig) -> Loaded:
+def loaded(config: ServeConfig) -> LoadedModel:
     return load(config, clock=RealClock())
 
 
-def ask(loaded: Loaded, config: ServeConfig, path: str, body: dict[str, Any]) -> Any:
+def ask(loaded: LoadedModel, config: ServeConfig, path: str, body: dict[str, Any]) -> Any:
     async def run() -> Any:
-        terms = PromptLimits(
-            model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=config.serve
+        served = ServedModel(
+            name=loaded.name, agents=loaded.agents, max_context=loaded.max_context, settings=config.serve
         )
         with ThreadPoolExecutor(1) as encoder:
             async with asyncio.timeout(20), LocalEngine(loaded.core, clock=RealClock()) as engine:
                 service = Service(
-                    engine=engine, words=loaded.words, terms=terms, clock=RealClock(), encoder=encoder
+                    engine=engine, tokenizer=loaded.tokenizer, served=served, clock=RealClock(), encoder=encoder
                 )  # fmt: skip
-                transport = httpx.ASGITransport(make_app(State(service=service), ""))
+                transport = httpx.ASGITransport(make_app(ServerState(service=service), ""))
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
                     return (await client.post(path, json=body)).json()
 
     return asyncio.run(run())
 
 
-def test_a_chat_without_max_tokens_gets_what_a_small_cache_leaves(loaded: Loaded, config: ServeConfig) -> None:
+def test_a_chat_without_max_tokens_gets_what_a_small_cache_leaves(loaded: LoadedModel, config: ServeConfig) -> None:
     assert loaded.max_context == CACHE < CONTEXT
     messages = [{"role": "user", "content": "Hi"}]
     answer = ask(loaded, config, "/v1/chat/completions", {"messages": messages, "ignore_eos": True})
@@ -67,7 +66,7 @@ def test_a_chat_without_max_tokens_gets_what_a_small_cache_leaves(loaded: Loaded
     assert "engine.cache_tokens" in refused["error"]["message"]
 
 
-def test_a_stop_string_may_name_a_special_token(loaded: Loaded, config: ServeConfig) -> None:
+def test_a_stop_string_may_name_a_special_token(loaded: LoadedModel, config: ServeConfig) -> None:
     body = {"prompt": "a", "logit_bias": {str(EOS): 100}, "ignore_eos": True, "stop": "<eos>"}
     (choice,) = ask(loaded, config, "/v1/completions", body)["choices"]
     assert (choice["token_ids"], choice["stop_reason"], choice["text"]) == ([EOS], "stop", "")

@@ -13,25 +13,25 @@ import pytest
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
-from headrace.base.net.auth import refuse_open_door
+from headrace.base.net.auth import refuse_unprotected_host
 from headrace.base.types.sampling import Sampling
-from headrace.engine.local import LocalEngine
+from headrace.launch.inprocess import LocalEngine
 from headrace.wings.serve.answering import Service
-from headrace.wings.serve.app import State, make_app
+from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.config import ServeSection
-from headrace.wings.serve.prompts import PromptLimits
+from headrace.wings.serve.prompts import ServedModel
 from tests.engine.test_local import CountingCore
 from tests.engine.test_server_text import BYTES
 
 BODY = {"prompt": [1], "max_tokens": 4}
 
 
-def within(test: Callable[[httpx.AsyncClient, State, CountingCore], Awaitable[None]], token: str = "") -> None:
+def within(test: Callable[[httpx.AsyncClient, ServerState, CountingCore], Awaitable[None]], token: str = "") -> None:
     """Run ``test`` with a server over an engine that counts, and in time."""
 
     async def run() -> None:
-        core, state = CountingCore(), State()
-        terms = PromptLimits(model="counter", max_context=100, limits=ServeSection())
+        core, state = CountingCore(), ServerState()
+        served = ServedModel(name="counter", max_context=100, settings=ServeSection())
         transport = httpx.ASGITransport(make_app(state, token), raise_app_exceptions=False)
         with ThreadPoolExecutor(1) as encoder:
             async with (
@@ -39,7 +39,9 @@ def within(test: Callable[[httpx.AsyncClient, State, CountingCore], Awaitable[No
                 LocalEngine(core, clock=RealClock()) as engine,
                 httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client,
             ):
-                state.service = Service(engine=engine, words=BYTES, terms=terms, clock=RealClock(), encoder=encoder)
+                state.service = Service(
+                    engine=engine, tokenizer=BYTES, served=served, clock=RealClock(), encoder=encoder
+                )
                 await test(client, state, core)
 
     asyncio.run(run())
@@ -56,7 +58,7 @@ async def answers(client: httpx.AsyncClient) -> list[tuple[int, Any]]:
 
 
 def test_health_and_answers_say_how_far_the_server_is() -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         assert await answers(client) == [(200, None)] * 3
         service, state.service = state.service, None
         assert await answers(client) == [(503, "starting")] * 3
@@ -69,7 +71,7 @@ def test_health_and_answers_say_how_far_the_server_is() -> None:
 
 
 def test_the_death_of_the_engine_is_told_to_open_and_later_requests() -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         core.die_at = 3
         whole = await client.post("/v1/completions", json=BODY)
         assert (whole.status_code, whole.json()["error"]["code"]) == (503, "engine_died")
@@ -80,7 +82,7 @@ def test_the_death_of_the_engine_is_told_to_open_and_later_requests() -> None:
 
 
 def test_a_stream_that_fails_ends_with_the_error_instead_of_done() -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         core.break_at = 3
         for prompt, status in (([1], 200), ([2], 500)):  # the second breaks before its first token
             answer = await client.post("/v1/completions", json={**BODY, "prompt": prompt, "stream": True})
@@ -92,7 +94,7 @@ def test_a_stream_that_fails_ends_with_the_error_instead_of_done() -> None:
 
 
 def test_an_engine_that_is_told_to_end_answers_with_what_it_has() -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         assert state.service is not None
         engine = state.service.engine
         assert isinstance(engine, LocalEngine)
@@ -118,14 +120,14 @@ def test_an_engine_that_is_told_to_end_answers_with_what_it_has() -> None:
     ],
 )
 def test_without_a_token_only_requests_to_this_machine_by_name_are_answered(host: str, status: int) -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         assert (await client.get("/v1/models", headers={"host": host})).status_code == status
 
     within(test)
 
 
 def test_with_a_token_the_name_does_not_matter_and_the_scheme_does() -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         headers = {"host": "far.example"}
         for value, status in (("Bearer secret", 200), ("bearer secret", 200), ("Basic secret", 401), ("secret", 401)):
             given = await client.get("/v1/models", headers={**headers, "authorization": value})
@@ -137,7 +139,7 @@ def test_with_a_token_the_name_does_not_matter_and_the_scheme_does() -> None:
 
 @pytest.mark.parametrize("token", ["geheim-é", "voilà", "🔑"])  # the second one's last byte is a space in Latin-1
 def test_a_token_may_be_any_text(token: str) -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         for given, status in ((token, 200), (token[:-1], 401), (token + "x", 401)):
             headers = {b"authorization": b"Bearer " + given.encode()}
             assert (await client.get("/v1/models", headers=headers)).status_code == status
@@ -146,7 +148,7 @@ def test_a_token_may_be_any_text(token: str) -> None:
 
 
 def test_the_priority_that_may_be_asked_for_is_the_operators() -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         for priority, status in ((0, 200), (-5, 200), (1, 400), (2**31 - 1, 400)):
             answer = await client.post("/v1/completions", json={**BODY, "priority": priority})
             assert answer.status_code == status
@@ -157,7 +159,7 @@ def test_the_priority_that_may_be_asked_for_is_the_operators() -> None:
 
 
 def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+    async def test(client: httpx.AsyncClient, state: ServerState, core: CountingCore) -> None:
         longest = 100 * BYTES.longest_token
         encoded: list[int] = []
         monkeypatch.setattr(BYTES, "encode", lambda text: encoded.append(len(text)) or [1])
@@ -172,8 +174,8 @@ def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_encoded(monk
 
 def test_a_door_that_is_open_to_the_network_needs_a_token() -> None:
     for host in ("127.0.0.1", "localhost", "::1"):
-        refuse_open_door(host, "")
-    refuse_open_door("0.0.0.0", "secret")
+        refuse_unprotected_host(host, "")
+    refuse_unprotected_host("0.0.0.0", "secret")
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(ConfigError, match="HEADRACE_SERVE_TOKEN"):
-            refuse_open_door(host, "")
+            refuse_unprotected_host(host, "")

@@ -14,10 +14,11 @@ from typing import Literal
 
 import pytest
 
-from headrace.engine.capabilities import Capabilities, capabilities
+from headrace.engine.capabilities import Capabilities
+from headrace.engine.config import ENGINES
 from headrace.models.devices import CPU
 from headrace.run.session import load_config, train
-from headrace.testing.engine_contract import SUITES, Suite, keep
+from headrace.testing.engine_contract import SUITES, Suite, run_clause
 from headrace.testing.engine_rig import Rig, served_rig
 from headrace.testing.interpreted import interpreted
 from headrace.wings.recipes.demo import build_demo
@@ -30,14 +31,14 @@ pytestmark = [
 ]
 
 
-NEWER = capabilities("vllm", CPU)
+NEWER = ENGINES.load("vllm").capabilities.on(CPU)
 OLDER = replace(NEWER, kept_sets=False, routing=False)
 """What the model runner tells that vLLM uses on processors."""
 
 
 @contextmanager
 def kept(suite: Suite, server: ServerConfig, can: Capabilities, directory: Path) -> Iterator[Rig]:
-    wanted, scratch = suite.wanted(directory / "m", can), directory / "s"
+    wanted, scratch = suite.requirements(directory / "m", can), directory / "s"
     scratch.mkdir()
     with served_rig("vllm", server, wanted, scratch) as rig:
         yield rig
@@ -51,7 +52,7 @@ def test_vllm_keeps_what_it_promises_and_refuses_the_rest(
     with kept(suite, ServerConfig(python=PYTHON, wait_s=900, weights_by=weights_by), OLDER, tmp_path) as rig:
         for clause in suite.clauses:
             with subtests.test(clause.name):
-                keep(clause, rig)
+                run_clause(clause, rig)
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
@@ -62,7 +63,7 @@ def test_vllm_whose_kernels_are_interpreted_tells_kept_sets_and_experts(
     with kept(suite, server, NEWER, tmp_path) as rig:
         for clause in suite.clauses:
             with subtests.test(clause.name):
-                keep(clause, rig)
+                run_clause(clause, rig)
 
 
 def test_demo_learns_with_vllm_as_its_engine(tmp_path: Path) -> None:

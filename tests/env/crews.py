@@ -19,13 +19,12 @@ import numpy as np
 from headrace.base.errors import EpisodeError
 from headrace.base.types.task import Task
 from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
-from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
-from headrace.launch.config import LaunchConfig
-from headrace.launch.here import Here
-from headrace.launch.starts import EnvironmentStart, Keep
+from headrace.launch.clients import EnvPeer, EnvPool, EnvPoolConfig
+from headrace.launch.config import INVITATION_FILE, LaunchConfig
+from headrace.launch.local_process import LocalStarter
+from headrace.launch.starts import EnvironmentStart, ResourceLimits
 from headrace.rollout import UNLIMITED, Conversations, EpisodeLimits
 from headrace.wings.cluster.joining.door import JoinListener, StartWorker, opened_door
-from headrace.wings.cluster.joining.invitation import INVITATION_FILE
 from tests.rollout.models import conversations
 
 
@@ -93,13 +92,13 @@ async def _at_work(
 
 @asynccontextmanager
 async def crew(
-    directory: Path, code: str, entry: str, *, keep: Keep | None = None, **terms: Any
+    directory: Path, code: str, entry: str, *, keep: ResourceLimits | None = None, **terms: Any
 ) -> AsyncIterator[Crew]:
     """Workers of ``entry`` in a file with this ``code``; they do not outlive the body. ``join``: where others may bring
     more."""
     (directory / "my_env.py").write_text(textwrap.dedent(code))
     joining = {name: terms.pop(name, "") for name in ("join", "join_password_env")}
-    settled = EnvTerms(
+    settled = EnvPoolConfig(
         **{"num_workers": 1, "concurrency": 64, "block_s": 30.0, "start_timeout_s": 60.0, "scored": False, **terms}
     )
     start = EnvironmentStart(
@@ -118,8 +117,8 @@ async def crew(
         async def start_worker(start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            errand = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
-            child = await Child.start(site, errand, elsewhere or Here())
+            spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
+            child = await Child.start(site, spec, elsewhere or LocalStarter())
             children.append(child)
             return child
 

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace.launch.starts import Keep
+from headrace.launch.starts import ResourceLimits
 from headrace.rollout import EpisodeLimits
 from tests.env.crews import Crew, crew
 from tests.scoring.hostile import DEEDS
 
-KEEP = Keep(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)
+KEEP = ResourceLimits(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)
 ENVIRONMENT = (
     DEEDS
     + """

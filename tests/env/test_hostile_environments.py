@@ -14,7 +14,7 @@ import pytest
 from headrace.base.errors import EpisodeError
 from headrace.base.types.chat import Message, Reply
 from headrace.base.types.episode import EpisodeKey, StopReason
-from headrace.launch.clients.shift import MAX_ASKS
+from headrace.launch.clients.environment import MAX_QUERIES
 from headrace.run.session import train
 from tests.env.crews import crew, task
 from tests.env.hostile import CAUSES, ENVIRONMENT, KEEP, QUICK, judged
@@ -66,7 +66,7 @@ def test_an_episode_may_have_so_many_questions_open_and_no_more(tmp_path: Path) 
             with pytest.raises(EpisodeError, match="1024 questions of this episode are open") as raised:
                 await at.pool.run(task("flood"), episode)
         assert raised.value.reason == "env_error"
-        assert episode.num_asked == 1 + MAX_ASKS
+        assert episode.num_asked == 1 + MAX_QUERIES
 
     asyncio.run(main())
 

@@ -15,6 +15,7 @@ import pytest
 
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.environments.program import Program
+from headrace.rollout.scoring.sandbox import apart, processes
 
 ROW = {"prompt": "2+2", "answer": 4}
 
@@ -44,6 +45,65 @@ print(json.dumps({"reward": task["answer"] / 8, "where": os.getcwd()}))
         assert run(source, OPENAI_BASE_URL="http://here/v1") == 0.5
     finally:
         del os.environ["HEADRACE_PART_OF_A_RUN"]
+
+
+SPY = """
+import json, os, pathlib, time
+key, met = os.environ["OPENAI_API_KEY"], pathlib.Path(os.environ["MEET"])
+met.joinpath(key).write_text(str(os.getpid()))
+while len(list(met.iterdir())) < 2:
+    time.sleep(0.01)
+seen = set()
+for name in os.listdir("/proc"):
+    if name.isdecimal() and int(name) != os.getpid():
+        try:
+            seen.add(open(f"/proc/{name}/environ").read())
+        except OSError:
+            pass
+met.joinpath(key + "-done").touch()
+while len(list(met.glob("*-done"))) < 2:
+    time.sleep(0.01)
+print(json.dumps({"reward": sum("OPENAI_API_KEY=sk-" in each for each in seen)}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="user namespaces are of Linux")
+def test_a_program_cannot_read_the_keys_of_other_episodes(tmp_path: Path) -> None:
+    async def main(*, own_namespace: bool) -> list[Any]:
+        program = Program([sys.executable, "-c", SPY], own_namespace=own_namespace)
+        met = tmp_path / str(own_namespace)
+        met.mkdir()
+        keys = [{"OPENAI_API_KEY": key, "MEET": str(met)} for key in ("sk-one", "sk-two")]
+        async with asyncio.timeout(30):
+            return [said.get("reward") for said in await asyncio.gather(*(program.run(ROW, key) for key in keys))]
+
+    assert asyncio.run(main(own_namespace=False)) == [1, 1], "or the test could not fail"
+    if not user_namespaces():
+        pytest.skip("this kernel refuses user namespaces")
+    assert asyncio.run(main(own_namespace=True)) == [0, 0]
+
+
+def user_namespaces() -> bool:
+    return processes.succeeds(apart.enter)
+
+
+def test_a_program_has_the_same_user_group_and_files_in_its_namespace(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    source = f"""
+import json, os
+ids = [os.getuid(), os.getgid(), os.stat({str(tmp_path / "mine")!r}).st_uid]
+open({str(tmp_path / "mine")!r}, "a").write("y")
+print(json.dumps({{"reward": ids}}))
+"""
+    assert run(source) == [os.getuid(), os.getgid(), os.getuid()]
+    assert (tmp_path / "mine").read_text() == "xy"
+
+
+def test_a_file_that_cannot_be_run_fails_its_episode_in_words(tmp_path: Path) -> None:
+    (tmp_path / "program").write_bytes(b"\x00\x01 no program")
+    (tmp_path / "program").chmod(0o755)
+    with pytest.raises(EpisodeError, match=r"it cannot be started: .*Exec format error"):
+        asyncio.run(Program([str(tmp_path / "program")]).run(ROW, {}))
 
 
 def test_a_reward_is_what_the_last_line_says_and_nothing_else() -> None:
@@ -116,6 +176,7 @@ time.sleep(600)
     worker = f"""
 import asyncio
 from headrace.rollout.environments.program import Program
+from headrace.rollout.scoring.sandbox import apart, processes
 asyncio.run(Program([{sys.executable!r}, "-c", {program!r}]).run({{}}, {{}}))
 """
     process = subprocess.Popen([sys.executable, "-c", worker])

@@ -7,7 +7,12 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from headrace.base.types.messages.controller import ModelQuery
+from headrace.launch.clients.environment import EpisodeCall
 from tests.env.crews import crew
 
 CODE = """
@@ -34,6 +39,48 @@ def test_a_worker_that_is_killed_once_costs_its_episodes_one_more_attempt_and_on
             (warning,) = at.warnings
             assert warning.startswith("an environment worker died (environment-0 (pid ")
             assert warning.endswith("; its 64 episodes begin again")
+
+    asyncio.run(main())
+
+
+def test_episodes_whose_worker_died_begin_again_before_those_that_have_not_begun(tmp_path: Path) -> None:
+    async def main() -> None:
+        ended: list[str] = []
+        async with crew(tmp_path, CODE, "rollout", concurrency=2) as at, asyncio.TaskGroup() as group:
+
+            async def episode(name: str) -> None:
+                await at.run("wait 0.5")
+                ended.append(name)
+
+            for name in ("lost", "lost", "waiting", "waiting"):
+                group.create_task(episode(name))
+            await at.asked.wait()
+            os.kill(at.children[0].working_pid, signal.SIGKILL)
+        assert ended == ["lost", "lost", "waiting", "waiting"]
+
+    asyncio.run(main())
+
+
+def test_a_question_that_comes_as_its_episode_is_given_up_is_not_answered() -> None:
+    async def main() -> None:
+        nothing: Any = None
+        call = EpisodeCall(order=nothing, episode=nothing)
+
+        async def ask_when_cancelled() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                call.ask(nothing, ModelQuery(episode=0, ask=1))
+
+        async def give_up() -> None:
+            async with asyncio.TaskGroup() as call.tasks:
+                call.tasks.create_task(ask_when_cancelled())
+                await asyncio.sleep(0)
+                raise ValueError("given up")
+
+        with pytest.raises(ExceptionGroup) as raised:
+            await give_up()
+        assert [type(error) for error in raised.value.exceptions] == [ValueError]
 
     asyncio.run(main())
 

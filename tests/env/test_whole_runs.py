@@ -12,7 +12,7 @@ import pytest
 from headrace.base.errors import EnvError
 from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.scored import paths
-from headrace.control.summary import Summary
+from headrace.control.metrics.summary import Summary
 from headrace.run.session import evaluate, train
 from tests.env.tasks import episodes, make_env_run
 from tests.session.runs import headrace, make_run, running

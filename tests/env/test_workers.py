@@ -12,7 +12,7 @@ import pytest
 
 from headrace.base.errors import ConfigError, EnvError
 from headrace.launch.hosts import environment as host
-from headrace.launch.starts import EnvironmentStart, Keep
+from headrace.launch.starts import EnvironmentStart, ResourceLimits
 from headrace.rollout import EpisodeLimits
 from tests.env.crews import crew
 from tests.launch.workers import is_alive
@@ -104,6 +104,16 @@ def test_what_is_no_reward_fails_its_own_episode_by_reason(tmp_path: Path) -> No
         async with crew(tmp_path, DEEDS, "rollout") as at:
             found = await at.run("text", "nan", "nothing")
             assert [each.partition(":")[0] for each in found] == ["env_error", "reward_nan", "reward_none"]
+
+    asyncio.run(main())
+
+
+def test_a_row_that_cannot_travel_fails_its_own_episode(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, "rollout") as at:
+            failed, other = await at.run("\ud800", "wait 0")
+            assert failed.startswith("env_error: the row cannot travel: UnicodeEncodeError")
+            assert other == 1.0
 
     asyncio.run(main())
 
@@ -235,7 +245,7 @@ def test_more_processes_than_allowed_cost_their_own_episode(tmp_path: Path) -> N
     """
 
     async def main() -> None:
-        async with crew(tmp_path, code, "rollout", keep=Keep(memory_bytes=1 << 30, processes=16)) as at:
+        async with crew(tmp_path, code, "rollout", keep=ResourceLimits(memory_bytes=1 << 30, processes=16)) as at:
             forked, other = await at.run("fork", "rest")
             assert forked.partition(":")[0] in ("env_crashed", "env_error")
             assert other == 1.0
@@ -258,7 +268,7 @@ def test_memory_beyond_the_limit_costs_its_own_episode(tmp_path: Path) -> None:
     """
 
     async def main() -> None:
-        async with crew(tmp_path, code, "rollout", keep=Keep(memory_bytes=400 << 20, processes=64)) as at:
+        async with crew(tmp_path, code, "rollout", keep=ResourceLimits(memory_bytes=400 << 20, processes=64)) as at:
             eaten, other = await at.run("eat", "rest")
             assert eaten.partition(":")[0] in ("env_crashed", "env_error")
             assert other == 1.0

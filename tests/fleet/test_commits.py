@@ -9,6 +9,7 @@ import pytest
 from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import NeedsFull
 from headrace.base.types.weights import Interrupt
+from headrace.engine.fleet import Fleet
 from tests.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, fleet_of, in_virtual_time, kill, sample, update
 
 
@@ -78,11 +79,41 @@ async def test_engine_that_dies_in_a_commit_is_left_out_and_its_successor_comes_
         kill(fleet, engines["a"])
         fleet.join("a", Mortal("a"))
     assert (fleet.version, commit.result().version) == (1, 1)
-    await fleet.behind()
+    await fleet.wait_for_lagging()
     assert fleet.lacking(1) == ("a",)
     await bring(fleet, 1)
     assert engines["b"].staged == [0, 1], "who has it is left as it is"
     assert fleet.lacking(1) == ()
+
+
+@in_virtual_time
+async def test_next_version_may_be_announced_only_to_engines_that_use_the_newest() -> None:
+    fleet, _ = fleet_of("a", "b")
+    assert fleet.in_step() == ("a", "b")
+    await bring(fleet, 0)
+    fleet.join("c", Mortal("c"))
+    assert fleet.in_step() == ("a", "b"), "another version is being staged there"
+    await bring(fleet, 0)
+    assert fleet.in_step() == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("size", "rolling", "mode", "alone"),
+    [
+        (3, None, Interrupt.INFLIGHT, True),
+        (3, 1, Interrupt.INFLIGHT, False),
+        (3, None, Interrupt.DRAIN, False),
+        (1, None, Interrupt.DRAIN, True),
+        (1, None, Interrupt.SLEEP, False),
+    ],
+)
+def test_engines_commit_by_themselves_only_where_none_has_to_wait_for_its_turn(
+    size: int, rolling: int | None, mode: Interrupt, alone: bool
+) -> None:
+    async def main() -> bool:
+        return Fleet(VirtualClock(), size=size, rolling=rolling).commits_when_staged(mode)
+
+    assert run_virtual(main()) is alone
 
 
 @in_virtual_time
@@ -111,4 +142,4 @@ async def test_engine_that_cannot_use_a_difference_asks_for_the_whole_and_the_ot
     assert fleet.lacking(1) == ("c",)
     await bring(fleet, 1)
     assert engines["a"].staged == [0, 1]
-    await fleet.serving("c")
+    await fleet.wait_until_serving("c")

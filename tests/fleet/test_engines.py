@@ -14,13 +14,15 @@ from headrace.base.types.observation import Recovery
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient
-from headrace.launch.engines import AFTERGLOW_S, Engines, EngineTerms, engine_names
+from headrace.launch.engines import LAST_MESSAGES_S, Engines, SupervisionConfig, engine_names
 from headrace.run.session.running import first_cause
 from tests.fleet.mortal import bring
 
 
 class Quiet(ControllerChannel):
     """A channel to nobody."""
+
+    local_orders = ""
 
     def __init__(self) -> None:
         pass
@@ -82,7 +84,7 @@ class Stage:
         self.lives: dict[str, list[Process]] = {name: [] for name in names}
         self.told: list[Recovery] = []
         settings = {"rolling": None, "start_timeout_s": 30.0, "silence_s": 5.0, "version": 0, **terms}
-        self.engines = Engines(self._start, names, EngineTerms(restarts=restarts, **settings), VirtualClock())  # type: ignore[arg-type]
+        self.engines = Engines(self._start, names, SupervisionConfig(restarts=restarts, **settings), VirtualClock())  # type: ignore[arg-type]
         self.engines.send_recoveries_to(self.told.append)
 
     async def _start(self, name: str) -> Process:
@@ -110,7 +112,7 @@ def test_dead_engine_is_started_again_and_what_happened_is_told_twice() -> None:
             assert stage.engines.fleet.names == ("engine-0", "engine-1")
             assert stage.engines.addresses() == ("at-engine-0-0", "at-engine-1-0")
             stage.now("engine-1").die()
-            await asyncio.sleep(3.1 + AFTERGLOW_S)
+            await asyncio.sleep(3.1 + LAST_MESSAGES_S)
             assert stage.lives["engine-1"][0].closed
             assert stage.engines.addresses() == ("at-engine-0-0",)
             stage.now("engine-1").ready()
@@ -185,7 +187,7 @@ def test_without_restarts_the_first_death_ends_the_run() -> None:
 
 def test_first_start_that_fails_is_told_in_the_words_of_the_engine() -> None:
     async def play(stage: Stage) -> None:
-        stage.now("engine").peer.last_words = ConfigError("the cache does not fit", remedy="lower it")
+        stage.now("engine").peer.reported_error = ConfigError("the cache does not fit", remedy="lower it")
         stage.now("engine").die()
         await settle()
 
@@ -202,7 +204,7 @@ def test_engine_that_is_killed_while_a_life_is_starting_is_started_again() -> No
             stage.now("engine").die()
             await asyncio.sleep(25.0)  # of the start timeout of the second, not of the first
             stage.now("engine").ready()
-            await stage.engines.fleet.complete()
+            await stage.engines.fleet.wait_until_complete()
             running.cancel()
         assert stage.engines.restarts == {"engine": 1}
 
@@ -230,7 +232,7 @@ def test_engine_that_starting_again_would_not_mend_ends_the_run_in_its_words() -
     async def play(stage: Stage) -> None:
         stage.now("engine").ready()
         await settle()
-        stage.now("engine").peer.last_words = EngineUnfit("another run uses the server", remedy="give it its own")
+        stage.now("engine").peer.reported_error = EngineUnfit("another run uses the server", remedy="give it its own")
         stage.now("engine").die()
         await settle()
 
@@ -256,7 +258,7 @@ def test_engine_that_is_ended_for_its_silence_is_told_with_the_reason() -> None:
             running = group.create_task(stage.engines.run())
             stage.now("engine").ready()
             await settle()
-            stage.engines.fleet._router.place(0)
+            stage.engines.fleet._router.assign(0)
             await asyncio.sleep(10.0)
             stage.now("engine").ready()
             await settle()
@@ -264,6 +266,29 @@ def test_engine_that_is_ended_for_its_silence_is_told_with_the_reason() -> None:
         assert len(stage.lives["engine"]) == 2
         assert stage.told[0].cause == "engine has said nothing for 5 s and has 1 sequences: it was ended"
         assert [recovery.carried_over for recovery in stage.told] == [1, 1]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("names", "waits"), [(("engine-0", "engine-1"), False), (("engine",), True)])
+def test_stopped_engine_that_owes_an_answer_is_waited_for_only_where_it_is_the_only_one(
+    names: tuple[str, ...], waits: bool
+) -> None:
+    async def main() -> None:
+        stage = Stage(names)
+        await stage.engines.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.engines.run())
+            for name in names:
+                stage.now(name).ready()
+            await settle()
+            stopped = stage.now(names[-1]).peer
+            stopped.halted = "is stopped (SIGSTOP)"
+            # the deadline of the order, and long after it
+            with pytest.raises(TimeoutError if waits else DeadlineError):
+                async with asyncio.timeout(60.0):
+                    await stopped.answer(asyncio.get_running_loop().create_future(), "staging", 5.0)
+            running.cancel()
 
     run_virtual(main())
 
@@ -284,8 +309,8 @@ def test_engine_that_new_weights_do_not_reach_is_told_by_name_and_again_when_it_
             running = group.create_task(stage.engines.run())
             await all_obey(stage)
             fleet = stage.engines.fleet
-            fleet._router.place(0)
-            fleet._router.place(1)
+            fleet._router.assign(0)
+            fleet._router.assign(1)
             await bring(fleet, 1, missed="at-engine-1-0")
             assert not stage.told, "it may have died"
             await asyncio.sleep(4.0)

@@ -17,7 +17,7 @@ from headrace.base.types.tokens import Tokens
 from headrace.base.types.weights import Interrupt
 from headrace.engine import RequestOptions
 from headrace.engine.fleet import Fleet
-from headrace.engine.fleet.journey import MAX_FRUITLESS
+from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN
 from tests.fleet.mortal import FLUSH, PROMPT, TOKEN_S, Mortal, bring, fleet_of, in_virtual_time, kill, sample, update
 
 
@@ -63,10 +63,10 @@ async def test_sequences_of_the_only_engine_wait_for_its_successor_and_its_weigh
         await asyncio.sleep(60.0)
         successor = Mortal("engine")
         fleet.join("engine", successor)
-        await fleet.behind()
+        await fleet.wait_for_lagging()
         assert successor.asked == []
         await bring(fleet, 3)
-        await fleet.serving("engine")
+        await fleet.wait_until_serving("engine")
     assert len(successor.asked) == 5
     assert len(late.result()) == 5
     assert all(task.done() for task in answers)
@@ -92,13 +92,13 @@ async def test_request_that_kills_every_engine_fails_and_the_others_go_on() -> N
     words = "5 engines died one after the other .* not one token of it; the last: a was killed"
     async with asyncio.TaskGroup() as group:
         poisoned = group.create_task(refused(sample(fleet, 1), words))
-        for life in range(MAX_FRUITLESS):
+        for life in range(MAX_DEATHS_WITHOUT_TOKEN):
             await asyncio.sleep(0.5 * FLUSH * TOKEN_S)
             kill(fleet, engines["a"])
             engines["a"] = Mortal("a")
             fleet.join("a", engines["a"])
             await bring(fleet, 0)
-            assert poisoned.done() == (life == MAX_FRUITLESS - 1)
+            assert poisoned.done() == (life == MAX_DEATHS_WITHOUT_TOKEN - 1)
         await sample(fleet, 2)
 
 
@@ -145,7 +145,7 @@ async def test_fork_goes_where_its_parent_is_and_is_refused_when_that_is_gone() 
     kill(fleet, engines["a"])
     with pytest.raises(RequestError, match=f"a fork of request {parent}, which was with a, which is gone"):
         await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=parent, at=4)))
-    with pytest.raises(RequestError, match="a fork of request 999, which has not been heard of"):
+    with pytest.raises(RequestError, match="a fork of request 999, which is not among the last requests"):
         await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=999, at=0)))
 
 

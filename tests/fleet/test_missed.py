@@ -42,9 +42,9 @@ async def test_engine_that_a_version_misses_ends_what_it_has_and_serves_again_wi
     old = sum(set(Tokens.concat([c.tokens for c in task.result()]).versions_T.tolist()) == {0} for task in before)
     assert (old, len(engines["b"].asked)) == (had, had), "what it had went on there to its end, and nothing new came"
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(fleet.behind(), 1.0)
+        await asyncio.wait_for(fleet.wait_for_lagging(), 1.0)
     await bring(fleet, 2)
-    await asyncio.wait_for(fleet.serving("b"), 1.0)
+    await asyncio.wait_for(fleet.wait_until_serving("b"), 1.0)
     assert engines["b"].commits == [0, 2]
     async with asyncio.TaskGroup() as group:
         for seed in range(200, 230):

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.engine.fleet.router import MEMORY, Router, RouteRequest, SeatState, allowed_load, prefix_keys
+from headrace.engine.fleet.router import MEMORY, EngineState, Router, RouteRequest, allowed_load, prefix_keys
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -60,10 +60,10 @@ class Histories(RuleBasedStateMachine):
         return Counter(place for place in self.places.values() if place is not None)
 
     def place(self, number: int, wish: RouteRequest) -> None:
-        before, held = self.load(), {n for n in self.serving() if self.router.state(n) is SeatState.HELD}
+        before, held = self.load(), {n for n in self.serving() if self.router.state(n) is EngineState.HELD}
         able = [name for name in self.serving() if wish.version in (None, self.versions[name])]
         able = [name for name in able if name not in held] or able
-        name = self.router.place(number, wish)
+        name = self.router.assign(number, wish)
         assert (name is None) == (not able)
         self.places[number] = name
         if name is None:
@@ -146,7 +146,7 @@ TestHistories.settings = settings(max_examples=150, stateful_step_count=60, dead
 
 def test_siblings_share_an_engine_until_it_has_clearly_more_to_do() -> None:
     router, siblings = serving("a", "b"), prompt(7, length=40)
-    places = [router.place(number, siblings) for number in range(24)]
+    places = [router.assign(number, siblings) for number in range(24)]
     assert places[:9] == ["a"] * 9
     more, fewer = max(map(places.count, "ab")), min(map(places.count, "ab"))
     assert 0 < fewer < more <= allowed_load(fewer) + 1
@@ -154,26 +154,26 @@ def test_siblings_share_an_engine_until_it_has_clearly_more_to_do() -> None:
 
 def test_groups_spread_and_a_longer_prompt_follows_its_beginning() -> None:
     router = serving("a", "b", "c")
-    first = {group: router.place(group, prompt(group, length=64)) for group in range(3)}
+    first = {group: router.assign(group, prompt(group, length=64)) for group in range(3)}
     assert sorted(first.values()) == ["a", "b", "c"]
-    grown = {group: router.place(10 + group, prompt(group, length=90)) for group in range(3)}
+    grown = {group: router.assign(10 + group, prompt(group, length=90)) for group in range(3)}
     assert grown == first
 
 
 def test_what_was_computed_under_other_weights_draws_nobody() -> None:
     router = serving("a", "b")
-    assert router.place(0, prompt(1, length=64)) == "a"
+    assert router.assign(0, prompt(1, length=64)) == "a"
     router.use("a", 1)
-    assert router.place(1, prompt(1, length=64)) == "b", "the least loaded"
+    assert router.assign(1, prompt(1, length=64)) == "b", "the least loaded"
 
 
 def test_a_session_stays_where_it_was_through_commits() -> None:
     router = serving("a", "b")
-    assert router.place(0, RouteRequest(session="s")) == "a"
+    assert router.assign(0, RouteRequest(session="s")) == "a"
     router.end(0)
     router.use("a", 1)
     router.use("b", 1)
-    assert [router.place(1 + turn, RouteRequest(session="s")) for turn in range(3)] == ["a"] * 3
+    assert [router.assign(1 + turn, RouteRequest(session="s")) for turn in range(3)] == ["a"] * 3
 
 
 def test_a_slow_engine_gets_no_more_than_its_share_of_waiting_sequences() -> None:
@@ -181,7 +181,7 @@ def test_a_slow_engine_gets_no_more_than_its_share_of_waiting_sequences() -> Non
     running: dict[str, list[int]] = {"slow": [], "fast": [], "quick": []}
     for tick in range(600):
         for number in (next(numbers), next(numbers)):
-            place = router.place(number)
+            place = router.assign(number)
             assert place is not None
             running[place].append(number)
         for name, every in (("slow", 50), ("fast", 1), ("quick", 1)):
@@ -196,22 +196,22 @@ def test_a_slow_engine_gets_no_more_than_its_share_of_waiting_sequences() -> Non
 def test_engine_that_is_held_gets_something_only_where_there_is_no_other() -> None:
     router = serving("a", "b")
     router.hold("a")
-    assert [router.place(number) for number in range(3)] == ["b"] * 3
+    assert [router.assign(number) for number in range(3)] == ["b"] * 3
     router.hold("b")
-    assert router.place(3) == "a"
+    assert router.assign(3) == "a"
     router.release("a")
-    assert router.state("a") is SeatState.SERVING
+    assert router.state("a") is EngineState.SERVING
 
 
 def test_engine_without_weights_serves_nothing() -> None:
     router = Router()
     router.join("a")
     assert not router.serves
-    assert router.place(0) is None
+    assert router.assign(0) is None
     router.use("a", 4)
-    assert router.place(0) == "a"
+    assert router.assign(0) == "a"
     with pytest.raises(ValueError, match="has a place"):
-        router.place(0)
+        router.assign(0)
     with pytest.raises(ValueError, match="is there already"):
         router.join("a")
 
@@ -219,11 +219,11 @@ def test_engine_without_weights_serves_nothing() -> None:
 def test_sequence_of_one_version_goes_to_an_engine_that_has_it_or_to_none() -> None:
     router = serving("a", "b")
     router.use("b", 1)
-    assert router.place(0, RouteRequest(version=1)) == "b"
-    assert router.place(1, RouteRequest(version=0)) == "a"
-    assert router.place(2, RouteRequest(version=2)) is None
-    assert router.place(2, RouteRequest(only="b")) == "b"
-    assert router.place(3, avoid={"a", "b"}) is None
+    assert router.assign(0, RouteRequest(version=1)) == "b"
+    assert router.assign(1, RouteRequest(version=0)) == "a"
+    assert router.assign(2, RouteRequest(version=2)) is None
+    assert router.assign(2, RouteRequest(only="b")) == "b"
+    assert router.assign(3, avoid={"a", "b"}) is None
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 1024, 1025, 9000, 40_000])
@@ -242,6 +242,6 @@ def test_prompts_share_the_names_of_what_they_share(length: int) -> None:
 def test_memory_of_prompts_and_sessions_is_bounded() -> None:
     router = serving("a")
     for number in range(MEMORY + 10):
-        router.place(number, RouteRequest(session=str(number), prefixes=(number,)))
+        router.assign(number, RouteRequest(session=str(number), prefixes=(number,)))
         router.end(number)
     assert len(router._sessions) == len(router._prefixes) == MEMORY

@@ -106,7 +106,7 @@ def with_fleet(
             loop.call_later(at_s, die, name)
         if isinstance(parts.learner, Sender):
             parts.learner.fleet = fleet
-        return replace(parts, engine=fleet, crew=fleet, interrupt=interrupt)
+        return replace(parts, engine=fleet, engine_set=fleet, interrupt=interrupt)
 
     return change
 

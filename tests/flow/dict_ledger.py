@@ -9,7 +9,7 @@ from typing import Any
 from headrace.base.types.episode import EpisodeKey, EpisodeStatus, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.tokens import Tokens
-from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Recalled, RecalledGroup
+from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, ResumedGroup, ResumeState
 from headrace.flow.ledger.base import Submit as SubmitGroups
 
 
@@ -88,7 +88,7 @@ class DictLedger:
     def close(self) -> None:
         return
 
-    def recall(self, step: int) -> Recalled:
+    def roll_back(self, step: int) -> ResumeState:
         for row in self.rows.values():
             if row.state is GroupState.DROPPED:
                 continue
@@ -101,12 +101,12 @@ class DictLedger:
             if row.state is GroupState.DROPPED:
                 dropped[row.reason] = dropped.get(row.reason, 0) + 1
         going_on = {n: r for n, r in sorted(self.rows.items()) if r.state in (GroupState.READY, GroupState.SUBMITTED)}
-        return Recalled(
+        return ResumeState(
             num_submitted=len(self.rows),
             dropped=dropped,
             num_released=sum(row.state is GroupState.RELEASED for row in self.rows.values()),
             groups=tuple(
-                RecalledGroup(
+                ResumedGroup(
                     number=number,
                     row=row.row,
                     state=row.state,

@@ -75,7 +75,7 @@ class Driver:
         self.flow = Flow(
             self.config, writer=self.ledger, clock=StillClock(), last_step=self.steps, pick_row=lambda number: number
         )
-        self.flow.restore(self.checkpoint, self.ledger.recall(self.checkpoint))
+        self.flow.restore(self.checkpoint, self.ledger.roll_back(self.checkpoint))
         self.running: dict[int, Attempt] = {}
         self.taken: list[TakenBatch] = []
         self.num_trained = self.checkpoint
@@ -140,7 +140,7 @@ class Driver:
         episodes = self.running.pop(number).episodes
         group = ScoredGroup(number=number, episodes=tuple(episodes[place] for place in sorted(episodes)))
         if len(group.scored) >= self.config.min_episodes:
-            self.flow.scored(group)
+            self.flow.add_scored(group)
         else:
             self.flow.drop(number, "failed")
 
@@ -202,7 +202,7 @@ class Driver:
             return False
         taken = self.taken.pop(0)
         groups, report = taken.groups, self.report(taken)
-        self.flow.trained(groups, report, {0: report.trained_tokens})
+        self.flow.record_trained(groups, report, {0: report.trained_tokens})
         self.lineage[self.num_trained] = tuple(group.number for group in groups)
         self.num_trained += 1
         self.overlaps += bool(self.running)
@@ -212,7 +212,7 @@ class Driver:
         version = self.flow.state.version + 1
         if version > self.num_trained:
             return False
-        self.flow.committed(version, "")
+        self.flow.record_commit(version, "")
         return True
 
     def save(self) -> bool:
@@ -231,7 +231,7 @@ class Driver:
     def go_on_under(self, config: FlowConfig) -> bool:
         """Crash, and go on with other settings, unless what the ledger holds is too old for them."""
         resumed = Flow(config, writer=self.ledger, clock=StillClock(), last_step=self.steps, pick_row=lambda row: row)
-        resumed.restore(self.checkpoint, self.ledger.recall(self.checkpoint))
+        resumed.restore(self.checkpoint, self.ledger.roll_back(self.checkpoint))
         fits = age_needed(resumed.state, only_planned=config.policy.drops_stale) <= config.greatest_age
         if fits:
             self.config, self.saved_bound = config, None
@@ -292,12 +292,14 @@ def check_counts(state: FlowState) -> None:
     out = {number: entry for number, entry in state.groups.items() if entry.state not in counted}
     free = {number: entry for number, entry in out.items() if entry.step is None}
     assert state.num_open == len(free)
-    assert state.aging == Counter(entry.oldest_version for entry in free.values() if entry.oldest_version is not None)
+    assert state.open_by_oldest == Counter(
+        entry.oldest_version for entry in free.values() if entry.oldest_version is not None
+    )
     planned = {(entry.step, number) for number, entry in out.items() if entry.step is not None}
     assert {(step, number) for step, numbers in state.plan.items() for number in numbers} == planned
     ready = {number for number, entry in out.items() if entry.state is GroupState.READY}
     assert state.ready == ready
-    for files in (state.ready_from, state.ready_to):
+    for files in (state.ready_by_oldest, state.ready_by_newest):
         assert sorted(number for numbers in files.values() for number in numbers) == sorted(ready & free.keys())
         assert all(files.values())
     assert state.first_open(5) == sorted(free)[:5]

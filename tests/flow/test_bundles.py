@@ -66,7 +66,7 @@ def test_what_few_turns_have_stays_with_its_own_turn() -> None:
     plain = ended(0, 0)
     told = ended(0, 1)
     for more, column in zip(rare, columns, strict=True):
-        tokens = replace(told.turns[1].tokens, **column)
+        tokens = msgspec.structs.replace(told.turns[1].tokens, **column)
         told.turns.append(replace(told.turns[1], tokens=tokens, **more))
     data, _ = encode_bundle([plain, told, plain])
     assert decode_entry(data, 0)[1].reward is None

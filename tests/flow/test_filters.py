@@ -17,7 +17,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig
-from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, reopened, rewards_of
+from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, rewards_of, unfiltered
 from headrace.flow.filters.dynamic_sampling import DynamicSampling
 from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.redundancy import Redundancy
@@ -178,7 +178,7 @@ def test_every_episode_is_kept_or_gone_for_one_reason_whatever_filters_say(
         assert after.cause == gone.get(place, before.cause)
         assert after.turns is before.turns
         assert after.reward == before.reward
-    assert reopened(left.group.episodes) == whole.episodes
+    assert unfiltered(left.group.episodes) == whole.episodes
 
 
 def errors(turns: list[Turn], **settings: Any) -> float:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from headrace.base.clock import run_virtual
 from headrace.flow import FlowConfig
-from headrace.flow.signal import Signal
+from headrace.flow.flow import Signal
 from headrace.flow.state import FlowLimits
 
 
@@ -81,20 +81,20 @@ def test_limits_of_a_run_come_from_the_settings() -> None:
 
 def test_every_waiter_is_woken_and_only_by_a_ring_that_comes_after() -> None:
     async def main() -> list[str]:
-        bell, log = Signal(), []
+        signal, log = Signal(), []
 
         async def waiter(name: str) -> None:
-            await bell.wait()
+            await signal.wait()
             log.append(name)
 
-        bell.ring()  # nobody waits yet: it is no promise for later
+        signal.notify()  # nobody waits yet: it is no promise for later
         async with asyncio.TaskGroup() as group:
             for name in ("a", "b"):
                 group.create_task(waiter(name))
             await asyncio.sleep(1)
             assert log == []
-            bell.ring()
-            bell.ring()
+            signal.notify()
+            signal.notify()
         return log
 
     assert run_virtual(main()) == ["a", "b"]
@@ -104,19 +104,19 @@ def test_ring_between_a_look_and_the_wait_cannot_be_lost() -> None:
     """The loops look at the state and wait without yielding in between: a ring wakes them or comes before the look."""
 
     async def main() -> int:
-        bell, state, seen = Signal(), [0], 0
+        signal, state, seen = Signal(), [0], 0
 
         async def writer() -> None:
             for _ in range(100):
                 await asyncio.sleep(0)
                 state[0] += 1
-                bell.ring()
+                signal.notify()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(writer())
             while seen < 100:
                 while seen == state[0]:
-                    await bell.wait()
+                    await signal.wait()
                 seen = state[0]
         return seen
 

@@ -13,7 +13,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.flow import FlowConfig, TakenBatch
-from headrace.flow.ledger import Fates, Recalled, SqliteLedger
+from headrace.flow.ledger import ResumeState, SqliteLedger, UnitCounts
 from headrace.flow.ledger.base import Operation
 from tests.flow.dict_ledger import DictLedger, Row
 from tests.flow.driver import Driver
@@ -39,15 +39,15 @@ class BothLedgers(DictLedger):
         super().write(operation)
         self.sqlite.apply(operation)
 
-    def recall(self, step: int) -> Recalled:
+    def roll_back(self, step: int) -> ResumeState:
         self.sqlite.close()
         self.sqlite = self._open()
-        mine, found = super().recall(step), self.sqlite.recall(step)
+        mine, found = super().roll_back(step), self.sqlite.roll_back(step)
         assert told(mine) == told(found)
         return found
 
 
-def told(recalled: Recalled) -> tuple[object, ...]:
+def told(resumed: ResumeState) -> tuple[object, ...]:
     groups = [
         (
             group.number,
@@ -57,9 +57,9 @@ def told(recalled: Recalled) -> tuple[object, ...]:
             group.step,
             [as_told(episode) for episode in group.episodes],
         )
-        for group in recalled.groups
+        for group in resumed.groups
     ]
-    return (recalled.num_submitted, recalled.num_released, recalled.dropped, groups)
+    return (resumed.num_submitted, resumed.num_released, resumed.dropped, groups)
 
 
 class BookDriver(Driver):
@@ -105,8 +105,8 @@ class BookDriver(Driver):
         self.checked += 1
 
 
-def count_groups(rows: dict[int, Row]) -> Fates:
-    fates = Fates(submitted=len(rows))
+def count_groups(rows: dict[int, Row]) -> UnitCounts:
+    fates = UnitCounts(submitted=len(rows))
     for row in rows.values():
         fates.trained += row.state in TRAINED
         fates.in_flight += row.state.in_flight
@@ -115,8 +115,8 @@ def count_groups(rows: dict[int, Row]) -> Fates:
     return fates
 
 
-def count_episodes(rows: dict[int, Row], size: int) -> Fates:
-    fates, dropped = Fates(submitted=size * len(rows)), Counter[str]()
+def count_episodes(rows: dict[int, Row], size: int) -> UnitCounts:
+    fates, dropped = UnitCounts(submitted=size * len(rows)), Counter[str]()
     for row in rows.values():
         for place in range(size):
             count_one(fates, dropped, row, row.episodes.get(place), amount=1)
@@ -124,8 +124,8 @@ def count_episodes(rows: dict[int, Row], size: int) -> Fates:
     return fates
 
 
-def count_tokens(rows: dict[int, Row], lost: int) -> Fates:
-    fates, dropped = Fates(trained=-lost), Counter({"not_finite": lost} if lost else {})
+def count_tokens(rows: dict[int, Row], lost: int) -> UnitCounts:
+    fates, dropped = UnitCounts(trained=-lost), Counter({"not_finite": lost} if lost else {})
     for row in rows.values():
         for episode in row.episodes.values():
             fates.submitted += episode.num_sampled
@@ -134,7 +134,7 @@ def count_tokens(rows: dict[int, Row], lost: int) -> Fates:
     return fates
 
 
-def count_one(fates: Fates, dropped: Counter[str], row: Row, episode: EpisodeGraph | None, *, amount: int) -> None:
+def count_one(fates: UnitCounts, dropped: Counter[str], row: Row, episode: EpisodeGraph | None, *, amount: int) -> None:
     if episode is not None and episode.status is EpisodeStatus.FAILED:
         dropped[episode.cause.split(":")[0]] += amount
     elif row.state is GroupState.DROPPED:

@@ -45,7 +45,7 @@ def killed(tmp_path: Path) -> Path:
 def told(run_dir: Path) -> tuple[object, ...]:
     """What a resume and a reader learn from the ledger in ``run_dir``."""
     with closing(open_ledger(run_dir)) as ledger:
-        return (ledger.notes(), ledger.attempts(0), repr(ledger.recall(1)), ledger.conservation(), ledger.steps())
+        return (ledger.notes(), ledger.attempts(0), repr(ledger.roll_back(1)), ledger.conservation(), ledger.steps())
 
 
 def test_every_row_of_every_table_has_its_checksum_whatever_was_done_to_it(killed: Path) -> None:

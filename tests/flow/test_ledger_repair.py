@@ -14,7 +14,7 @@ import pytest
 
 from headrace.base.errors import LedgerError
 from headrace.base.types.group import GroupState
-from headrace.flow.ledger import Fates, SqliteLedger, migrate
+from headrace.flow.ledger import SqliteLedger, UnitCounts, sqlite
 from headrace.flow.ledger.base import EndEpisode
 from headrace.flow.ledger.opening import open_ledger
 from headrace.testing.ledgers import commit, part, running, sampled, stream, trained
@@ -37,13 +37,13 @@ def test_ledger_of_format_1_is_brought_forward_with_all_it_holds(tmp_path: Path)
     shutil.copy(VERSION_1, path)
     ledger = opened(path, checked=True)
     books = ledger.conservation()
-    assert books.groups == Fates(submitted=5, trained=2, dropped={"reward_error": 1}, in_flight=2)
-    assert books.tokens == Fates(submitted=36, trained=16, dropped={"reward_error": 8}, in_flight=12)
+    assert books.groups == UnitCounts(submitted=5, trained=2, dropped={"reward_error": 1}, in_flight=2)
+    assert books.tokens == UnitCounts(submitted=36, trained=16, dropped={"reward_error": 8}, in_flight=12)
     assert [len(each.turns[1].tokens) for each in ledger.episodes(2)] == [4, 4]
     ledger.apply(stream(part(3, 1, sampled(5))))
     ledger.close()
-    recalled = SqliteLedger.open(path).recall(1)
-    assert [(g.number, g.state, len(g.episodes), len(g.begun)) for g in recalled.groups] == [
+    resumed = SqliteLedger.open(path).roll_back(1)
+    assert [(g.number, g.state, len(g.episodes), len(g.partial_turns)) for g in resumed.groups] == [
         (1, GroupState.READY, 2, 0),
         (2, GroupState.READY, 2, 0),
         (3, GroupState.SUBMITTED, 1, 1),
@@ -55,7 +55,7 @@ def test_ledger_of_format_5_is_brought_forward_with_all_it_holds(tmp_path: Path)
     shutil.copy(VERSION_5, path)
     ledger = opened(path, checked=True)
     assert ledger.conservation().holds
-    assert ledger.conservation().tokens == Fates(submitted=25, trained=8, in_flight=17)
+    assert ledger.conservation().tokens == UnitCounts(submitted=25, trained=8, in_flight=17)
     (_, answer), (episode,) = ledger.episodes(1)[1].turns, ledger.episodes(2)
     assert answer.tokens.logprobs_T.tolist() == [0.0, -1.0, -2.0, -3.0]
     assert (episode.parts, episode.turns[1].reward, episode.turns[1].untrained) == ({"a": 0.5}, 0.25, "not_chosen")
@@ -71,13 +71,13 @@ def test_ledger_of_format_5_is_brought_forward_with_all_it_holds(tmp_path: Path)
 def test_migration_that_fails_leaves_the_older_format_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.sqlite"
     shutil.copy(VERSION_1, path)
-    scripts = migrate.steps()
-    monkeypatch.setattr(migrate, "steps", lambda: [scripts[0], scripts[1] + "INSERT INTO nowhere VALUES (1);"])
+    scripts = sqlite.steps()
+    monkeypatch.setattr(sqlite, "steps", lambda: [scripts[0], scripts[1] + "INSERT INTO nowhere VALUES (1);"])
     with pytest.raises(LedgerError, match="nowhere"):
         opened(path)
     monkeypatch.undo()
     with sqlite3.connect(path) as db:
-        assert migrate.schema_version(db) == 1
+        assert sqlite.schema_version(db) == 1
         assert db.execute("SELECT count(turns) FROM episodes").fetchone() == (9,)
     assert opened(path).conservation().holds
 
@@ -178,10 +178,10 @@ def check_after_kill(run_dir: Path, done: set[int]) -> None:
     books = ledger.conservation()
     assert books.holds
     assert max(done) + 1 <= books.groups.submitted <= max(done) + 3
-    groups = {group.number: group for group in ledger.recall(0).groups}
+    groups = {group.number: group for group in ledger.roll_back(0).groups}
     for number in done:
         assert [each.num_sampled for each in groups[number].episodes] == [4]
-        assert [len(begun.tokens) for begun in groups[number].begun] == [1]
+        assert [len(begun.tokens) for begun in groups[number].partial_turns] == [1]
     discarded = books.tokens.dropped["discarded"]
     assert len(done) * (943 - 4) <= discarded <= (len(done) + 3) * (943 - 4)
     ledger.close()

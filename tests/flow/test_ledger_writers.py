@@ -175,10 +175,10 @@ def test_kill_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         flushed += [int(line) for line in process.stdout.read().split()]
     ledger = opened(path)
-    recalled = ledger.recall(0)
-    assert len(recalled.groups) > max(flushed)
-    assert all(group.state is GroupState.SUBMITTED for group in recalled.groups)
-    assert all(len(group.episodes) == 1 for group in recalled.groups if group.number <= max(flushed))
+    resumed = ledger.roll_back(0)
+    assert len(resumed.groups) > max(flushed)
+    assert all(group.state is GroupState.SUBMITTED for group in resumed.groups)
+    assert all(len(group.episodes) == 1 for group in resumed.groups if group.number <= max(flushed))
     assert ledger.conservation().holds
     ledger.close()
 

@@ -18,7 +18,7 @@ from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig, TakenBatch
-from headrace.flow.ledger import Recalled, SqliteLedger
+from headrace.flow.ledger import ResumeState, SqliteLedger
 from headrace.flow.ledger.base import Operation
 from headrace.flow.policies import STALE
 from tests.flow.dict_ledger import DictLedger
@@ -69,8 +69,8 @@ class MemoryBooks(DictLedger):
         super().write(operation)
         self.real.apply(operation)
 
-    def recall(self, step: int) -> Recalled:
-        by_hand, real = super().recall(step), self.real.recall(step)
+    def roll_back(self, step: int) -> ResumeState:
+        by_hand, real = super().roll_back(step), self.real.roll_back(step)
         ours, theirs = ([(g.number, g.state, g.step) for g in told.groups] for told in (by_hand, real))
         assert ours == theirs
         assert (by_hand.num_submitted, by_hand.num_released) == (real.num_submitted, real.num_released)

@@ -13,7 +13,7 @@ import pytest
 from headrace.base.clock import RealClock
 from headrace.base.errors import LedgerError
 from headrace.flow.config import FlowConfig
-from headrace.flow.ledger import Fates
+from headrace.flow.ledger import UnitCounts
 from headrace.flow.ledger.base import Note
 from headrace.flow.ledger.opening import make_ledger
 from headrace.flow.ledger.redis import RedisLedger
@@ -45,7 +45,7 @@ def test_server_that_is_killed_and_comes_back_has_lost_nothing(redis: RedisServe
     ledger.close()
     again = RedisLedger.open(redis.url, "/runs/a")
     assert again.conservation().holds
-    assert again.conservation().groups == Fates(submitted=2, trained=1, in_flight=1)
+    assert again.conservation().groups == UnitCounts(submitted=2, trained=1, in_flight=1)
     again.close()
 
 
@@ -88,7 +88,7 @@ def test_second_run_on_the_same_ledger_is_found_out_by_its_first_operation(redis
     one.close()
     other.close()
     again = opened(redis)
-    assert again.conservation().groups == Fates(submitted=1, in_flight=1)
+    assert again.conservation().groups == UnitCounts(submitted=1, in_flight=1)
     again.close()
 
 
@@ -126,7 +126,7 @@ def test_new_run_in_an_emptied_directory_takes_nothing_from_the_one_before(redis
         run_dir = tmp_path / "run"
         run_dir.mkdir()
         ledger = make_ledger(config, run_dir)
-        assert ledger.conservation().groups == Fates()
+        assert ledger.conservation().groups == UnitCounts()
         for operation in ready(0):
             ledger.apply(operation)
         ledger.close()
@@ -142,7 +142,7 @@ def test_run_that_was_moved_finds_its_ledger_and_begins_no_other(redis: RedisSer
     ledger.close()
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     ledger = make_ledger(config, moved)
-    assert ledger.conservation().groups == Fates(submitted=1, in_flight=1)
+    assert ledger.conservation().groups == UnitCounts(submitted=1, in_flight=1)
     ledger.close()
     elsewhere = config.model_copy(update={"ledger_url": f"{redis.url}?db=1"})
     with pytest.raises(LedgerError, match="no ledger"):

@@ -14,7 +14,7 @@ from headrace.base.errors import LedgerError
 from headrace.base.types.episode import EpisodeStatus
 from headrace.base.types.group import GroupState
 from headrace.base.types.scored import Learned
-from headrace.flow.ledger import Fates, SqliteLedger
+from headrace.flow.ledger import SqliteLedger, UnitCounts
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, Note, Operation, Submit
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.sqlite import IN_MEMORY
@@ -88,13 +88,13 @@ def reopened(ledger: SqliteLedger, path: Path) -> SqliteLedger:
 def test_everything_is_there_after_reopening(ledger: SqliteLedger, path: Path) -> None:
     apply(ledger, *trained(0), commit(1, 0), *ready(1, version=1), Note(kind="start", detail="step 0", at_s=9.0))
     again = reopened(ledger, path)
-    assert again.conservation().groups == Fates(submitted=2, trained=1, in_flight=1)
-    assert again.conservation().tokens == Fates(submitted=16, trained=8, in_flight=8)
+    assert again.conservation().groups == UnitCounts(submitted=2, trained=1, in_flight=1)
+    assert again.conservation().tokens == UnitCounts(submitted=16, trained=8, in_flight=8)
     assert again.ages() == {0: 5, 1: 3}
     assert again.notes() == [("start", "step 0", 9.0)]
-    recalled = again.recall(1)
-    assert (recalled.num_submitted, recalled.num_released, recalled.checksums) == (2, 1, {1: "hash 1"})
-    (group,) = recalled.groups
+    resumed = again.roll_back(1)
+    assert (resumed.num_submitted, resumed.num_released, resumed.checksums) == (2, 1, {1: "hash 1"})
+    (group,) = resumed.groups
     assert (group.number, group.row, group.state, group.oldest_version, group.step) == (
         1,
         10,
@@ -113,33 +113,33 @@ def test_groups_of_later_steps_are_ready_again_and_remember_their_step(ledger: S
         apply(ledger, train(0, 0))
     if reached == "released":
         apply(ledger, commit(1, 0))
-    (group,) = ledger.recall(0).groups
+    (group,) = ledger.roll_back(0).groups
     assert (group.state, group.step, len(group.episodes)) == (GroupState.READY, 0, SIZE)
-    assert ledger.conservation().tokens == Fates(submitted=8, in_flight=8)
+    assert ledger.conservation().tokens == UnitCounts(submitted=8, in_flight=8)
     assert ledger.ages() == {}
 
 
 @pytest.mark.parametrize("ends_with_commit", [True, False])
 def test_groups_of_the_checkpoint_stay_trained(ledger: SqliteLedger, ends_with_commit: bool) -> None:
     apply(ledger, *trained(0), *([commit(1, 0)] if ends_with_commit else []))
-    recalled = ledger.recall(1)
-    assert (recalled.num_released, recalled.groups) == (1, ())
-    assert ledger.conservation().groups == Fates(submitted=1, trained=1)
+    resumed = ledger.roll_back(1)
+    assert (resumed.num_released, resumed.groups) == (1, ())
+    assert ledger.conservation().groups == UnitCounts(submitted=1, trained=1)
 
 
 @pytest.mark.parametrize("reached", [1, 2, 3, 4, 5, 6])
 def test_what_was_running_is_submitted_again_and_keeps_its_ended_episodes(ledger: SqliteLedger, reached: int) -> None:
     apply(ledger, *ready(0)[:reached])
-    (group,) = ledger.recall(0).groups
+    (group,) = ledger.roll_back(0).groups
     assert (group.state, group.row) == (GroupState.SUBMITTED, 0)
     assert len(group.episodes) == max(0, min(SIZE, reached - 3))
 
 
 def test_second_crash_before_the_replay_recalls_the_same(ledger: SqliteLedger, path: Path) -> None:
     apply(ledger, *trained(0), commit(1, 0), *trained(1), *ready(2)[:4])
-    first = ledger.recall(0)
+    first = ledger.roll_back(0)
     again = reopened(ledger, path)
-    second = again.recall(0)
+    second = again.roll_back(0)
     assert [(g.number, g.state, g.step) for g in second.groups] == [
         (0, GroupState.READY, 0),
         (1, GroupState.READY, 1),
@@ -151,11 +151,11 @@ def test_second_crash_before_the_replay_recalls_the_same(ledger: SqliteLedger, p
 
 def test_second_crash_after_a_newer_checkpoint_keeps_what_that_contains(ledger: SqliteLedger) -> None:
     apply(ledger, *trained(0), commit(1, 0), *trained(1), commit(2, 1))
-    ledger.recall(0)
+    ledger.roll_back(0)
     apply(ledger, move(0, GroupState.TAKEN, step=0), train(0, 0), commit(1, 0), move(1, GroupState.TAKEN, step=1))
-    recalled = ledger.recall(1)
-    assert recalled.num_released == 1
-    assert [(group.number, group.state, group.step) for group in recalled.groups] == [(1, GroupState.READY, 1)]
+    resumed = ledger.roll_back(1)
+    assert resumed.num_released == 1
+    assert [(group.number, group.state, group.step) for group in resumed.groups] == [(1, GroupState.READY, 1)]
     assert ledger.conservation().holds
 
 
@@ -168,7 +168,7 @@ def test_what_a_step_made_of_its_tokens_is_kept_until_the_step_is_made_again(led
         found = browser.learned(number)
         assert found is not None
         assert found.log_pi_L.tolist() == learned(number).log_pi_L.tolist()
-    ledger.recall(1)
+    ledger.roll_back(1)
     assert browser.learned(0) is not None
     assert browser.learned(1) is None
     browser.close()
@@ -177,25 +177,25 @@ def test_what_a_step_made_of_its_tokens_is_kept_until_the_step_is_made_again(led
 def test_dropped_group_stays_dropped_with_its_reason(ledger: SqliteLedger) -> None:
     failed = EndEpisode(episode=ended(0, 0, cause="reward_error: line 3"), at_s=2.0)
     apply(ledger, *ready(0)[:3], failed, *ready(0)[4:5], move(0, GroupState.DROPPED, reason="too_few_episodes"))
-    assert ledger.recall(0).dropped == {"too_few_episodes": 1}
+    assert ledger.roll_back(0).dropped == {"too_few_episodes": 1}
     books = ledger.conservation()
-    assert books.groups == Fates(submitted=1, dropped={"too_few_episodes": 1})
-    assert books.episodes == Fates(submitted=2, dropped={"reward_error": 1, "too_few_episodes": 1})
-    assert books.tokens == Fates(submitted=8, dropped={"reward_error": 4, "too_few_episodes": 4})
+    assert books.groups == UnitCounts(submitted=1, dropped={"too_few_episodes": 1})
+    assert books.episodes == UnitCounts(submitted=2, dropped={"reward_error": 1, "too_few_episodes": 1})
+    assert books.tokens == UnitCounts(submitted=8, dropped={"reward_error": 4, "too_few_episodes": 4})
 
 
 def test_episode_that_ends_again_after_a_crash_is_counted_once(ledger: SqliteLedger) -> None:
     apply(ledger, *ready(0)[:4])
-    ledger.recall(0)
+    ledger.roll_back(0)
     apply(ledger, EndEpisode(episode=ended(0, 0), at_s=5.0))
-    assert ledger.conservation().tokens == Fates(submitted=4, in_flight=4)
+    assert ledger.conservation().tokens == UnitCounts(submitted=4, in_flight=4)
 
 
 def test_refused_operation_leaves_no_trace(ledger: SqliteLedger) -> None:
     apply(ledger, submit(0))
     with pytest.raises(LedgerError, match="cannot be written"):
         ledger.apply(submit(1, 0))
-    assert ledger.conservation().groups == Fates(submitted=1, in_flight=1)
+    assert ledger.conservation().groups == UnitCounts(submitted=1, in_flight=1)
     apply(ledger, submit(1))
     assert ledger.conservation().groups.submitted == 2
 
@@ -209,7 +209,9 @@ def test_operations_in_one_transaction_come_to_the_same_as_one_after_the_other(l
     ledger.apply(*lives)
     assert (ledger.conservation(), ledger.steps()) == (other.conservation(), other.steps())
     assert ledger.attempts(0) == other.attempts(0)
-    told = [[(g.number, g.state, g.step, g.oldest_version) for g in each.recall(1).groups] for each in (ledger, other)]
+    told = [
+        [(g.number, g.state, g.step, g.oldest_version) for g in each.roll_back(1).groups] for each in (ledger, other)
+    ]
     assert told[0] == told[1]
     assert (1, GroupState.READY, 1, 1) in told[0]
     for number in range(4):
@@ -229,9 +231,9 @@ def test_books_are_of_one_moment_while_another_process_writes(ledger: SqliteLedg
     reader._db.set_trace_callback(meanwhile)
     books = reader.conservation()
     assert books.holds
-    assert books.groups == Fates(submitted=1, in_flight=1)
+    assert books.groups == UnitCounts(submitted=1, in_flight=1)
     reader._db.set_trace_callback(None)
-    assert reader.conservation().groups == Fates(submitted=2, trained=1, in_flight=1)
+    assert reader.conservation().groups == UnitCounts(submitted=2, trained=1, in_flight=1)
     reader.close()
 
 
@@ -277,7 +279,7 @@ def test_episode_whose_bytes_rotted_is_refused_in_words(ledger: SqliteLedger) ->
     apply(ledger, *ready(0))
     ledger._db.execute("UPDATE bundles SET turns = x'c1'")
     with pytest.raises(LedgerError, match="cannot be read"):
-        ledger.recall(0)
+        ledger.roll_back(0)
 
 
 def test_killed_run_is_recovered_from_its_write_ahead_log(ledger: SqliteLedger, path: Path, tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ def test_killed_run_is_recovered_from_its_write_ahead_log(ledger: SqliteLedger, 
         shutil.copy(part, copy / part.name)
     assert (copy / "ledger.sqlite-wal").stat().st_size > 0
     recovered = SqliteLedger.open(copy / "ledger.sqlite")
-    assert recovered.conservation().groups == Fates(submitted=1, trained=1)
+    assert recovered.conservation().groups == UnitCounts(submitted=1, trained=1)
     recovered.close()
 
 

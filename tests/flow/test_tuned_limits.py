@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.messages.controller import EngineStats
-from headrace.flow.age_tuning import AgeTuner, AgeTuning
-from headrace.flow.concurrency import Concurrency
 from headrace.flow.state import FlowLimits, FlowState
+from headrace.flow.tuning import AgeTuner, AgeTuning, Concurrency
 
 FRESH = EngineStats(cache_blocks=100)
 
@@ -27,7 +26,7 @@ def looks(cap: Concurrency, stats: EngineStats, *, times: int = 1, limit: int = 
 
 
 def test_cap_doubles_until_the_first_sign_of_pressure_and_then_climbs_by_steps() -> None:
-    cap, said = looks(Concurrency(floor=8, capacity=8, seen=FRESH), FRESH, times=2)
+    cap, said = looks(Concurrency(floor=8, capacity=8, last_stats=FRESH), FRESH, times=2)
     assert cap.capacity == 32
     assert said[0] == "capacity 8 → 16 groups: all of it is in use and nothing waits (cache 0% used)"
     cap, said = looks(cap, msgspec.structs.replace(FRESH, preempted=2))
@@ -37,7 +36,7 @@ def test_cap_doubles_until_the_first_sign_of_pressure_and_then_climbs_by_steps()
 
 
 def test_second_cut_waits_until_the_first_has_taken_effect() -> None:
-    cap = Concurrency(floor=4, capacity=16, seen=FRESH)
+    cap = Concurrency(floor=4, capacity=16, last_stats=FRESH)
     for preempted in range(1, 5):
         cap, _ = cap.observe(msgspec.structs.replace(FRESH, preempted=preempted), num_running=16, limit=64)
     assert cap.capacity == 12
@@ -55,13 +54,13 @@ def test_second_cut_waits_until_the_first_has_taken_effect() -> None:
     ],
 )
 def test_cap_follows_cache_and_queue(stats: dict[str, int], capacity: int, words: str) -> None:
-    cap, (said,) = looks(Concurrency(floor=8, capacity=16, seen=FRESH), msgspec.structs.replace(FRESH, **stats))
+    cap, (said,) = looks(Concurrency(floor=8, capacity=16, last_stats=FRESH), msgspec.structs.replace(FRESH, **stats))
     assert cap.capacity == capacity
     assert words in said
 
 
 def test_cap_that_is_not_reached_stays() -> None:
-    cap, why = Concurrency(floor=4, capacity=16, seen=FRESH).observe(FRESH, num_running=15, limit=64)
+    cap, why = Concurrency(floor=4, capacity=16, last_stats=FRESH).observe(FRESH, num_running=15, limit=64)
     assert (cap.capacity, why) == (16, "")
 
 
@@ -75,7 +74,7 @@ counts = st.integers(0, 200)
 def test_cap_stays_between_one_batch_and_the_lead_and_says_every_change(
     floor: int, seen: list[tuple[int, int, int, int, int, int]]
 ) -> None:
-    cap, preempted = Concurrency(floor=floor, capacity=floor, seen=FRESH), 0
+    cap, preempted = Concurrency(floor=floor, capacity=floor, last_stats=FRESH), 0
     for running, waiting, more, used, num_running, limit in seen:
         preempted += more
         stats = EngineStats(

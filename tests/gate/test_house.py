@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from tools.house import Graph, Tree, measure
+from tools.house import Graph, Tree, measure, ways
 from tools.house.measures import protocols, twice
 
 
@@ -84,3 +84,24 @@ def test_protocol_is_fulfilled_by_classes_that_have_its_methods(tmp_path: Path, 
     contract = "class P(Protocol):\n    def f(self): ...\n"
     tree = house(tmp_path, flow__a=f"{contract}class A:\n    def g(self): ...\nclass B:\n    def f(self): ...\n{more}")
     assert len(protocols(tree.modules)["P"]) == expected
+
+
+@pytest.mark.parametrize("way", [ways.TOKEN, ways.WEIGHT], ids=["token", "weight"])
+def test_way_of_a_token_and_of_a_weight_is_as_the_source_has_it(way: tuple[ways.Hop, ...]) -> None:
+    assert not ways.broken(Tree(Path(__file__).parents[2]), way)
+
+
+@pytest.mark.parametrize(
+    ("hop", "problem"),
+    [
+        (ways.Hop("flow/b", "f", "g"), "flow/b.py is not there"),
+        (ways.Hop("flow/a", "A.g", "h"), "flow/a.py has no A.g"),
+        (ways.Hop("flow/a", "A.f", "store"), "flow/a.py: A.f does not name store"),
+        (ways.Hop("flow/a", "A.f", "send", "Batch"), "flow/a.py does not name Batch"),
+    ],
+)
+def test_hop_that_the_source_does_not_bear_out_is_named(tmp_path: Path, hop: ways.Hop, problem: str) -> None:
+    tree = house(tmp_path, flow__a="class A:\n    def f(self, x: Turn):\n        self.send(x)\n")
+    right = ways.Hop("flow/a", "A.f", "send", "Turn")
+    assert ways.broken(tree, [right, hop]) == [problem]
+    assert (ways.files([right, right]), ways.records([right, right])) == (1, 1)

@@ -1,11 +1,12 @@
 """Every rule of the gate finds what it is for, and leaves alone what is right."""
 
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from tools.gate import Source, check
-from tools.gate.imports import optional_imports, optional_packages
+from tools.gate.imports import circles, optional_imports, optional_packages
 from tools.gate.words import unique_classes
 
 HERE = "src/headrace/flow/made_up.py"
@@ -35,6 +36,7 @@ def deep(levels: int) -> str:
         ("def f():\n    from headrace import learner", "import"),
         ("from ..learner import base", "import"),
         ("import headrace", "import"),
+        ("ROWS = {'plan': 'headrace.wings.plan:plan'}", "import"),
         ("import torch.nn", "import"),
         ("import asyncio\nasyncio.get_running_loop().create_task(f())", "task"),
         ("def f(loop): loop.create_task(f())", "task"),
@@ -133,6 +135,18 @@ def test_class_needs_a_name_of_its_own_in_the_words_of_the_field() -> None:
     again = Source("src/headrace/sync/b.py", "class Limits: ...\nclass _Crew: ...")
     assert [(f.rule, f.path) for f in unique_classes([first, again])] == [("unique", again.path), ("word", again.path)]
     assert unique_classes([first]) == []
+
+
+def test_modules_that_import_one_another_in_a_circle_are_found(tmp_path: Path) -> None:
+    package = tmp_path / "src/headrace/flow"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text("from headrace.flow.b import x\n")
+    (package / "b.py").write_text("x = 1\n")
+    assert circles(tmp_path) == []
+    (package / "b.py").write_text("TYPE_CHECKING = x = 1\nif TYPE_CHECKING:\n    from headrace.flow.a import y\n")
+    (found,) = circles(tmp_path)
+    assert (found.rule, found.path) == ("circle", "src/headrace/flow/a.py")
+    assert "headrace.flow.a, headrace.flow.b" in found.text
 
 
 def test_optional_package_is_imported_late_and_in_one_file() -> None:

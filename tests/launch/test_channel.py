@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from headrace.base.types.messages.codec import MessageCodec, Shutdown
 from headrace.base.types.messages.controller import Chunks, EngineStats, Failure, Ready, Staged
 from headrace.base.types.messages.engine import Abort, Commit
 from headrace.launch import channel
-from headrace.launch.channel import ControllerChannel, PartChannel, ends_in
+from headrace.launch.channel import ControllerChannel, PartChannel
 from headrace.launch.clients.peer import Peer
 
 TOKEN = "the-token-of-this-run"
@@ -35,12 +35,12 @@ class Line:
         self.directory = directory
         self.ours = ControllerChannel(directory, "engine", controller.Message)
         self.peer = Peer("engine", self.ours, token=TOKEN, on_spans=lambda _: None)
-        self.theirs = PartChannel(self.ours.ends, engine.Message)
+        self.theirs = PartChannel(self.ours.addresses, engine.Message)
 
     def say_raw(self, data: bytes) -> None:
         """Bytes in place of a message of the part."""
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(ends_in(self.directory, "engine").reports)
+            socket.connect(self.ours.addresses.reports)
             socket.send(data)
 
 
@@ -107,8 +107,8 @@ def test_a_failure_reaches_who_asked_as_the_error_it_was() -> None:
             with pytest.raises(WeightsError, match="torn"):
                 await at.peer.answer(future, "stage", 5.0)
             at.theirs.send(Failure(call=None, kind="annotations", problem="gone", remedy="restart"))
-            await at.peer.spoke.wait()
-            assert type(at.peer.last_words) is RunError
+            await at.peer.reported.wait()
+            assert type(at.peer.reported_error) is RunError
             listening.cancel()
 
     asyncio.run(main())
@@ -181,7 +181,7 @@ def test_orders_to_a_part_that_is_still_starting_or_has_just_ended_are_no_error(
             ours = ControllerChannel(Path(directory), "engine", controller.Message)
             try:
                 ours.send(Shutdown())  # nobody is there
-                theirs = PartChannel(ours.ends, engine.Message)
+                theirs = PartChannel(ours.addresses, engine.Message)
                 try:
                     assert await asyncio.to_thread(theirs.receive, 5.0) == [Shutdown()]
                 finally:
@@ -191,6 +191,28 @@ def test_orders_to_a_part_that_is_still_starting_or_has_just_ended_are_no_error(
                     await asyncio.sleep(0.01)
             finally:
                 ours.close()
+
+    asyncio.run(main())
+
+
+def test_part_sends_to_another_part_and_not_to_one_that_has_its_name_later() -> None:
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="hr-test-") as directory, ExitStack() as channels:
+            lives = []
+            for name in ("learner", "engine", "engine"):
+                ours = ControllerChannel(Path(directory), name, controller.Message)
+                channels.callback(ours.close)
+                lives.append((ours, PartChannel(ours.addresses, engine.Message)))
+            (_, learner), (first, before), (second, after) = lives
+            learner.send_to(first.local_orders, Abort(request_ids=(1,)))
+            assert await asyncio.to_thread(before.receive, 5.0) == [Abort(request_ids=(1,))]
+            before.close()
+            learner.send_to(first.local_orders, Abort(request_ids=(2,)))
+            learner.send_to(second.local_orders, Abort(request_ids=(3,)))
+            assert await asyncio.to_thread(after.receive, 5.0) == [Abort(request_ids=(3,))]
+            assert after.receive(0.2) == []
+            learner.close()
+            after.close()
 
     asyncio.run(main())
 

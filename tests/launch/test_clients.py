@@ -9,22 +9,25 @@ import numpy as np
 import pytest
 
 from headrace.base.clock import run_virtual
-from headrace.base.errors import ComponentDied, DeadlineError, RunError, WeightsError
+from headrace.base.errors import ComponentDied, DeadlineError, NeedsFull, RunError, WeightsError
 from headrace.base.types.episode import StopReason
 from headrace.base.types.messages.controller import (
-    Chunk,
     Chunks,
     Committed,
     EngineStats,
     Failure,
     Paused,
     Ready,
-    ScoresAre,
+    ScoresReply,
     SnapshotTaken,
+    Staged,
+    StageOutcome,
+    TokenChunk,
 )
+from headrace.base.types.messages.engine import ANNOUNCED
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
-from headrace.base.types.weights import Interrupt, SwapReport
+from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient, LearnerClient
 
@@ -33,6 +36,8 @@ GREETING = Ready(token="t", pid=1, facts={})
 
 class Silent(ControllerChannel):
     """A channel to nobody, for answers that a test gives itself."""
+
+    local_orders = "ipc:///run/part.orders"
 
     def __init__(self) -> None:
         self.sent: list[object] = []
@@ -60,6 +65,109 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
             publication = await taking
         with pytest.raises(DeadlineError, match="publish version 1"):
             await client.published(publication)
+
+    run_virtual(main())
+
+
+def announced(version: int, *orders: str) -> WeightUpdate:
+    """A version that the learner has announced to these engines itself."""
+    manifest = Manifest(entries=(), total_bytes=0)
+    return WeightUpdate(version=version, slot=0, path="", manifest=manifest, checksums=(), announced_to=orders)
+
+
+def test_learner_is_given_the_engines_that_it_announces_a_version_to() -> None:
+    async def main() -> None:
+        client = learner()
+        client.engines_in_step = lambda: {"ipc:///run/engine.0.orders": "http://engine"}
+        taking = asyncio.ensure_future(client.snapshot(1, 0))
+        await asyncio.sleep(0)
+        (order,) = client._channel.sent
+        assert order.announce_to == {"ipc:///run/engine.0.orders": "http://engine"}
+        client._channel.local_orders = ""  # a learner on another machine does not reach those sockets
+        other = asyncio.ensure_future(client.snapshot(2, 1))
+        await asyncio.sleep(0)
+        assert client._channel.sent[1].announce_to == {}
+        taking.cancel()
+        other.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_version_that_the_learner_announced_is_awaited_and_not_ordered_again(early: bool) -> None:
+    async def main() -> None:
+        client, outcome = engine_client(), StageOutcome(version=3, seconds=0.5)
+        client._route(StageOutcome(version=2, seconds=0.1))
+        if early:
+            client._route(outcome)
+        staging = asyncio.ensure_future(client.stage(announced(3, "ipc:///run/part.orders")))
+        await asyncio.sleep(1.0)
+        assert staging.done() is early
+        client._route(outcome)
+        assert (await staging, client._channel.sent) == (0.5, [])
+
+    run_virtual(main())
+
+
+def test_version_that_an_engine_refused_when_the_learner_announced_it_is_refused_with_its_reason() -> None:
+    async def main() -> None:
+        client = engine_client()
+        staging = asyncio.ensure_future(client.stage(announced(3, "ipc:///run/part.orders")))
+        await asyncio.sleep(1.0)
+        failure = Failure(call=None, kind="NeedsFull", problem="torn", remedy="send it whole")
+        client._route(StageOutcome(version=3, seconds=0.0, failure=failure))
+        with pytest.raises(NeedsFull, match="torn"):
+            await staging
+        assert not client.reported.is_set(), "the engine itself goes on"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_commit_that_follows_from_the_announcement_is_awaited_and_not_ordered_again(early: bool) -> None:
+    async def main() -> None:
+        client = engine_client()
+        report = SwapReport(version=3, gap_s=0.0, carried_over=2, restarted=0)
+        client._route(StageOutcome(version=3, seconds=0.5, commits=True))
+        if early:
+            client._route(Committed(call=ANNOUNCED, report=report))
+        await client.stage(announced(3, "ipc:///run/part.orders"))
+        committing = asyncio.ensure_future(client.commit(3))
+        await asyncio.sleep(1.0)
+        assert committing.done() is early
+        client._route(Committed(call=ANNOUNCED, report=report))
+        assert (await committing, client._channel.sent) == (report, [])
+        later = asyncio.ensure_future(client.commit(4))
+        await asyncio.sleep(1.0)
+        (order,) = client._channel.sent
+        assert (order.version, later.done()) == (4, False)
+        later.cancel()
+
+    run_virtual(main())
+
+
+def test_engine_that_dies_or_says_nothing_of_an_announced_version_does_not_keep_the_controller_waiting() -> None:
+    async def main() -> None:
+        client = engine_client()
+        with pytest.raises(DeadlineError, match="stage version 3"):
+            await client.stage(announced(3, "ipc:///run/part.orders"))
+        staging = asyncio.ensure_future(client.stage(announced(4, "ipc:///run/part.orders")))
+        await asyncio.sleep(1.0)
+        client.close()
+        with pytest.raises(ComponentDied, match="engine has ended"):
+            await staging
+
+    run_virtual(main())
+
+
+def test_engine_that_the_learner_did_not_announce_to_is_ordered_to_stage() -> None:
+    async def main() -> None:
+        client = engine_client()
+        staging = asyncio.ensure_future(client.stage(announced(3, "ipc:///run/part-before.orders")))
+        await asyncio.sleep(1.0)
+        (order,) = client._channel.sent
+        client._route(Staged(call=order.call, version=3, seconds=0.25))
+        assert await staging == 0.25
 
     run_virtual(main())
 
@@ -109,11 +217,27 @@ def engine_client() -> EngineClient:
     return made
 
 
+def test_a_version_is_committed_once_at_a_time() -> None:
+    async def main() -> None:
+        client = engine_client()
+        first = asyncio.ensure_future(client.commit(4))
+        await asyncio.sleep(0)
+        with pytest.raises(WeightsError, match="commit of version 4, which has been asked for already"):
+            await client.commit(4)
+        report = SwapReport(version=4, gap_s=0.0, carried_over=0, restarted=0)
+        client._route(Committed(call=0, report=report))
+        assert await first is report
+
+    run_virtual(main())
+
+
 def piece(count: int, **more: object) -> Chunks:
     numbers = np.arange(count, dtype=np.int32)
-    chunk = Chunk(
-        request_id=0, ids_T=numbers, logprobs_T=numbers.astype(np.float32), versions_T=numbers * 0, **more
-    )  # fmt: skip
+    chunk = TokenChunk(
+        request_id=0,
+        tokens=Tokens(ids_T=numbers, logprobs_T=numbers.astype(np.float32), versions_T=numbers * 0),
+        **more,
+    )
     return Chunks(chunks=(chunk,), stats=EngineStats())
 
 
@@ -127,11 +251,11 @@ def test_chunks_of_a_sequence_that_begins_again_need_not_be_read_first() -> None
             client._route(piece(1))
         assert (await first).request_id == 0
         for _ in range(40):
-            client._route(piece(1, restarted=True))
+            client._route(piece(1, lost="restarted"))
             client._route(piece(1))
         client._route(piece(1, stop_reason=StopReason.LENGTH))
         rest = [chunk async for chunk in stream]
-        assert [chunk.restarted for chunk in rest] == [True, False, False]
+        assert [bool(chunk.lost) for chunk in rest] == [True, False, False]
 
     run_virtual(main())
 
@@ -164,7 +288,7 @@ def test_a_commit_is_answered_when_its_mode_lets_it_happen() -> None:
             commit, pause, score = client._channel.sent
             assert (commit.version, commit.mode, pause.release, score.temperature) == (4, Interrupt.DRAIN, True, 0.5)
             client._route(Paused(call=pause.call))
-            client._route(ScoresAre(call=score.call, logprobs_T=np.array([0.0, -1.0], np.float32)))
+            client._route(ScoresReply(call=score.call, logprobs_T=np.array([0.0, -1.0], np.float32)))
             assert not committing.done()
             report = SwapReport(version=4, gap_s=0.0, carried_over=0, restarted=0, mode=Interrupt.DRAIN)
             client._route(Committed(call=commit.call, report=report))

@@ -21,17 +21,17 @@ from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.messages.controller import Ready
 from headrace.base.types.messages.engine import Commit
 from headrace.launch import channel
-from headrace.launch.channel import ControllerChannel, Ends, PartChannel
+from headrace.launch.channel import ChannelAddresses, ControllerChannel, PartChannel
 from tests.launch.workers import is_alive
 
 HERE = "127.0.0.1"
 GREETING = Ready(token="t", pid=1, facts={})
 PART = """
 import sys, os, msgspec, pathlib
-from headrace.launch.channel import Ends, PartChannel
+from headrace.launch.channel import ChannelAddresses, PartChannel
 from headrace.base.types.messages import engine
 from headrace.base.types.messages.controller import Ready
-ends = msgspec.json.decode(sys.argv[1].encode(), type=Ends)
+ends = msgspec.json.decode(sys.argv[1].encode(), type=ChannelAddresses)
 part = PartChannel(ends, engine.Message)
 part.send(Ready(token="t", pid=os.getpid(), facts={}))
 while True:
@@ -55,7 +55,7 @@ def test_orders_and_reports_arrive_in_order_and_whole() -> None:
             orders = [Commit(call=call, version=call) for call in range(100)] + [Shutdown()]
             for order in orders:  # nobody is there yet: they wait
                 line.send(order)
-            theirs = await asyncio.to_thread(PartChannel, line.ends, engine.Message)
+            theirs = await asyncio.to_thread(PartChannel, line.addresses, engine.Message)
             try:
                 theirs.send(GREETING)
                 assert await line.receive() == [GREETING]
@@ -74,8 +74,10 @@ def test_orders_and_reports_arrive_in_order_and_whole() -> None:
 def test_each_part_has_a_key_of_its_own_and_sockets_at_the_address_that_was_asked_for() -> None:
     async def main() -> None:
         async with ours() as one, ours() as other:
-            assert one.ends.key != other.ends.key
-            assert {address.rpartition(":")[0] for address in (one.ends.orders, one.ends.reports)} == {f"tcp://{HERE}"}
+            assert one.addresses.key != other.addresses.key
+            assert {address.rpartition(":")[0] for address in (one.addresses.orders, one.addresses.reports)} == {
+                f"tcp://{HERE}"
+            }
 
     asyncio.run(main())
 
@@ -86,8 +88,8 @@ def test_whoever_does_not_know_the_key_hears_nothing_and_is_not_heard(key: str) 
         async with ours() as line:
             line.send(Shutdown())
             with zmq.Context() as context, context.socket(zmq.PUSH) as reports, context.socket(zmq.PULL) as orders:
-                come(reports, line.ends.reports, another_key=key == "another's")
-                come(orders, line.ends.orders, another_key=key == "another's")
+                come(reports, line.addresses.reports, another_key=key == "another's")
+                come(orders, line.addresses.orders, another_key=key == "another's")
                 reports.send(msgspec.msgpack.encode({"type": "Ready"}))
                 assert not orders.poll(300)
                 with pytest.raises(TimeoutError):
@@ -105,9 +107,9 @@ def come(socket: zmq.Socket[bytes], address: str, *, another_key: bool) -> None:
 
 
 def test_a_part_that_cannot_reach_the_controller_says_where_it_is() -> None:
-    async def main() -> Ends:
+    async def main() -> ChannelAddresses:
         async with ours() as line:
-            return line.ends
+            return line.addresses
 
     ends = asyncio.run(main())  # nobody listens there any more
     with pytest.raises(RunError, match="cannot be reached from this machine") as raised:
@@ -119,7 +121,7 @@ def test_a_part_that_cannot_reach_the_controller_says_where_it_is() -> None:
 def test_a_part_whose_controller_has_another_key_is_refused_at_once() -> None:
     async def main() -> None:
         async with ours() as line:
-            ends = msgspec.structs.replace(line.ends, key=zmq.curve_keypair()[0].decode())
+            ends = msgspec.structs.replace(line.addresses, key=zmq.curve_keypair()[0].decode())
             with pytest.raises(RunError, match="cannot be reached"):
                 await asyncio.to_thread(PartChannel, ends, engine.Message)
 
@@ -130,12 +132,12 @@ def test_a_message_that_is_longer_than_allowed_breaks_the_connection(monkeypatch
     monkeypatch.setattr(channel, "MAX_BYTES", 10_000)
     broken = asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
-    monkeypatch.setattr(channel, "_end_all", lambda: loops[0].call_soon_threadsafe(broken.set))
+    monkeypatch.setattr(channel, "_end_process_group", lambda: loops[0].call_soon_threadsafe(broken.set))
 
     async def main() -> None:
         loops.append(asyncio.get_running_loop())
         async with ours() as line:
-            theirs = await asyncio.to_thread(PartChannel, line.ends, engine.Message)
+            theirs = await asyncio.to_thread(PartChannel, line.addresses, engine.Message)
             theirs.send(Ready(token="t" * 20_000, pid=1, facts={}))
             await broken.wait()
             theirs.close()
@@ -146,7 +148,7 @@ def test_a_message_that_is_longer_than_allowed_breaks_the_connection(monkeypatch
 def test_a_part_ends_when_its_connection_breaks() -> None:
     async def main() -> None:
         async with ours() as line:
-            ends = msgspec.json.encode(line.ends).decode()
+            ends = msgspec.json.encode(line.addresses).decode()
             with tempfile.TemporaryFile() as log:
                 command = (sys.executable, "-c", PART, ends)
                 process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, start_new_session=True)

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from headrace.launch import forking as module
-from headrace.launch.channel import ControllerChannel, ends_in
+from headrace.launch.channel import ControllerChannel, local_addresses
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import LaunchConfig
-from headrace.launch.forking import MODULE, UNTOLD, ForkServer, ForkServerLost, forking
-from headrace.launch.here import Here, exit_words
-from headrace.launch.hosts import SPOKE
+from headrace.launch.forking import EXIT_UNKNOWN, MODULE, ForkServer, ForkServerLost, forking
+from headrace.launch.hosts import EXIT_REPORTED
+from headrace.launch.local_process import LocalStarter, exit_words
 from headrace.launch.starts import Briefing, EngineStart, ScorerStart, write_briefing
 from tests.launch.forks import part
 from tests.launch.workers import TOKEN, is_alive, site
@@ -61,7 +61,7 @@ def brief(directory: Path, name: str, *, fit: bool = True) -> None:
     path = directory / "reward.py"
     path.write_text("def reward(completion: str) -> float:\n    return 1.0\n")
     start = ScorerStart(reward={"kind": "function", "ref": f"{path}:reward"})
-    write_briefing(directory / f"{name}.json", Briefing(start=start, ends=ends_in(directory, name)))
+    write_briefing(directory / f"{name}.json", Briefing(start=start, addresses=local_addresses(directory, name)))
     if not fit:
         (directory / f"{name}.json").write_text("{}")
 
@@ -80,7 +80,7 @@ def num_descriptors(pid: int) -> int:
 def test_a_fork_is_a_session_of_its_own_with_its_own_log_and_name(light: ForkServer, tmp_path: Path) -> None:
     async def main() -> None:
         brief(tmp_path, "scorer-7")
-        with light.attended(pytest.fail):
+        with light.listening(pytest.fail):
             async with asyncio.timeout(30), part(light, tmp_path, "scorer-7") as made:
                 assert os.getsid(made.pid) == os.getpgid(made.pid) == made.pid
                 assert os.readlink(f"/proc/{made.pid}/fd/1") == os.readlink(f"/proc/{made.pid}/fd/2")
@@ -98,7 +98,7 @@ def test_two_forks_do_not_draw_the_same() -> None:
     code = (
         "import os, sys; from headrace.launch.hosts import forkserver as f; import numpy as np; np.random.seed(1);"
         "pid = os.fork();"
-        "pid or (f._draw_anew(), print(np.random.rand(), flush=True), os._exit(0));"
+        "pid or (f._reseed_numpy(), print(np.random.rand(), flush=True), os._exit(0));"
         "os.waitpid(pid, 0); print(np.random.rand())"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -110,7 +110,7 @@ def test_how_a_fork_ended_is_told_exactly(light: ForkServer, tmp_path: Path) -> 
     async def main() -> None:
         brief(tmp_path, "unfit", fit=False)
         brief(tmp_path, "killed")
-        with light.attended(pytest.fail):
+        with light.listening(pytest.fail):
             async with asyncio.timeout(30), part(light, tmp_path, "unfit") as unfit:
                 assert await unfit.wait() == 1
                 assert "ValidationError" in (tmp_path / "unfit.log").read_text()
@@ -129,7 +129,7 @@ def test_fifty_restarts_leave_no_descriptor_and_no_zombie(light: ForkServer, tmp
     async def main() -> None:
         brief(tmp_path, "unfit", fit=False)
         counts = []
-        with light.attended(pytest.fail):
+        with light.listening(pytest.fail):
             for _ in range(50):
                 async with asyncio.timeout(30), part(light, tmp_path, "unfit") as made:
                     os.kill(made.pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_a_fork_outlives_its_server_and_its_end_is_seen(light: ForkServer, tmp_p
             heard.set()
 
         brief(tmp_path, "scorer-0")
-        with light.attended(tell):
+        with light.listening(tell):
             async with asyncio.timeout(30), part(light, tmp_path, "scorer-0") as made:
                 os.kill(light.pid, signal.SIGKILL)
                 await heard.wait()
@@ -160,7 +160,7 @@ def test_a_fork_outlives_its_server_and_its_end_is_seen(light: ForkServer, tmp_p
                 assert made.returncode is None
                 assert is_alive(made.pid)
                 os.kill(made.pid, signal.SIGKILL)
-                assert await made.wait() == UNTOLD
+                assert await made.wait() == EXIT_UNKNOWN
             with pytest.raises(ForkServerLost):
                 await light.fork("scorer-1", str(tmp_path), {}, (0, 0))
 
@@ -168,7 +168,7 @@ def test_a_fork_outlives_its_server_and_its_end_is_seen(light: ForkServer, tmp_p
     assert told == [
         f"the fork server (pid {light.pid}) was ended by SIGKILL: its parts live on, later ones are new interpreters"
     ]
-    assert "is not known" in exit_words(UNTOLD)
+    assert "is not known" in exit_words(EXIT_UNKNOWN)
 
 
 def test_a_server_that_cannot_import_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_server_that_cannot_import_says_why(monkeypatch: pytest.MonkeyPatch, t
     async def main() -> None:
         with forking(LaunchConfig()) as server:
             assert server is not None
-            with server.attended(told.append), pytest.raises(ForkServerLost):
+            with server.listening(told.append), pytest.raises(ForkServerLost):
                 async with asyncio.timeout(30), part(server, tmp_path, "scorer-0"):
                     pass
 
@@ -197,7 +197,7 @@ def test_a_server_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch,
         with forking(LaunchConfig(start_timeout_s=0.2)) as server:
             assert server is not None
             os.kill(server.pid, signal.SIGSTOP)
-            with server.attended(told.append), pytest.raises(ForkServerLost):
+            with server.listening(told.append), pytest.raises(ForkServerLost):
                 async with asyncio.timeout(30), part(server, tmp_path, "scorer-0"):
                     pass
 
@@ -218,7 +218,7 @@ from tests.launch.forks import part
 async def main():
     if {when == "a part is there"}:
         forking.MODULE = "tests.launch.light_forks"
-    with forking.forking(LaunchConfig()) as server, server.attended(print):
+    with forking.forking(LaunchConfig()) as server, server.listening(print):
         if {when == "it imports"}:
             print(server.pid, flush=True)
             await asyncio.sleep(60)
@@ -264,14 +264,14 @@ async def engine(place: Rendezvous, server: ForkServer, model: Path) -> Child:
         return Peer("engine", channel, token=TOKEN, on_spans=place.on_spans)
 
     return await Child.start(
-        place, ProcessSpec(name="engine", start=start, num_threads=1, make_peer=peer), Here(server)
+        place, ProcessSpec(name="engine", start=start, num_threads=1, make_peer=peer), LocalStarter(server)
     )
 
 
 def test_an_engine_that_cannot_start_says_why_and_its_server_has_one_thread(whole: ForkServer, tmp_path: Path) -> None:
     async def main() -> None:
         async with site(tmp_path, TOKEN) as place, asyncio.timeout(100):
-            with whole.attended(pytest.fail):
+            with whole.listening(pytest.fail):
                 child = await engine(place, whole, tmp_path / "nowhere")
                 assert psutil.Process(child.pid).ppid() == whole.pid
                 assert len(os.listdir(f"/proc/{whole.pid}/task")) == 1
@@ -280,8 +280,8 @@ def test_an_engine_that_cannot_start_says_why_and_its_server_has_one_thread(whol
                     words = await child.died()
                     listening.cancel()
                 child.close()
-                assert f"ended with exit code {SPOKE}" in words
-                assert "does not exist" in str(child.peer.last_words)
+                assert f"ended with exit code {EXIT_REPORTED}" in words
+                assert "does not exist" in str(child.peer.reported_error)
 
     asyncio.run(main())
 

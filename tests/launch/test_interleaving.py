@@ -9,14 +9,14 @@ import pytest
 
 from headrace.base.clock import Clock
 from headrace.base.errors import DataError, ReplayDiffers
-from headrace.base.types.episode import StopReason
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.codec import Shutdown
-from headrace.base.types.messages.controller import Chunk
 from headrace.base.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Message, ScoreTokens, Stage
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.base.types.weights import Manifest, WeightUpdate
-from headrace.launch.hosts.interleaving import DeliveryRecorder, Names, ReplayGate
-from headrace.launch.interleaving import EngineInput, Handled, read_interleaving
+from headrace.launch.hosts.interleaving import DeliveryRecorder, ReplayGate, RequestNames
+from headrace.launch.interleaving import EngineInput, RecordedInput, read_interleaving
 
 IDS = np.array([1, 2], np.int32)
 
@@ -41,39 +41,40 @@ def generate(*pairs: tuple[int, int]) -> Generate:
     return Generate(requests=tuple(request(*pair) for pair in pairs))
 
 
-def ended(request_id: int) -> Chunk:
-    none = np.zeros(0, np.int32)
-    return Chunk(
+def ended(request_id: int) -> TokenChunk:
+    return TokenChunk(
         request_id=request_id,
-        ids_T=none,
-        logprobs_T=none.astype(np.float32),
-        versions_T=none,
+        tokens=Tokens.observed([]),
         stop_reason=StopReason.STOP,
     )
 
 
-def gate_of(recorded: list[Handled], clock: Hand | None = None) -> ReplayGate:
+def gate_of(recorded: list[RecordedInput], clock: Hand | None = None) -> ReplayGate:
     return ReplayGate(
-        recorded, Names(), clock or Hand(), deadline_s=5.0, whose=lambda seed: f"the request of seed {seed}"
+        recorded,
+        RequestNames(),
+        clock or Hand(),
+        deadline_s=5.0,
+        name_request=lambda seed: f"the request of seed {seed}",
     )
 
 
-COMMIT_0 = Handled(steps=0, told=EngineInput.COMMIT, version=0)
-LAST = Handled(steps=99, told=EngineInput.COMMIT, version=1)
+COMMIT_0 = RecordedInput(steps=0, kind=EngineInput.COMMIT, version=0)
+LAST = RecordedInput(steps=99, kind=EngineInput.COMMIT, version=1)
 
 
 def test_what_an_engine_is_told_can_be_read_back(tmp_path: Path) -> None:
-    scribe = DeliveryRecorder(tmp_path / "record", Names())
-    scribe.write([Commit(call=0, version=0), generate((7, 70), (8, 80))], 0)
-    scribe.write([], 1)
-    scribe.ended([ended(7)])
-    scribe.write([Abort(request_ids=(7, 8)), Abort(request_ids=(7,)), ScoreTokens(call=1, ids_T=IDS)], 2)
-    scribe.write([Shutdown()], 3)
+    recorder = DeliveryRecorder(tmp_path / "record", RequestNames())
+    recorder.write([Commit(call=0, version=0), generate((7, 70), (8, 80))], 0)
+    recorder.write([], 1)
+    recorder.ended([ended(7)])
+    recorder.write([Abort(request_ids=(7, 8)), Abort(request_ids=(7,)), ScoreTokens(call=1, ids_T=IDS)], 2)
+    recorder.write([Shutdown()], 3)
     assert read_interleaving(tmp_path / "record") == [
         COMMIT_0,
-        Handled(steps=0, told=EngineInput.GENERATE, seeds=(70, 80)),
-        Handled(steps=2, told=EngineInput.ABORT, seeds=(80,)),
-        Handled(steps=2, told=EngineInput.SCORE),
+        RecordedInput(steps=0, kind=EngineInput.GENERATE, seeds=(70, 80)),
+        RecordedInput(steps=2, kind=EngineInput.ABORT, seeds=(80,)),
+        RecordedInput(steps=2, kind=EngineInput.SCORE),
     ]
 
 
@@ -101,37 +102,37 @@ def test_a_line_that_no_engine_has_written_is_refused_by_its_number(tmp_path: Pa
 
 
 def test_a_disk_that_takes_no_more_costs_the_record_and_not_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    scribe = DeliveryRecorder(Path("/dev/full"), Names())
-    scribe.write([Commit(call=0, version=0)], 0)
-    scribe.write([Commit(call=1, version=1)], 1)
+    recorder = DeliveryRecorder(Path("/dev/full"), RequestNames())
+    recorder.write([Commit(call=0, version=0)], 0)
+    recorder.write([Commit(call=1, version=1)], 1)
     assert capsys.readouterr().err.count("/dev/full cannot be written") == 1
 
 
 def test_messages_wait_for_their_step_and_their_turn() -> None:
     recorded = [
         COMMIT_0,
-        Handled(steps=0, told=EngineInput.GENERATE, seeds=(70,)),
-        Handled(steps=3, told=EngineInput.GENERATE, seeds=(90, 80)),
+        RecordedInput(steps=0, kind=EngineInput.GENERATE, seeds=(70,)),
+        RecordedInput(steps=3, kind=EngineInput.GENERATE, seeds=(90, 80)),
         LAST,
     ]
     gate = gate_of(recorded)
-    assert gate.holds(0)
-    assert gate.lacks(0)
+    assert gate.must_wait(0)
+    assert gate.waits_at(0)
     assert gate.release([generate((1, 80), (2, 70))], 0) == []
     commit = Commit(call=0, version=0)
     assert gate.release([commit], 0) == [commit, generate((2, 70))]
-    assert not gate.holds(2)
+    assert not gate.must_wait(2)
     assert gate.release([generate((3, 90))], 2) == []
-    assert gate.holds(3)
-    assert not gate.lacks(3)
+    assert gate.must_wait(3)
+    assert not gate.waits_at(3)
     assert gate.release([], 3) == [generate((3, 90), (1, 80))]
 
 
 def test_requests_are_withdrawn_when_the_record_says_so() -> None:
     recorded = [
         COMMIT_0,
-        Handled(steps=0, told=EngineInput.GENERATE, seeds=(70,)),
-        Handled(steps=2, told=EngineInput.ABORT, seeds=(70,)),
+        RecordedInput(steps=0, kind=EngineInput.GENERATE, seeds=(70,)),
+        RecordedInput(steps=2, kind=EngineInput.ABORT, seeds=(70,)),
         LAST,
     ]
     gate = gate_of(recorded)
@@ -147,7 +148,7 @@ def test_staging_and_the_end_never_wait() -> None:
 
 
 def test_behind_the_last_commit_messages_pass_as_they_come() -> None:
-    gate = gate_of([COMMIT_0, Handled(steps=5, told=EngineInput.GENERATE, seeds=(70,))])
+    gate = gate_of([COMMIT_0, RecordedInput(steps=5, kind=EngineInput.GENERATE, seeds=(70,))])
     commit = Commit(call=0, version=0)
     assert gate.release([generate((1, 80)), commit], 0) == [commit, generate((1, 80))]
     assert gate.open
@@ -156,7 +157,7 @@ def test_behind_the_last_commit_messages_pass_as_they_come() -> None:
 
 def test_a_request_that_does_not_come_is_named_with_its_step_and_with_those_that_came_instead() -> None:
     clock = Hand()
-    gate = gate_of([COMMIT_0, Handled(steps=4, told=EngineInput.GENERATE, seeds=(70,)), LAST], clock)
+    gate = gate_of([COMMIT_0, RecordedInput(steps=4, kind=EngineInput.GENERATE, seeds=(70,)), LAST], clock)
     gate.release([Commit(call=0, version=0), generate((1, 80))], 0)
     assert gate.release([], 4) == []
     clock.time_s = 4.9

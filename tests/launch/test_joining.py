@@ -21,13 +21,13 @@ from headrace import __version__
 from headrace.base.errors import ConfigError, DataError, HeadraceError
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.node import AtTheDoor, JoinRefused, JoinRequest
-from headrace.launch.channel import admitted
-from headrace.launch.starts import Keep
+from headrace.launch.channel import present_key
+from headrace.launch.starts import ResourceLimits
 from headrace.run.session import load_config
 from headrace.wings.cluster.far.keeper import family_of
 from headrace.wings.cluster.joining import node
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
-from headrace.wings.cluster.joining.node import NobodyThere, Offer, join
+from headrace.wings.cluster.joining.node import Offer, RunUnreachable, join
 from tests.env.crews import Crew, crew
 from tests.env.tasks import make_env_run
 from tests.session.runs import command
@@ -47,7 +47,7 @@ PLACES = """
             os._exit(7)
         return ME
 """
-KEEP = Keep(memory_bytes=0, processes=40)
+KEEP = ResourceLimits(memory_bytes=0, processes=40)
 SINGLE = ("env.kind=single_turn", "env.entry=", "env.reward=reward.py:reward")
 
 
@@ -85,7 +85,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def elsewhere(at: Crew) -> list[int]:
     """Workers on other machines that episodes may begin in, by process id."""
-    workers = [place.shift.worker for place in at.pool._places if place.up and place.shift is not None]
+    workers = [slot.worker.process for slot in at.pool._slots if slot.up and slot.worker is not None]
     return [child.pid for child in at.children if child.node and child in workers]
 
 
@@ -245,7 +245,7 @@ def knocked(invitation: Invitation, data: bytes) -> object:
     """What the door answers; ``None`` where it does not for a second."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
-        admitted(line, f"tcp://{invitation.address}", invitation.key)
+        present_key(line, f"tcp://{invitation.address}", invitation.key)
         line.connect(f"tcp://{invitation.address}")
         if not line.poll(1000, zmq.POLLOUT):  # the connection has ended by now, and is made once
             return None
@@ -315,8 +315,8 @@ def test_what_is_no_invitation_is_told_so(tmp_path: Path, text: str) -> None:
     ("change", "error", "problem"),
     [
         ({"key": "k"}, DataError, "the key in the invitation is none"),
-        ({"address": "255.255.255.255:7781"}, NobodyThere, "no way leads from this machine to 255.255.255.255:7781"),
-        ({"address": "no..name:7781"}, NobodyThere, "no way leads from this machine to no..name:7781"),
+        ({"address": "255.255.255.255:7781"}, RunUnreachable, "no way leads from this machine to 255.255.255.255:7781"),
+        ({"address": "no..name:7781"}, RunUnreachable, "no way leads from this machine to no..name:7781"),
     ],
 )
 def test_an_invitation_that_leads_nowhere_is_told_so(
@@ -345,7 +345,7 @@ def test_a_connection_that_has_ended_before_anything_could_be_sent_is_not_waited
         address = f"127.0.0.1:{door.getsockname()[1]}"
         given = Invitation(address=address, key=zmq.curve_keypair()[0].decode(), token="t")
         write_invitation(tmp_path / "join.json", given)
-        with pytest.raises(NobodyThere, match="nobody answers"):
+        with pytest.raises(RunUnreachable, match="nobody answers"):
             join(tmp_path, Offer(workers=1), print)
 
 

@@ -19,7 +19,7 @@ from headrace.base.errors import ConfigError, DeadlineError, HeadraceError
 from headrace.run.session import load_config
 from headrace.wings.cluster.joining import door, streams
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
-from headrace.wings.cluster.joining.node import NobodyThere, Offer, join
+from headrace.wings.cluster.joining.node import Offer, RunUnreachable, join
 from tests.env.crews import Crew, crew
 from tests.env.tasks import make_env_run
 from tests.launch.test_joining import KEEP, PLACES, SINGLE, elsewhere, joined, said, until
@@ -255,7 +255,7 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_waited_for(
     given = Invitation(address=redis.url, key="k" * 40, token="t", relay="r")
     write_invitation(tmp_path / "join.json", given)
     assert read_invitation(tmp_path) == given
-    with pytest.raises(NobodyThere, match=r"does not answer for 0.2 s"):
+    with pytest.raises(RunUnreachable, match=r"does not answer for 0.2 s"):
         join(tmp_path, Offer(workers=1), print)
 
 

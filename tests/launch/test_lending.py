@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.launch.lending import HELD, TRIED, LentCores, make_board
+from headrace.launch.lending import TRIAL_UNITS, UNITS_BETWEEN_TRIALS, LentCores, make_activity_file
 from headrace.launch.starts import Lending
 from headrace.run.session import load_config, train
 from headrace.run.session.prepare import Inputs, prepare
@@ -21,13 +21,13 @@ class Bench:
 
     def __init__(self, directory: Path, shares: tuple[int, ...], seconds: Callable[[int], float]) -> None:
         self._board = directory / "cores"
-        make_board(self._board, len(shares))
+        make_activity_file(self._board, len(shares))
         self._now = 0.0
         self._threads = [0] * len(shares)
         self._seconds = seconds
         self.parts = [
             LentCores(
-                Lending(board=str(self._board), place=place, shares=shares),
+                Lending(activity_file=str(self._board), place=place, shares=shares),
                 lambda count, place=place: self._threads.__setitem__(place, count),
                 self,
             )
@@ -55,13 +55,13 @@ def test_nothing_is_borrowed_from_a_part_that_works(tmp_path: Path) -> None:
 def test_what_rests_is_borrowed_where_that_is_faster_and_given_back_at_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (2, 3), lambda threads: 1.0 / threads)
     bench.parts[1].rest()
-    tried = [bench.unit(0) for _ in range(2 * TRIED)]
-    assert sorted(tried) == [2] * TRIED + [5] * TRIED
-    assert {bench.unit(0) for _ in range(HELD)} == {5}
+    tried = [bench.unit(0) for _ in range(2 * TRIAL_UNITS)]
+    assert sorted(tried) == [2] * TRIAL_UNITS + [5] * TRIAL_UNITS
+    assert {bench.unit(0) for _ in range(UNITS_BETWEEN_TRIALS)} == {5}
     bench.unit(1)
     assert bench.unit(0) == 2
     bench.parts[1].rest()
-    assert sorted(bench.unit(0) for _ in range(2 * TRIED)) == [2] * TRIED + [5] * TRIED  # tried again
+    assert sorted(bench.unit(0) for _ in range(2 * TRIAL_UNITS)) == [2] * TRIAL_UNITS + [5] * TRIAL_UNITS  # tried again
 
 
 def test_what_is_slower_with_more_cores_or_gains_too_little_borrows_none(tmp_path: Path) -> None:
@@ -70,18 +70,18 @@ def test_what_is_slower_with_more_cores_or_gains_too_little_borrows_none(tmp_pat
         directory.mkdir()
         bench = Bench(directory, (1, 2), seconds)
         bench.parts[1].rest()
-        for _ in range(2 * TRIED):
+        for _ in range(2 * TRIAL_UNITS):
             bench.unit(0)
-        assert {bench.unit(0) for _ in range(HELD)} == {1}
+        assert {bench.unit(0) for _ in range(UNITS_BETWEEN_TRIALS)} == {1}
 
 
 def test_units_are_compared_by_their_amount_and_odd_ones_not_at_all(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (1, 1), lambda threads: 1.0 / threads)
     bench.parts[1].rest()
-    for number in range(2 * TRIED):
+    for number in range(2 * TRIAL_UNITS):
         bench.unit(0, amount=1000.0 if number % 2 == 0 else 1.0)  # those that borrow do more
         bench.unit(0, amount=None)
-    assert {bench.unit(0) for _ in range(HELD)} == {2}
+    assert {bench.unit(0) for _ in range(UNITS_BETWEEN_TRIALS)} == {2}
 
 
 def test_cores_that_rest_are_shared_by_all_that_work(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_cores_that_rest_are_shared_by_all_that_work(tmp_path: Path) -> None:
 def test_a_part_that_has_not_loaded_or_was_started_again_lends_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (1, 1), lambda threads: 1.0 / threads)
     bench.parts[1].rest()
-    LentCores(Lending(board=str(tmp_path / "cores"), place=1, shares=(1, 1)), lambda count: None, bench)
+    LentCores(Lending(activity_file=str(tmp_path / "cores"), place=1, shares=(1, 1)), lambda count: None, bench)
     assert {bench.unit(0) for _ in range(50)} == {1}
 
 
@@ -125,7 +125,7 @@ def test_a_run_that_lends_learns_says_what_it_measured_and_is_not_replayed(tmp_p
     assert summary.status == "finished"
     assert summary.mismatch_abs is not None
     assert summary.mismatch_abs < 1e-4
-    for part in ("engine", "learner"):  # each has rested while the other worked
+    for part in ("engine", "learner"):  # each has rested while the other busy_spans
         assert "with lent cores a unit of work is" in (tmp_path / "run" / "logs" / f"{part}.log").read_text()
     assert json.loads((tmp_path / "run" / "config.json").read_text())["launch"]["lend_cores"] is True
     with pytest.raises(ConfigError, match=r"launch\.lend_cores=true"):

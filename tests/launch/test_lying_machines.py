@@ -17,7 +17,7 @@ from headrace.base.types.messages import environment, node
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Alive, Done, Leaving, Ready
 from headrace.base.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
-from headrace.launch.channel import Ends, PartChannel
+from headrace.launch.channel import ChannelAddresses, PartChannel
 from headrace.wings.cluster.far.keeper import Begin, FarExit, NodeReply
 from headrace.wings.cluster.joining.invitation import read_invitation
 from tests.env.crews import Crew, crew
@@ -52,7 +52,7 @@ class Liar:
         """Until it is stopped, or sent away."""
         welcome = knock(self.path)
         assert isinstance(welcome, Welcome)
-        ends = Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key)
+        ends = ChannelAddresses(orders=welcome.orders, reports=welcome.reports, key=welcome.key)
         channel = PartChannel(ends, node.Message, on_broken=self.stopped.set)
         channel.send(Ready(token=welcome.token, pid=1, facts={}))
         while not self.stopped.is_set():
@@ -90,7 +90,7 @@ class Liar:
         self.to_say.append(Done(call=order.call, answer=self.answers.get(order.what, true)))
 
     def _work(self, begin: Begin) -> None:
-        channel = PartChannel(begin.briefing.ends, environment.Message, on_broken=self.stopped.is_set)
+        channel = PartChannel(begin.briefing.addresses, environment.Message, on_broken=self.stopped.is_set)
         assert self.worker is not None
         self.worker(channel, begin, self)
         self.stopped.wait(20)

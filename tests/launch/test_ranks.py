@@ -14,13 +14,13 @@ from headrace.base.errors import ComponentDied
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child
 from headrace.launch.clients.peer import Peer
-from headrace.launch.here import LocalProcess
-from headrace.launch.hosts import LOST
+from headrace.launch.hosts import EXIT_RANK_LOST
 from headrace.launch.local import _watch
+from headrace.launch.local_process import LocalProcess
 from tests.launch.workers import site
 
 WAITS = "import sys; sys.stdin.read()"
-FOLLOWS = f"import sys; sys.stdin.read(); sys.exit({LOST})"
+FOLLOWS = f"import sys; sys.stdin.read(); sys.exit({EXIT_RANK_LOST})"
 
 
 async def child(directory: Path, name: str, code: str) -> tuple[Child, asyncio.subprocess.Process]:

@@ -29,8 +29,7 @@ from headrace.launch.starts import EnvironmentStart, LearnerStart, ScorerStart, 
 from headrace.rollout.scoring import FunctionReward
 from headrace.run.session import load_config
 from headrace.sync.config import Route
-from headrace.wings.cluster.far.keeper import ProcessKeeper
-from headrace.wings.cluster.far.paths import paths_of
+from headrace.wings.cluster.far.keeper import ProcessKeeper, paths_of
 from headrace.wings.cluster.far.process import FarProcess, KeeperLost, KeeperUnusable
 from headrace.wings.cluster.ray import cluster, starter
 from headrace.wings.cluster.ray.cluster import RayNode, bundle
@@ -121,7 +120,7 @@ def test_a_cluster_at_an_address_where_nobody_listens_is_refused_at_once_and_wit
     ],
 )
 def test_what_ray_says_of_a_lost_actor_is_told_in_a_few_words(said: str, told: str) -> None:
-    assert cluster._why(RuntimeError(said)) == told
+    assert cluster._end_reason(RuntimeError(said)) == told
 
 
 # -- from a name to a process ------------------------------------------------------------------------------------------
@@ -207,7 +206,7 @@ def launcher(run_dir: Path, seats: Seats, timeout_s: float = 30.0) -> starter.Ra
     return starter.RayStarter(order, seats, None, "mark")  # type: ignore[arg-type]
 
 
-def errand(start: Start, name: str = "scorer-0") -> ProcessSpec:
+def spec(start: Start, name: str = "scorer-0") -> ProcessSpec:
     return ProcessSpec(
         name=name,
         start=start,
@@ -227,7 +226,7 @@ async def on_seats(directory: Path, seats: Seats, start: Start, **more: Any) -> 
     """A part, started on one of the seats; nothing is left of it."""
     site = Rendezvous(directory=directory, logs=directory / "logs", token=TOKEN, on_spans=lambda _: None)
     try:
-        child = await Child.start(site, errand(start, **more.pop("of", {})), launcher(directory, seats, **more))
+        child = await Child.start(site, spec(start, **more.pop("of", {})), launcher(directory, seats, **more))
         try:
             yield child
         finally:

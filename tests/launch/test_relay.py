@@ -16,7 +16,7 @@ from headrace.base.errors import RunError
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.node import Dial
 from headrace.wings.cluster.joining import streams
-from headrace.wings.cluster.joining.relay import RelayRoute, answering, dialling
+from headrace.wings.cluster.joining.relay import RelayRoute, relay_from_machine, relay_to_run
 from headrace.wings.cluster.joining.streams import AHEAD, ENTRY_BYTES, RedisStreams
 from tests.launch.test_joining import until
 from tests.redis_server import RedisServer, redis_server
@@ -34,8 +34,8 @@ async def ways(redis: RedisServer, directory: Path, most: int = 100) -> AsyncIte
     told: list[str] = []
     async with AsyncExitStack() as stack:
         ours, theirs = (RedisStreams(redis.url, "run", None, told.append) for _ in range(2))
-        await stack.enter_async_context(answering(ours, directory, most))
-        yield await stack.enter_async_context(dialling(theirs)), told
+        await stack.enter_async_context(relay_to_run(ours, directory, most))
+        yield await stack.enter_async_context(relay_from_machine(theirs)), told
 
 
 async def opened(way: RelayRoute, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -210,7 +210,7 @@ def test_a_connection_that_nobody_takes_is_ended(
 
     async def main() -> None:
         told: list[str] = []
-        async with dialling(RedisStreams(redis.url, "run", None, told.append)) as way:
+        async with relay_from_machine(RedisStreams(redis.url, "run", None, told.append)) as way:
             reader, writer = await opened(way, "anything")
             writer.write(bytes(32 << 20))
             with suppress(ConnectionError):

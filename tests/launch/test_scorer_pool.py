@@ -15,9 +15,9 @@ import pytest
 
 from headrace.base.errors import EnvError
 from headrace.launch import child
-from headrace.launch.clients.scorer import MAX_DEATHS
-from headrace.launch.here import computed_s
-from headrace.launch.hosts import SPOKE
+from headrace.launch.clients.pool import MAX_IDLE_DEATHS
+from headrace.launch.hosts import EXIT_REPORTED
+from headrace.launch.local_process import computed_s
 from headrace.rollout.scoring import Scores
 from tests.launch.workers import crew, is_alive, processes_of, task
 
@@ -171,7 +171,7 @@ def test_a_reward_that_kills_its_process_is_tried_again_and_then_counted(tmp_pat
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("code", [1, SPOKE])
+@pytest.mark.parametrize("code", [1, EXIT_REPORTED])
 def test_a_reward_that_exits_costs_its_own_episode_whatever_its_exit_code(tmp_path: Path, code: int) -> None:
     async def main() -> None:
         async with crew(tmp_path, DEEDS, num_workers=2) as at:
@@ -247,7 +247,7 @@ def test_calls_of_a_worker_that_has_died_unnoticed_are_made_again(tmp_path: Path
 def test_calls_that_kill_their_workers_are_counted_however_many_there_are(tmp_path: Path) -> None:
     async def main() -> None:
         async with crew(tmp_path, DEEDS) as at:
-            for scores in await at.score(*["exit"] * (MAX_DEATHS + 1)):
+            for scores in await at.score(*["exit"] * (MAX_IDLE_DEATHS + 1)):
                 assert scores.failure.startswith("reward_crashed")
 
     asyncio.run(main())
@@ -264,9 +264,9 @@ def test_workers_that_all_die_unasked_end_the_run_in_words(tmp_path: Path) -> No
         asyncio.run(main())
     (cause,) = leaves(ended.value)
     assert isinstance(cause, EnvError)
-    assert f"{MAX_DEATHS} scoring workers died one after the other" in cause.problem
+    assert f"{MAX_IDLE_DEATHS} scoring workers died one after the other" in cause.problem
     assert "exit code 7" in cause.problem
-    assert f"logs/scorer-{MAX_DEATHS - 1}.log" in cause.remedy
+    assert f"logs/scorer-{MAX_IDLE_DEATHS - 1}.log" in cause.remedy
 
 
 def test_a_file_that_cannot_be_imported_is_told_in_its_own_words(tmp_path: Path) -> None:

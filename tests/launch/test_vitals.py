@@ -17,14 +17,16 @@ from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.types.messages.controller import Working
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import RankClient
-from headrace.launch.here import halted_below
-from headrace.launch.vitals import FIRST, Vitals
+from headrace.launch.local_process import halted_below
+from headrace.launch.vitals import FIRST_UNIT_FACTOR, Vitals
 
 TIMEOUT_S = 16.0
 
 
 class Quiet(ControllerChannel):
     """A channel to nobody."""
+
+    local_orders = ""
 
     def __init__(self) -> None:
         pass
@@ -88,14 +90,14 @@ def test_a_learner_that_neither_ends_a_unit_nor_computes_is_told_within_the_time
         assert told_s < TIMEOUT_S
         for words in ("learner (pid 7) is at micro-batch 3 of 8 of step 2 for", "(usually at most 0.4 s)", "it hangs"):
             assert words in text
-        assert at.vitals.num_signs == 0
-        (standing,) = at.vitals.standing()
-        assert "learner (pid 7) is at micro-batch 3 of 8 of step 2" in standing.words
-        assert not standing.stopped
+        assert at.vitals.num_work_signs == 0
+        (standstill,) = at.vitals.standstills()
+        assert "learner (pid 7) is at micro-batch 3 of 8 of step 2" in standstill.words
+        assert not standstill.stopped
         rank.ends_a_unit()
         await at.during(3, lambda _: rank.beats())
         assert "learner (pid 7) goes on: micro-batch 3 of 8 of step 2 took" in at.told[-1][1]
-        assert at.vitals.standing() == []
+        assert at.vitals.standstills() == []
 
     run_virtual(main())
 
@@ -112,12 +114,12 @@ def test_a_step_of_ten_minutes_whose_micro_batches_end_is_left_alone() -> None:
 
         await at.during(600, step)
         assert at.told == []
-        assert at.vitals.num_signs >= 110
+        assert at.vitals.num_work_signs >= 110
 
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("usual_s", "at_most_s"), [(0.4, TIMEOUT_S), (0.0, 2 * FIRST * TIMEOUT_S)])
+@pytest.mark.parametrize(("usual_s", "at_most_s"), [(0.4, TIMEOUT_S), (0.0, 2 * FIRST_UNIT_FACTOR * TIMEOUT_S)])
 def test_one_micro_batch_that_computes_for_ten_minutes_is_told_of_and_not_ended(
     usual_s: float, at_most_s: float
 ) -> None:
@@ -132,10 +134,10 @@ def test_one_micro_batch_that_computes_for_ten_minutes_is_told_of_and_not_ended(
         await at.during(600, step)
         ((told_s, text),) = at.told
         assert told_s < at_most_s
-        assert usual_s or told_s >= FIRST * TIMEOUT_S
+        assert usual_s or told_s >= FIRST_UNIT_FACTOR * TIMEOUT_S
         assert "far longer than usual; it computes, so the run waits for it" in text
-        assert at.vitals.num_signs > 500
-        assert at.vitals.standing() == []
+        assert at.vitals.num_work_signs > 500
+        assert at.vitals.standstills() == []
 
     run_virtual(main())
 
@@ -155,7 +157,7 @@ def test_ranks_that_wait_for_one_that_computes_or_is_stopped_do_not_hang() -> No
         second.words = "is stopped (SIGSTOP; kill -CONT 7 lets it go on)"
         await at.during(60, lambda _: first.beats())
         assert [text.partition(" (")[0] for _, text in at.told] == ["learner-1"]
-        assert any(each.stopped for each in at.vitals.standing())
+        assert any(each.stopped for each in at.vitals.standstills())
 
     run_virtual(main())
 
@@ -166,7 +168,7 @@ def test_a_learner_without_orders_is_left_alone() -> None:
         at = Watched(rank)
         await at.during(600, lambda _: rank.beats(""))
         assert at.told == []
-        assert at.vitals.num_signs == 0
+        assert at.vitals.num_work_signs == 0
 
     run_virtual(main())
 
@@ -206,7 +208,7 @@ def test_time_in_which_the_controller_itself_was_stopped_counts_against_no_learn
             await asyncio.sleep(3.0)
             watching.cancel()
         assert at.told == []
-        assert at.vitals.standing() == []
+        assert at.vitals.standstills() == []
 
     run_virtual(main())
 

@@ -20,12 +20,12 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import ScorerPool, ScorerPoolConfig
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.launch.here import Here
-from headrace.launch.starts import Keep, ScorerStart, Start
+from headrace.launch.local_process import LocalStarter
+from headrace.launch.starts import ResourceLimits, ScorerStart, Start
 from headrace.rollout.scoring import FunctionReward, Scores
 
 TOKEN = "the-token-of-this-run"
-KEEP = Keep(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)
+KEEP = ResourceLimits(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)
 
 
 @asynccontextmanager
@@ -42,7 +42,7 @@ async def start_child(place: Rendezvous, name: str, start: Start, token: str = T
         kind = ForeignPeer if isinstance(start, ScorerStart) else Peer
         return kind(name, channel, token=token, on_spans=place.on_spans)
 
-    return await Child.start(place, ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer), Here())
+    return await Child.start(place, ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer), LocalStarter())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +86,7 @@ async def crew(
         made = Crew(pool=pool)
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
-                running = group.create_task(pool.run())
+                running = group.create_task(pool.keep())
                 await pool.started()
                 yield made
                 running.cancel()

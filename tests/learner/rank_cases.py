@@ -11,7 +11,7 @@ import torch
 from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied
 from headrace.learner.parallel.config import ParallelConfig
-from headrace.learner.parallel.mesh import Ranks, named_loss
+from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
 from headrace.learner.parallel.shards import like, local, whole, wholes
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def gradients(learner: ShardedLearner) -> dict[str, torch.Tensor]:
-    return {one.name: whole(like(one.home.grad, one.weight)) for one in learner.optimizer.trained}
+    return {one.name: whole(like(one.master.grad, one.weight)) for one in learner.optimizer.trained}
 
 
 def exact(directory: Path, layout: str) -> Found:
@@ -116,7 +116,7 @@ def _curve_with_snapshot(directory: Path, parallel: dict[str, int], name: str) -
 
 
 def _save(learner: ShardedLearner, directory: Path) -> None:
-    if learner.ranks.leads:
+    if learner.ranks.is_leader:
         directory.mkdir()
     learner.ranks.wait()
     learner.core.save(directory)
@@ -164,14 +164,14 @@ def masters(directory: Path) -> Found:
     out: Found = {}
     for kept in (True, False):
         learner = _learner(directory, {"data": 2}, dtype="bfloat16", memory={"masters": kept}, config={"lr": 1e-5})
-        before = [one.home.detach().clone() for one in learner.optimizer.trained]
+        before = [one.master.detach().clone() for one in learner.optimizer.trained]
         for step in range(2):
             learner.train(random_batch(step=step, num_samples=7))
         pairs = zip(learner.optimizer.trained, before, strict=True)
-        moved = [(one.home.detach() - start).abs().float() for one, start in pairs if one.weight.ndim == 2]
+        moved = [(one.master.detach() - start).abs().float() for one, start in pairs if one.weight.ndim == 2]
         out[f"moved_{kept}"] = float(torch.cat([part.flatten() for part in moved]).gt(0).float().mean())
         rounded = all(
-            torch.equal(local(one.weight.detach()), one.home.detach().bfloat16()) for one in learner.optimizer.trained
+            torch.equal(local(one.weight.detach()), one.master.detach().bfloat16()) for one in learner.optimizer.trained
         )
         out[f"rounded_{kept}"] = rounded
     return out
@@ -198,10 +198,10 @@ def muon(directory: Path) -> Found:
 def words(directory: Path) -> Found:
     """Orders reach every rank; what ranks say is gathered in order."""
     ranks = Ranks(ParallelConfig(data=2), torch.device("cpu"))
-    heard = ranks.hear(b"train" if ranks.leads else None)
-    empty = ranks.hear(b"" if ranks.leads else None)
+    heard = ranks.broadcast(b"train" if ranks.is_leader else None)
+    empty = ranks.broadcast(b"" if ranks.is_leader else None)
     said = ranks.gather(b"x" * (ranks.rank + 1))
-    joined = ranks.join_shares(torch.tensor([0.5, 0.0] if ranks.leads else [0.0, 0.25]))
+    joined = ranks.join_shares(torch.tensor([0.5, 0.0] if ranks.is_leader else [0.0, 0.25]))
     return {
         "heard": heard.decode(),
         "empty": empty.decode(),
@@ -225,11 +225,11 @@ def idle(directory: Path) -> Found:
 def death(directory: Path) -> Found:
     """The second rank goes away; the first hears of it at once, in words. The last of all cases."""
     ranks = Ranks(ParallelConfig(data=2), torch.device("cpu"))
-    if not ranks.leads:
+    if not ranks.is_leader:
         os._exit(0)
     start_s = RealClock().now()
     try:
-        with named_loss(ranks.rank):
+        with explained_rank_loss(ranks.rank):
             ranks.wait()
     except ComponentDied as error:
         return {"said": str(error), "seconds": RealClock().now() - start_s}

@@ -144,7 +144,7 @@ def halves_of_weights(directory: Path) -> Found:
     learner = _learner(directory, {"data": 2})
     learner.train(random_batch(num_samples=7))
     named = weight_tensors(learner.model).values()
-    held = sum(one.home.numel() for one in learner.optimizer.trained)
+    held = sum(one.master.numel() for one in learner.optimizer.trained)
     return {"held": held, "all": sum(tensor.numel() for tensor in named)}
 
 
@@ -180,7 +180,7 @@ def full(directory: Path) -> Found:
     try:
         learner.core.train(random_batch(num_samples=7))
     except ComponentDied as error:
-        if learner.ranks.leads:
+        if learner.ranks.is_leader:
             return {"said": str(error), "kind": type(error).__name__, "seconds": RealClock().now() - start_s}
         (directory / "last-words").write_text(str(error))
         raise SystemExit(1) from None

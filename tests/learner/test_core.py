@@ -298,7 +298,7 @@ def test_sample_over_the_budget_is_refused_with_the_lever(setup):
 
 
 @dataclass(frozen=True)
-class Likeliest:
+class TopRequest:
     """A loss over the tokens of the batch whose log π is above the batch's median."""
 
     reduction: ClassVar[str] = "token_mean"
@@ -321,7 +321,7 @@ class Likeliest:
 
 
 def test_tokens_chosen_from_the_whole_batch_do_not_depend_on_the_microbatches(setup):
-    setup = replace(setup, objective=Objective(Likeliest(), (), TokenMean()))
+    setup = replace(setup, objective=Objective(TopRequest(), (), TokenMean()))
     batch = random_batch(num_samples=12)
     whole, cut = (replace(setup, config={"tokens_per_microbatch": size}).learner() for size in (10_000, 20))
     one, many = whole.forward_backward(batch), cut.forward_backward(batch)
@@ -332,7 +332,7 @@ def test_tokens_chosen_from_the_whole_batch_do_not_depend_on_the_microbatches(se
     assert_close(gradients(cut), gradients(whole))
 
 
-class Failing(Likeliest):
+class Failing(TopRequest):
     """A loss that fails in the second micro-batch."""
 
     calls: ClassVar[list[int]] = []

@@ -16,8 +16,8 @@ from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.errors import CheckpointError, ConfigError, ModelError, RunError
 from headrace.base.types.batch import Batch
-from headrace.learner.companions.critic import HEAD, Critic
-from headrace.learner.companions.critic_config import CriticConfig
+from headrace.learner.auxiliary.config import CriticConfig
+from headrace.learner.auxiliary.critic import HEAD, Critic
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.optim import learning_rate
@@ -62,7 +62,7 @@ def rewarded(step: int = 0, seed: int = 0, num_samples: int = 6) -> Batch:
 
 
 def critic_of(learner: LearnerCore) -> Critic:
-    (critic,) = learner._companions
+    (critic,) = learner._auxiliary
     assert isinstance(critic, Critic)
     return critic
 
@@ -350,5 +350,5 @@ def test_batch_in_parts_is_refused(ppo):
 
 
 def test_without_gae_there_is_no_critic(ppo):
-    assert ppo.setup.learner()._companions == ()
+    assert ppo.setup.learner()._auxiliary == ()
     assert Objective.build(AlgoConfig()).critic is None

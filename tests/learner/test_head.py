@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.types.recorded import KeptSets
 from headrace.learner import head
-from headrace.learner.head import HeadRequest, Kept, Likeliest, linear_logprobs, linear_top
+from headrace.learner.head import HeadRequest, KeptEntries, TopRequest, linear_logprobs, linear_top
 
 TOKENS, VOCAB, HIDDEN = 7, 11, 5
 OTHERS = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row))[:6] for row in range(TOKENS)])
@@ -26,7 +26,7 @@ def asked(ids_P: Tensor, kept: KeptSets | None, *, entropy: bool = True, keep: b
     return HeadRequest(
         ids_P=ids_P,
         temperature=0.7,
-        kept=None if kept is None else Kept(kept, torch.device("cpu")),
+        kept=None if kept is None else KeptEntries(kept, torch.device("cpu")),
         entropy_gradient=entropy,
         keep_logits=keep,
         top_PK=OTHERS if len(ids_P) == TOKENS else None,
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_finite_differences(with_kept):
 def test_the_likeliest_entries_of_all_tiles_are_those_of_the_whole_row(num):
     (hidden, weight, bias), _, _ = problem(5)
     below = 9
-    ids, logs = linear_top(hidden, weight, bias, 0.7, Likeliest(num=num, below=below))
+    ids, logs = linear_top(hidden, weight, bias, 0.7, TopRequest(num=num, below=below))
     every = ((hidden @ weight.T + bias) / 0.7).log_softmax(-1)
     expected, places = every[:, :below].topk(num)
     torch.testing.assert_close(logs, expected)

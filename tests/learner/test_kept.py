@@ -12,7 +12,7 @@ import torch
 from headrace.base.errors import RunError
 from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import KeptSets
-from headrace.learner.logits import SplitModel, TokenLogprobs, halves
+from headrace.learner.logits import SplitModel, TokenLogprobs, split_model
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PLAN, PackedPlan
 from tests.learner import reference
@@ -104,7 +104,7 @@ def test_a_head_that_is_more_than_a_matrix_is_restricted_too(tmp_path, chunk):
     ids = torch.arange(12)
     plan = PackedPlan([12])
     inputs = {"input_ids": ids[None], "position_ids": plan.positions_N[None], PLAN: plan}
-    split = halves(model, inputs)
+    split = split_model(model, inputs)
     assert isinstance(split, SplitModel)
     assert split.matrix() is None
     spans = [sorted({place + 1, 3, 9}) if place % 2 else [] for place in range(11)]

@@ -9,8 +9,8 @@ import torch
 from pydantic import TypeAdapter
 
 from headrace.base.errors import CheckpointError, ConfigError
-from headrace.learner.companions.config import KeptConfig
-from headrace.learner.companions.kept import keep
+from headrace.learner.auxiliary.config import KeptConfig
+from headrace.learner.auxiliary.kept import keep
 from headrace.learner.core import LearnerCore
 from headrace.models import LoraConfig
 from headrace.models.lora import add_adapter
@@ -32,9 +32,9 @@ def learner_of(model_dir, kept: dict | None, **setup: object) -> LearnerCore:
 
 
 def lent(learner: LearnerCore) -> dict[str, torch.Tensor]:
-    (companion,) = learner._companions
+    (auxiliary,) = learner._auxiliary
     before = weights(learner)
-    with companion._source.computing():
+    with auxiliary._source.computing():
         inside = weights(learner)
     assert_same_bits(weights(learner), before)
     return inside
@@ -98,8 +98,8 @@ def test_a_failure_while_weights_are_lent_gives_them_back(model_dir):
     learner = learner_of(model_dir, KINDS["lagged"])
     learner.train(random_batch(0))
     before = weights(learner)
-    (companion,) = learner._companions
-    with pytest.raises(MemoryError), companion._source.computing():
+    (auxiliary,) = learner._auxiliary
+    with pytest.raises(MemoryError), auxiliary._source.computing():
         raise MemoryError
     assert_same_bits(weights(learner), before)
 
@@ -108,16 +108,16 @@ def test_an_average_of_bfloat16_weights_adds_up_what_bfloat16_would_lose(tmp_pat
     """Masters move by less than bfloat16 shows; the average is of the masters."""
     learner = learner_of(tiny(tmp_path / "model"), KINDS["frozen"])
     model = learner.model.to(torch.bfloat16)
-    from headrace.learner.parallel.mesh import Alone
+    from headrace.learner.parallel.mesh import SingleRank
     from headrace.learner.parallel.optim import ShardOptimizer
 
-    optimizer = ShardOptimizer(model, learner._config, Alone(model.device))
+    optimizer = ShardOptimizer(model, learner._config, SingleRank(model.device))
     kept = keep(TypeAdapter(KeptConfig).validate_python({"kind": "ema", "decay": 0.5}), model, optimizer.trained)
     one = optimizer.trained[0]
-    start = one.home.detach().clone()
-    assert one.apart
+    start = one.master.detach().clone()
+    assert one.has_own_memory
     with torch.no_grad():
-        one.home.add_(1e-5)
+        one.master.add_(1e-5)
     kept.after_update(1)
     live = one.weight.detach().clone()
     state = dict(kept.state())
@@ -147,10 +147,10 @@ def test_a_frozen_adapter_is_the_base_model(model_dir, tmp_path):
     )
     learner.train(random_batch(0))
     assert learner.train(random_batch(1)).metrics["kl_ref"] > 0
-    (companion,) = learner._companions
-    held = dict(companion.state())
+    (auxiliary,) = learner._auxiliary
+    held = dict(auxiliary.state())
     assert held.keys() == {one.name for one in learner._optimizer.trained}
-    with companion._source.computing():
+    with auxiliary._source.computing():
         found = learner.logprobs(random_batch(2))
     batch = random_batch(2)
     expected = reference.logprobs(reference.double(model_dir), batch, 1.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from headrace.learner.logits import SplitModel, TokenLogprobs, WholeModel, halves
+from headrace.learner.logits import SplitModel, TokenLogprobs, WholeModel, split_model
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import NAME, PLAN, PackedPlan
 from tests.learner.builders import VOCAB_SIZE, tiny
@@ -35,7 +35,7 @@ def load(directory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_comes_apart_and_gives_the_logits_of_the_whole(tmp_path, kind):
     model = load(tiny(tmp_path / kind, kind=kind, extra=KINDS[kind]))
-    split = halves(model, packed(4 + 11))
+    split = split_model(model, packed(4 + 11))
     assert isinstance(split, SplitModel)
     inputs = packed()
     with torch.no_grad():
@@ -56,7 +56,7 @@ class Peculiar(LlamaForCausalLM):
 def test_a_model_that_does_not_come_apart_is_run_whole(tmp_path):
     model = Peculiar.from_pretrained(tiny(tmp_path / "llama", kind="llama"), attn_implementation=NAME).eval()
     inputs = packed()
-    whole = halves(model, inputs)
+    whole = split_model(model, inputs)
     assert isinstance(whole, WholeModel)
     before, ids = torch.arange(29), inputs["input_ids"][0, 1:]
     found, *_ = TokenLogprobs(whole, chunk=5, temperature=1.0, entropy_gradient=False)(inputs, before, ids)
@@ -65,7 +65,7 @@ def test_a_model_that_does_not_come_apart_is_run_whole(tmp_path):
 
 
 def gradient(model, chunk: int, weigh_entropy: bool):
-    token_logprobs = TokenLogprobs(halves(model, packed()), chunk, temperature=0.8, entropy_gradient=weigh_entropy)
+    token_logprobs = TokenLogprobs(split_model(model, packed()), chunk, temperature=0.8, entropy_gradient=weigh_entropy)
     inputs = packed()
     before = torch.arange(0, 29, 2)
     logprobs, entropies, _ = token_logprobs(inputs, before, inputs["input_ids"][0, before + 1])
@@ -88,7 +88,7 @@ def test_chunks_give_the_values_and_gradients_of_one_piece(model_dir, weigh_entr
 
 def test_entropy_for_the_report_carries_no_gradient(model_dir):
     inputs = packed()
-    split = halves(load(model_dir), inputs)
+    split = split_model(load(model_dir), inputs)
     _, entropies, _ = TokenLogprobs(split, 1000, temperature=1.0, entropy_gradient=False)(
         inputs, torch.tensor([3]), torch.tensor([5])
     )
@@ -115,7 +115,7 @@ def test_entropy_of_entries_that_are_ruled_out_is_finite():
 def test_between_forward_and_backward_no_tensor_of_the_vocabularys_size_is_kept(tmp_path):
     vocabulary, tokens = 2000, 60
     model = load(tiny(tmp_path / "wide", extra={"vocab_size": vocabulary, "tie_word_embeddings": False}))
-    token_logprobs = TokenLogprobs(halves(model, packed(tokens)), 10, temperature=1.0, entropy_gradient=False)
+    token_logprobs = TokenLogprobs(split_model(model, packed(tokens)), 10, temperature=1.0, entropy_gradient=False)
     inputs = packed(tokens)
     kept: list[torch.Size] = []
 

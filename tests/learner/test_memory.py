@@ -13,7 +13,7 @@ from headrace.algo.reductions import TokenMean
 from headrace.base.errors import ConfigError, RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.memory import MemoryPlan
-from headrace.learner.parallel.mesh import Alone
+from headrace.learner.parallel.mesh import SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.models import LoraConfig, ModelConfig, load_model
 from tests.learner.builders import Setup, assert_same_bits, gradients, random_batch, weights
@@ -58,7 +58,7 @@ def test_moving_the_optimizer_of_an_adapter_is_refused(model_dir) -> None:
     model = load_model(ModelConfig(path=str(model_dir), lora=LoraConfig(rank=2)))
     config = LearnerConfig.model_validate({"memory": {"offload_optimizer": True}})
     with pytest.raises(ConfigError, match=r"offload_optimizer=true: an adapter"):
-        ShardOptimizer(model, config, Alone(model.device))
+        ShardOptimizer(model, config, SingleRank(model.device))
 
 
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"offload_activations": True}])

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
-from headrace.learner.logits import TokenLogprobs, halves
-from headrace.learner.packing import MicroBatch, Packing, Unit, plan
-from headrace.learner.prefixes import siblings
+from headrace.learner.logits import TokenLogprobs, split_model
+from headrace.learner.packing import MicroBatch, Packing, Unit, plan, siblings
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PLAN, PackedPlan
 from tests.learner.builders import VOCAB_SIZE, Setup, assert_close, gradients, random_batch, tiny
@@ -90,7 +89,7 @@ def test_gradient_is_the_same_to_ten_digits_in_float64(tmp_path):
         inputs = {"input_ids": ids[None], "position_ids": flat.positions_N[None], PLAN: flat}
         loss = np.flatnonzero(batch.mask_N)
         before = loss - 1 if micro.rows_M is None else micro.rows_M[loss - 1]
-        logprobs, entropy, _ = TokenLogprobs(halves(model, inputs), 7, temperature=0.9, entropy_gradient=True)(
+        logprobs, entropy, _ = TokenLogprobs(split_model(model, inputs), 7, temperature=0.9, entropy_gradient=True)(
             inputs, torch.from_numpy(before), torch.from_numpy(batch.ids_N[loss].astype(np.int64))
         )
         model.zero_grad()

@@ -48,7 +48,7 @@ def test_settled_devices_stay_what_they_are(gpus: int) -> None:
 def test_several_engines_take_what_the_learner_leaves(gpus: int, learner: str, expected: list[str]) -> None:
     devices = settle("auto", learner, ranks=1, gpus=gpus, count=3)
     assert list(devices.engines) == expected
-    shares = [FleetConfig(count=3, cache_share=0.6).of_one(place, devices).cache_share for place in range(3)]
+    shares = [FleetConfig(count=3, cache_share=0.6).for_engine(place, devices).cache_share for place in range(3)]
     assert shares == [pytest.approx(0.6 / expected.count(device)) for device in expected]
 
 

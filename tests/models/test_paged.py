@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.paged import IMPLEMENTATIONS
-from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
-from headrace.models.shapes import cache_shapes
+from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan, cache_shapes
 from tests.models.kinds import KINDS
 
 CPU = torch.device("cpu")

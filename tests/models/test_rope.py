@@ -21,7 +21,7 @@ from headrace.base.types.messages.engine import ScoreTokens
 from headrace.base.types.tokens import Tokens
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
-from headrace.engine.native.fixed import LoadedWeights
+from headrace.engine.native.swaps import LoadedWeights
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, check, context_length, load_model

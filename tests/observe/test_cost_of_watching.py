@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from headrace.control import recording, seen
-from headrace.control.attempts import Attempts
-from headrace.control.loops import feeding, learning
-from headrace.control.observer import Observers
+from headrace.control.loops import feeding
+from headrace.control.metrics import RunMetrics, batch
+from headrace.control.observer import BusyLane, Observers
 from headrace.control.state import RunState
-from headrace.control.together import Together
 from headrace.run.observe import Accountant, SystemWatch, load_run
 from headrace.run.observe.trace import account
 from headrace.run.session import load_config, train
@@ -162,13 +160,13 @@ def test_tracing_and_metrics_cost_less_than_a_hundredth_of_the_demo_and_two_kilo
         meter.wrap(Observers, name)
     for owner, name in ((SystemWatch, "read"), (Accountant, "shown")):
         meter.wrap(owner, name)
-    small = ((RunState, "span"), (Observers, "span"), (Observers, "spans"), (Attempts, "ended"), (Attempts, "begin"))
-    for owner, name in (*small, (Together, "__enter__"), (Together, "__exit__")):
+    small = ((RunState, "span"), (Observers, "span"), (Observers, "spans"), (BusyLane, "__enter__"))
+    events = ((RunMetrics, "episode_ended"), (RunMetrics, "group_started"))
+    for owner, name in (*small, (BusyLane, "__exit__"), *events):
         meter.wrap_small(owner, name)
-    assert learning.step_record is recording.step_record
-    assert feeding.look_at is seen.look_at
-    meter.wrap(learning, "step_record")
-    meter.wrap(feeding, "look_at")
+    assert feeding.batch_stats is batch.batch_stats
+    meter.wrap(RunMetrics, "step_done")
+    meter.wrap(feeding, "batch_stats")
     run(run_file, tmp_path / "run")
     told = load_run(tmp_path / "run")
     wall_s = told.loop[1] - told.loop[0]

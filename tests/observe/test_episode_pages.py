@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.base.errors import ConfigError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.base.types.tokens import Tokens
-from headrace.run.observe.pages import Book, Figure, Shown
+from headrace.run.observe.pages import Figure, PageInputs, PageWriter
 from headrace.run.observe.pages.episode import episode_page
 
 KEY = EpisodeKey(0, 0)
@@ -47,7 +47,7 @@ class Parsed(HTMLParser):
         self.text += data
 
 
-def spell(ids: list[int]) -> str:
+def decode(ids: list[int]) -> str:
     return "".join(map(chr, ids))
 
 
@@ -69,7 +69,7 @@ def episode(*turns: Turn, key: EpisodeKey = KEY) -> EpisodeGraph:
 
 def test_a_page_shows_turns_tokens_logprobs_and_reward_parts() -> None:
     answer = sampled("ab", 0, logprobs=[math.log(0.95), math.log(0.001)])
-    page = Parsed(episode_page(episode(given_turn("2+3", None), answer), {"question": "2+3"}, spell))
+    page = Parsed(episode_page(episode(given_turn("2+3", None), answer), {"question": "2+3"}, decode))
     assert not page.open
     for words in ("task 1, attempt 1", "0.5", "digits", "0.125", "0 · user · 3 tokens", "1 · policy · 2 tokens · 0.25"):
         assert words in page.text
@@ -80,7 +80,7 @@ def test_a_page_shows_turns_tokens_logprobs_and_reward_parts() -> None:
 
 def test_branches_are_drawn_beside_each_other() -> None:
     turns = [given_turn("q", None), sampled("a", 0), sampled("b", 0), given_turn("r", 1), sampled("c", 3)]
-    page = Parsed(episode_page(episode(*turns, given_turn("other root", None)), {}, spell))
+    page = Parsed(episode_page(episode(*turns, given_turn("other root", None)), {}, decode))
     marks = [attributes for tag, attributes in page.tags if tag == "circle"]
     lanes = [int(mark["cx"] or "") for mark in marks]
     assert lanes[0] == lanes[1] == lanes[3] == lanes[4]
@@ -98,7 +98,7 @@ def test_what_a_model_says_is_shown_and_does_nothing() -> None:
         cause=f"env_error: {HOSTILE}",
         parts={HOSTILE: math.nan},
     )
-    page = Parsed(episode_page(wild, {HOSTILE: HOSTILE}, spell))
+    page = Parsed(episode_page(wild, {HOSTILE: HOSTILE}, decode))
     assert not page.open
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "iframe", "link"})
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
@@ -132,7 +132,8 @@ def test_characters_of_several_tokens_stand_together_and_broken_ones_alone() -> 
 
 def test_a_book_has_a_line_for_each_attempt_a_page_for_the_first_ones_and_an_index(tmp_path: Path) -> None:
     async def main() -> None:
-        book = Book(tmp_path / "eval", Shown(rows=[{"q": 1}, {"q": 2}], num_attempts=2, spell=spell, max_pages=3))
+        inputs = PageInputs(rows=[{"q": 1}, {"q": 2}], num_attempts=2, decode=decode, max_pages=3)
+        book = PageWriter(tmp_path / "eval", inputs)
         for task in range(2):
             for attempt in range(2):
                 turns = (given_turn("q", None), sampled("a", 0))
@@ -153,4 +154,4 @@ def test_a_book_has_a_line_for_each_attempt_a_page_for_the_first_ones_and_an_ind
     links = [attributes["href"] for tag, attributes in index.tags if tag == "a"]
     assert sorted(filter(None, links)) == ["episodes/0-0.html", "episodes/0-1.html", "episodes/1-0.html"]
     with pytest.raises(ConfigError, match="holds an evaluation already"):
-        Book(directory, Shown(rows=[], num_attempts=1, spell=spell, max_pages=0))
+        PageWriter(directory, PageInputs(rows=[], num_attempts=1, decode=decode, max_pages=0))

@@ -1,13 +1,12 @@
 """Busy and idle time is the length of a union of intervals."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.trace import Span
 from headrace.run.observe import account, busy_frac, idle_frac
-from headrace.run.observe.trace import complement, coverage, intersection, seconds, union
+from headrace.run.observe.trace import complement, intersection, seconds, union
 
 moments = st.integers(0, 40)
 intervals = st.lists(st.tuples(moments, moments).map(lambda pair: (min(pair), max(pair))), max_size=12)
@@ -29,15 +28,6 @@ def test_interval_algebra_agrees_with_counting_ticks(left: list[tuple[int, int]]
     assert seconds(a) == len(ticks(left))
     assert ticks(intersection(a, b)) == ticks(left) & ticks(right)
     assert ticks(complement(a, (5, 30))) == set(range(5, 30)) - ticks(left)
-
-
-@given(intervals)
-def test_coverage_of_bins_adds_up_to_the_covered_time(pieces: list[tuple[int, int]]) -> None:
-    edges_B = np.linspace(0, 40, 17)
-    covered_B = coverage(union(pieces), edges_B)
-    assert (covered_B * np.diff(edges_B)).sum() == pytest.approx(len(ticks(pieces)))
-    assert covered_B.min() >= -1e-9
-    assert covered_B.max() <= 1 + 1e-9
 
 
 def test_overlapping_work_of_one_lane_counts_once() -> None:

@@ -85,6 +85,39 @@ def test_a_learner_that_stands_idle_for_half_the_time_is_not_called_the_bound() 
     assert judge(account({"learner": 52}, {"engine": 19})).bound is not Bound.BALANCED
 
 
+def test_a_part_that_both_sides_wait_for_longest_is_named_with_both_shares() -> None:
+    """Less than half of the learner's waiting, and more of both sides' waiting than anything else."""
+    half = account({"learner": 30, "controller": 22}, {"controller": 20, "engine": 16, "nobody": 10})
+    assert judge(half).bound is Bound.CONTROLLER
+    assert judge(half).frac == pytest.approx(0.20)
+    assert (
+        "Both together wait longest for the controller: 20% of the learner's time, 22% of the engine's."
+        in judge(half).finding
+    )
+    rewards = account({"learner": 20, "scoring": 36}, {"scoring": 27, "engine": 20, "controller": 8})
+    assert judge(rewards).bound is Bound.SCORING
+    assert "for rewards: 27% of the learner's time, 36% of the engine's." in judge(rewards).finding
+    assert "The engine works 44% of the time and waits 56%: 36% for rewards" in judge(rewards).finding
+
+
+def test_a_part_is_not_the_bound_where_another_is_waited_for_longer() -> None:
+    each_other = account({"learner": 45, "controller": 12}, {"controller": 20, "engine": 16, "sync": 14})
+    assert judge(each_other).bound is Bound.NOTHING, "the engine waits longest for the learner"
+    nearly = account({"learner": 45, "controller": 5}, {"controller": 11, "engine": 10})
+    assert judge(nearly).bound is Bound.NOTHING, "the learner works 79%, and the engine waits 45% for it"
+    no_part = account({"learner": 20, "controller": 22}, {"controller": 20, "engine": 16, "nobody": 24})
+    assert judge(no_part).bound is Bound.NOTHING, "messages are on their way for longer than the controller works"
+    apart = account({"environment": 40}, {"controller": 20, "engine": 16, "scoring": 16})
+    assert judge(apart).bound is Bound.NOTHING, "the two sides wait for different parts"
+
+
+def test_a_controller_that_is_always_busy_and_that_nobody_waits_for_is_not_the_bound() -> None:
+    beside = account({"learner": 28, "controller": 2}, {"engine": 18, "controller": 4}, controller_busy_s=85.0)
+    assert judge(beside).bound is not Bound.CONTROLLER
+    waited = account({"learner": 10, "controller": 20}, {"engine": 18, "controller": 4}, controller_busy_s=85.0)
+    assert judge(waited).bound is Bound.CONTROLLER
+
+
 def test_waiting_for_processors_counts_only_where_the_learner_depends_on_it() -> None:
     queued = {"engine": 20.0}
     beside = account({"learner": 60}, {"nobody": 5}, observed_s=100.0, processors_s=60.0, queued_s=queued)
@@ -109,11 +142,11 @@ def test_what_there_is_to_gain_is_bounded_by_the_part_that_would_bind_next() -> 
     assert judge(crowded).most_tok_s == pytest.approx(62 / 0.8)
     assert "the lack of processors would hold the run up" in judge(crowded).gain
     queued = {"learner": 45.0, "controller": 20.0}
-    starved = account(
+    processor_waits = account(
         {}, {"controller": 40}, controller_busy_s=40.0, observed_s=100.0, processors_s=30.0, queued_s=queued
     )
-    assert judge(starved).most_tok_s == pytest.approx(62 / (1 - 0.45 - 0.20))
-    assert "Other programs use the processors" in judge(starved).advice
+    assert judge(processor_waits).most_tok_s == pytest.approx(62 / (1 - 0.45 - 0.20))
+    assert "Other programs use the processors" in judge(processor_waits).advice
 
 
 def test_no_rate_is_told_that_no_run_will_see() -> None:

@@ -69,8 +69,8 @@ def test_a_writer_that_fails_is_a_warning_and_gets_the_later_steps() -> None:
 
 
 def test_a_writer_that_hangs_keeps_nobody_and_what_does_not_fit_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.run.observe.writers.posting.MOST_WAITING", 2)
-    monkeypatch.setattr("headrace.run.observe.writers.posting.FAREWELL_S", 0.05)
+    monkeypatch.setattr("headrace.run.observe.writers.posting.MAX_QUEUED", 2)
+    monkeypatch.setattr("headrace.run.observe.writers.posting.CLOSE_TIMEOUT_S", 0.05)
     let_go = threading.Event()
 
     class Hanging(Kept):

@@ -10,9 +10,9 @@ import pytest
 import headrace.wings.plan
 from headrace.base.types.episode import EpisodeKey
 from headrace.flow import Flow, FlowConfig
-from headrace.flow.concurrency import Concurrency
 from headrace.flow.policies import Bounded, StalenessPolicy
 from headrace.flow.state import FlowState
+from headrace.flow.tuning import Concurrency
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fakes, lognormal_lengths
 from headrace.wings.plan.costs import Linear, SyncCost, TrainingRate

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
 from headrace.run.cli.app import app
-from headrace.run.cli.plan import asked_of, bound
-from headrace.run.observe.pictures.plan import plan_png
 from headrace.run.session import load_config
 from headrace.wings.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
 from headrace.wings.plan.catalogue import accelerator, accelerators, model, models
+from headrace.wings.plan.picture import plan_svg
 from headrace.wings.plan.search import Search, SearchResult
-from headrace.wings.plan.words import in_words, verdict_line
+from headrace.wings.plan.verb import asked_of, bound
+from headrace.wings.plan.words import describe, verdict_line
 
 RUN: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"},
@@ -63,7 +63,7 @@ def test_accelerators_are_found_however_they_are_written_and_unknown_ones_cost_t
     assert "cluster.peak_tflops" in refused.value.remedy
     assert "cluster.memory_gb" in refused.value.remedy
     given = {"peak_tflops": 500.0, "bandwidth_gb_s": 2000.0, "memory_gb": 96.0}
-    assert found({"accelerator": "X900", "count": 16, **given}).asked.tok_s > 0
+    assert found({"accelerator": "X900", "count": 16, **given}).requested.tok_s > 0
 
 
 def test_cluster_that_cannot_hold_the_model_says_by_how_much_and_what_would_fit() -> None:
@@ -130,16 +130,16 @@ def test_on_one_accelerator_engine_and_learner_take_turns(name: str) -> None:
     site = make_site(asked(**terms), ClusterFile(cluster=Cluster(accelerator="H100", count=1)))
     assert not site.fit.beside
     made = plan(site, RealClock())
-    assert made.asked.choice.shared
+    assert made.requested.choice.shared
     assert made.best.choice.shared
-    assert made.asked.outcome.max_age == 0
-    words = " ".join(in_words(made, bound))
+    assert made.requested.outcome.max_age == 0
+    words = " ".join(describe(made, bound))
     assert "In turn: all 1 in turn" in words
     assert 'To take turns, set flow.max_age = 0 and sync.interrupt = "sleep"' in words
     set_so = {"flow": {**RUN["flow"], "max_age": 0}, "sync": {"interrupt": "sleep"}}
     site = make_site(asked(**terms, **set_so), ClusterFile(cluster=Cluster(accelerator="H100", count=1)))
-    assert "The run is set to take turns" in " ".join(in_words(plan(site, RealClock()), bound))
-    assert plan_png(made)[:4] == b"\x89PNG"
+    assert "The run is set to take turns" in " ".join(describe(plan(site, RealClock()), bound))
+    assert b">synchronous</text>" in plan_svg(made)
     with pytest.raises(ConfigError, match="take turns") as refused:
         plan(site, RealClock(), generation=1)
     assert refused.value.remedy == "leave --generation out"
@@ -147,7 +147,7 @@ def test_on_one_accelerator_engine_and_learner_take_turns(name: str) -> None:
 
 def test_accelerators_that_are_no_whole_engines_or_leave_no_learner_are_refused() -> None:
     site = make_site(asked(), ClusterFile(cluster=Cluster(accelerator="H100", count=8)))
-    with pytest.raises(ConfigError, match="--generation 99 does not do on 8 × H100") as refused:
+    with pytest.raises(ConfigError, match="--generation 99 is not possible on 8 × H100") as refused:
         plan(site, RealClock(), generation=99)
     assert f"at most {8 - site.fit.least_learner}" in refused.value.remedy
 
@@ -183,9 +183,9 @@ def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_t
         make_site(asked(), ClusterFile(cluster=Cluster(**cluster), workload=Workload.model_validate(spread))),
         RealClock(),
     )
-    assert gains.asked.tok_s > 1.1 * gains.synchronous.tok_s
-    assert any("Asynchrony gains" in line for line in in_words(gains, bound))
-    assert gains.best.tok_s >= gains.asked.tok_s * 0.98
+    assert gains.requested.tok_s > 1.1 * gains.synchronous.tok_s
+    assert any("Asynchrony gains" in line for line in describe(gains, bound))
+    assert gains.best.tok_s >= gains.requested.tok_s * 0.98
     assert len(gains.tried) > 8
     # two accelerators, and generation is nearly free: half of them idle, while in turn both would train
     constant = {"accelerator": "H200", "count": 2, "generation_tok_s": 1e6, "training_tok_s": 5e3}
@@ -196,19 +196,19 @@ def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_t
         ),
         RealClock(),
     )
-    said = " ".join(in_words(loses, bound))
+    said = " ".join(describe(loses, bound))
     assert "Asynchrony loses" in said
     assert "learner-bound" in said
     assert "constant rates" in said
     assert loses.best.choice.shared
-    assert plan_png(loses)[:4] == b"\x89PNG"
+    assert b">best</text>" in plan_svg(loses)
 
 
 def test_plan_of_a_run_without_a_bound_takes_no_longer_than_another() -> None:
     cluster = {"accelerator": "H100", "count": 16}
     far = {"policy": {"kind": "unbounded"}, "max_age": 10**9, "lead": 10**9}
-    assert found(cluster, flow=far).asked.tok_s > 0
-    assert found(cluster, flow={"max_age": 10**9}).asked.tok_s > 0
+    assert found(cluster, flow=far).requested.tok_s > 0
+    assert found(cluster, flow={"max_age": 10**9}).requested.tok_s > 0
 
 
 def test_line_of_a_dry_run_names_view_rate_and_what_holds_it_up() -> None:
@@ -233,7 +233,7 @@ def test_program_prints_a_plan_as_words_and_as_json_and_refuses_in_words(tmp_pat
     told = runner.invoke(app, [*both, "--generation", "4"])
     assert told.exit_code == 0, told.output
     assert "As asked: 4 generate" in told.output
-    for nowhere in (tmp_path / "none" / "plan.png", tmp_path):
+    for nowhere in (tmp_path / "none" / "plan.svg", tmp_path, tmp_path / "plan.png"):
         refused = runner.invoke(app, [*both, "--picture", str(nowhere)])
         assert isinstance(refused.exception, ConfigError)
         assert "--picture" in refused.exception.problem

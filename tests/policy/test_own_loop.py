@@ -27,7 +27,7 @@ def test_example_trains_and_leaves_a_curve(tmp_path, capsys):
     assert policy.version == 3
     assert [step.version for step in read_steps(tmp_path / METRICS_FILE)] == [1, 2, 3]
     assert capsys.readouterr().out.count("the engine stood still") == 3
-    assert (write_report(tmp_path).parent / "reward.png").exists()
+    assert write_report(tmp_path).stat().st_size > 10_000
 
 
 def test_example_fits_on_a_page():

@@ -12,10 +12,10 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.run.cli import main
-from headrace.run.cli.demo import run_file_for
 from headrace.run.session import load_config
 from headrace.run.session.config import RunConfig
-from headrace.wings.recipes.systems import AXES, recipe, recipes
+from headrace.run.session.recipes import AXES, recipe, recipes
+from headrace.wings.recipes.demo.verb import run_file_for
 
 RUN: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "rows.jsonl"}, "env": {"reward": "r.py:reward"}}
 SYSTEMS = (

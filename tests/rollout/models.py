@@ -62,7 +62,7 @@ class Speaker:
         self.turns.append(turn)
         return len(self.turns) - 1
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         self.turns.clear()
 
 

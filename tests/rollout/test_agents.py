@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ from headrace.base.clock import run_virtual
 from headrace.base.errors import EpisodeError
 from headrace.base.types.batch import Batch
 from headrace.base.types.chat import ChatOptions, Message
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.scored import ScoredGroup, num_untrained, paths
 from headrace.base.types.task import Task
@@ -272,7 +272,7 @@ def test_an_agent_with_an_adapter_is_asked_of_the_policys_engine_by_name_and_tra
 
 
 def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -> None:
-    def asking(agent: str, begun: dict[int, TurnPart]) -> tuple[Watched, EnginePolicy]:
+    def asking(agent: str, begun: dict[int, TokenChunk]) -> tuple[Watched, EnginePolicy]:
         engine = Watched(chunk(1, version=4), chunk(2, version=4, stop_reason=StopReason.STOP))
         policy = EnginePolicy(
             engine=engine, sampling=Sampling(max_new_tokens=8), run_seed=3, key=EpisodeKey(2, 1),
@@ -284,8 +284,8 @@ def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -
         return engine, policy
 
     _, first = asking("solver", {})
-    (part,) = first._asked.values()
-    begun = {0: replace(part, tokens=part.tokens[:1], stop_reason=None)}
+    (part,) = first._sampled.values()
+    begun = {0: msgspec.structs.replace(part, tokens=part.tokens[:1], stop_reason=None)}
     same, _ = asking("solver", begun)
     other, _ = asking("proposer", begun)
     assert same.told[0].answer_ids_T is not None

@@ -15,9 +15,9 @@ import pytest
 from headrace.base.errors import ConfigError, EnvError, HeadraceError
 from headrace.base.types.messages.scorer import ScoreCompletions, TrainerState
 from headrace.base.types.task import Task
-from headrace.control.rewarding import RewardBook
+from headrace.control.metrics.rewards import RewardCounts
 from headrace.rollout.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
-from headrace.rollout.scoring.fit import columns_for, refuse_lacking
+from headrace.rollout.scoring.fit import columns_for, refuse_missing_columns
 from headrace.rollout.scoring.signature import signature_in, signature_of
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -146,7 +146,11 @@ def tasks(*rows: dict[str, Any]) -> list[Task]:
             {},
             r"requires the parameter 'key', .*columns answer, keys; passed are prompt, completion(.|\n)*'keys'",
         ),
-        ("grouped", {}, "requires the parameter 'solution', which is neither a column of every row nor passed"),
+        (
+            "grouped",
+            {},
+            r"requires the parameter 'solution', which is neither a column of every row nor passed.*\n  remedy: known",
+        ),
         ("turns", {}, "requires the parameter 'history'"),
         ("grouped", {"by_turn": True}, "is scored by turn, and it wants all completions of a group"),
         ("strict", {}, "takes 'completion' by position alone"),
@@ -159,24 +163,24 @@ def test_a_reward_whose_parameters_nobody_can_give_is_refused(
 ) -> None:
     reward = FunctionReward(ref=f"{file}:{name}", **settings)
     if name == "made":  # with its key bound, only running the file tells that nothing is missing
-        refuse_lacking([reward], tasks({"answer": 1}), look=True)
+        refuse_missing_columns([reward], tasks({"answer": 1}), look=True)
         with pytest.raises(EnvError, match="requires the parameter 'answer'"):
-            refuse_lacking([reward], tasks({"keys": 1}), look=True)
+            refuse_missing_columns([reward], tasks({"keys": 1}), look=True)
         return
     with pytest.raises(HeadraceError, match=words):
-        refuse_lacking([reward], tasks({"answer": 1, "keys": 2}), look=False)
+        refuse_missing_columns([reward], tasks({"answer": 1, "keys": 2}), look=False)
 
 
 def test_columns_that_settings_name_are_looked_for_too() -> None:
     with pytest.raises(
         ConfigError, match=r"answer_column='answer'\), which no row has \(they have anser\)(.|\n)*'anser'"
     ):
-        refuse_lacking([ExactReward()], tasks({"anser": 1}), look=False)
+        refuse_missing_columns([ExactReward()], tasks({"anser": 1}), look=False)
     judge = JudgeReward(base_url="http://x/v1", model="m", prompt="{completion} {rubric}")
     with pytest.raises(ConfigError, match=r"'rubric' \(the \{rubric\} of its prompt\), and row 2 has none"):
-        refuse_lacking([judge], tasks({"rubric": 1}, {}), look=False)
+        refuse_missing_columns([judge], tasks({"rubric": 1}, {}), look=False)
     optional = judge.model_copy(update={"optional": True, "default": 0.0})
-    refuse_lacking([optional], tasks({"rubric": 1}, {}), look=False)
+    refuse_missing_columns([optional], tasks({"rubric": 1}, {}), look=False)
     assert columns_for(optional, tasks({"rubric": 1}, {})) == {"rubric"}
 
 
@@ -186,7 +190,7 @@ def failing(reward: float | None, cause: str = "reward_error: away") -> Graded:
 
 def test_the_first_failure_is_told_with_its_cause_and_all_are_counted() -> None:
     told: list[str] = []
-    book = RewardBook(most=100)
+    book = RewardCounts(most=100)
     for graded in (failing(1.0), Graded(reward=1.0, calls={"judge": ("",)}), failing(1.0), failing(None)):
         book.add(graded, lambda words, kind: told.append(words))
     assert told[0] == "the reward 'judge' failed and counts as its default: reward_error: away"
@@ -197,12 +201,12 @@ def test_the_first_failure_is_told_with_its_cause_and_all_are_counted() -> None:
 
 
 def test_a_component_that_fails_for_a_whole_batch_from_the_start_ends_the_run() -> None:
-    book = RewardBook(most=3)
+    book = RewardCounts(most=3)
     book.add(failing(1.0), lambda words, kind: None)
     book.add(failing(1.0), lambda words, kind: None)
     with pytest.raises(EnvError, match=r"'judge' has failed for each of the first 3 answers(.|\n)*away"):
         book.add(failing(1.0), lambda words, kind: None)
-    once = RewardBook(most=3)
+    once = RewardCounts(most=3)
     once.add(Graded(reward=1.0, calls={"judge": ("",)}), lambda words, kind: None)
     for _ in range(9):
         once.add(failing(1.0), lambda words, kind: None)
@@ -211,7 +215,7 @@ def test_a_component_that_fails_for_a_whole_batch_from_the_start_ends_the_run() 
 
 def test_metrics_of_rewards_are_means_and_what_is_no_number_is_told() -> None:
     told: list[str] = []
-    book = RewardBook()
+    book = RewardCounts()
     for values in ((1.0, 2.0), (6.0, float("nan"))):
         book.add(Graded(reward=1.0, metrics={"a b": values}), lambda words, kind: told.append(words))
     assert book.metrics() == {"logged/a_b": 3.0}

@@ -23,11 +23,11 @@ from headrace.base.types.messages import controller
 from headrace.base.types.weights import WeightUpdate
 from headrace.flow.ledger.base import Note
 from headrace.launch import channel
-from headrace.launch.channel import ControllerChannel, Ends
+from headrace.launch.channel import ChannelAddresses, ControllerChannel
 from headrace.sync.config import Route
 from headrace.sync.transports import make_receiver
 from headrace.testing.sync import TOKEN, Pair, equal, line
-from headrace.wings.view import OpenRun
+from headrace.wings.view.run import OpenRun
 from tests.redis_server import PROGRAM
 from tests.security.cables import Cable, cable
 from tests.view.synthetic import write_run, write_status
@@ -37,7 +37,7 @@ PART = """
 import sys, os, msgspec
 from headrace.launch import channel
 channel.HEARTBEAT_S, channel.SILENCE_S = 1, 2
-ends = msgspec.json.decode(sys.argv[1].encode(), type=channel.Ends)
+ends = msgspec.json.decode(sys.argv[1].encode(), type=channel.ChannelAddresses)
 from headrace.base.types.messages import engine
 from headrace.base.types.messages.controller import Ready
 part = channel.PartChannel(ends, engine.Message)
@@ -60,8 +60,8 @@ def test_a_part_that_hears_nothing_from_its_controller_ends_and_says_why(monkeyp
 
     async def main(log: object) -> None:
         ours = ControllerChannel(Path("/nowhere"), "engine", controller.Message, host="127.0.0.1")
-        with cable(*place(ours.ends.orders)) as orders, cable(*place(ours.ends.reports)) as reports:
-            ends = Ends(orders=url(orders), reports=url(reports), key=ours.ends.key)
+        with cable(*place(ours.addresses.orders)) as orders, cable(*place(ours.addresses.reports)) as reports:
+            ends = ChannelAddresses(orders=url(orders), reports=url(reports), key=ours.addresses.key)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", PART, msgspec.json.encode(ends).decode(),
                 stdout=log, stderr=log, start_new_session=True,
@@ -101,7 +101,7 @@ def test_a_learner_and_an_engine_that_are_parted_both_say_so_in_time_and_go_on_w
     clock = RealClock()
     with line(Route(transport="http", deadline_s=1.0), seed=3) as pair, cable(*place(pair.receiver.address)) as wire:
         through(pair, wire)
-        pair.bring()
+        pair.transfer()
         held = {name: tensor.clone() for name, tensor in pair.engine.items()}
         wire.cut()
         expected, began_s = pair.learn(), clock.now()
@@ -148,7 +148,7 @@ def test_an_engine_that_only_the_learner_cannot_reach_is_left_out_until_it_answe
         assert [publish().missed for _ in range(4)] == [first.missed] * 4
         assert far not in tried, "nobody waits for it again"
         wire.mend()
-        knocks = pair.publisher._outbox._knocks  # type: ignore[attr-defined]
+        knocks = pair.publisher._outbox._probes  # type: ignore[attr-defined]
         while far not in publish().to:
             knocks[far].result(10)
         assert (near.committed, pair.receiver.committed) == (pair.version, pair.version)
@@ -173,9 +173,9 @@ def test_an_engine_that_is_parted_in_the_middle_of_an_upload_keeps_what_it_has(m
     monkeypatch.setattr("headrace.sync.http.BUCKET_BYTES", 2048)
     with line(Route(transport="http", deadline_s=1.0), seed=3) as pair, cable(*place(pair.receiver.address)) as wire:
         through(pair, wire)
-        pair.bring()
-        inbox, buckets = pair.weather._inbox, 0
-        begin = inbox.begin  # type: ignore[attr-defined]
+        pair.transfer()
+        inbox, buckets = pair.inbox._inbox, 0
+        begin = inbox.begin_bucket  # type: ignore[attr-defined]
 
         def cutting(*bucket: object) -> object:
             nonlocal buckets
@@ -184,7 +184,7 @@ def test_an_engine_that_is_parted_in_the_middle_of_an_upload_keeps_what_it_has(m
                 wire.cut()
             return begin(*bucket)
 
-        monkeypatch.setattr(inbox, "begin", cutting)
+        monkeypatch.setattr(inbox, "begin_bucket", cutting)
         pair.learn()
         pair.version, pair.slot = pair.version + 1, 1 - pair.slot
         pair.publisher.copy(pair.slot)

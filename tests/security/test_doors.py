@@ -29,12 +29,12 @@ from headrace.wings.agents.app import EndpointDispatcher
 from headrace.wings.agents.app import make_app as make_endpoint
 from headrace.wings.agents.base import SessionLimits
 from headrace.wings.agents.sessions import Sessions
-from headrace.wings.serve.app import State
+from headrace.wings.serve.app import ServerState
 from headrace.wings.serve.app import make_app as make_server
-from headrace.wings.view import OpenRun
 from headrace.wings.view.app import make_app as make_view
+from headrace.wings.view.run import OpenRun
+from headrace.wings.view.serving import ViewConfig
 from headrace.wings.view.serving import make_server as view_server
-from headrace.wings.view.terms import ViewTerms
 from tests.view.synthetic import write_run
 
 SOURCE = Path(__file__).parents[2] / "src" / "headrace"
@@ -83,14 +83,14 @@ def paths_of(app: Any) -> Iterator[str]:
 
 def application(kind: str, directory: Path) -> Any:
     if kind == "serve":
-        return make_server(State(), TOKEN)
+        return make_server(ServerState(), TOKEN)
     if kind == "view":
         runs = [OpenRun(write_run(directory / "run", steps=1), RealClock())]
         return make_view(runs, clock=RealClock(), token=TOKEN, ending=lambda: True)
     limits = SessionLimits(delay_s=0.0)
     return make_endpoint(
         EndpointDispatcher(
-            sessions=Sessions(limits), limits=limits, clock=RealClock(), on_wish=lambda name, value: None
+            sessions=Sessions(limits), limits=limits, clock=RealClock(), on_ignored=lambda name, value: None
         )
     )
 
@@ -217,7 +217,7 @@ def running(kind: str, directory: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         if kind == "view":
             run = OpenRun(write_run(directory / "run", steps=1), RealClock())
-            server = view_server([run], ViewTerms(token=TOKEN), RealClock())
+            server = view_server([run], ViewConfig(token=TOKEN), RealClock())
         else:
             server = HttpServer(application(kind, directory), ShellLimits())
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -272,7 +272,7 @@ def test_an_upload_whose_length_is_ambiguous_is_refused(tmp_path: Path) -> None:
 def test_without_a_token_only_exact_names_of_this_machine_are_answered(host: str, status: int) -> None:
     async def ask() -> int:
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(make_server(State(), "")), base_url="http://x"
+            transport=httpx.ASGITransport(make_server(ServerState(), "")), base_url="http://x"
         ) as client:
             return (await client.get("/metrics", headers={"host": host})).status_code
 

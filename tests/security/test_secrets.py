@@ -21,8 +21,8 @@ from headrace.base.errors import ConfigError
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.opening import open_ledger
 from headrace.run.session import load_config
-from headrace.wings.view import OpenRun
 from headrace.wings.view.app import make_app
+from headrace.wings.view.run import OpenRun
 from tests.env.tasks import chat_model, make_env_run
 from tests.redis_server import started
 from tests.session.runs import make_run, running, tiny_model
@@ -90,11 +90,17 @@ def seen(path):
     except OSError as error:
         return str(error)
 
+def leads_to(path):
+    try:
+        return os.readlink(path)
+    except OSError as error:
+        return str(error)
+
 found = [f"{name}={value}" for name, value in os.environ.items()]
 for directory in glob.glob("/proc/[0-9]*"):
     found += [seen(f"{directory}/environ"), seen(f"{directory}/cmdline")]
     for descriptor in glob.glob(f"{directory}/fd/*"):
-        found.append(os.readlink(descriptor) if os.path.islink(descriptor) else "")
+        found.append(leads_to(descriptor))
 for number in range(3, 64):
     try:
         os.set_blocking(number, False)

@@ -21,7 +21,7 @@ from headrace.sync.http import HttpInbox
 from headrace.sync.transports import make_publisher
 from headrace.testing.sync import TOKEN, equal, line
 from headrace.wings.serve.config import ServeSection
-from headrace.wings.view.terms import ViewTerms
+from headrace.wings.view.serving import ViewConfig
 from tests.engine.server_process import make_model, served
 from tests.security.certificates import certificate
 from tests.view.browsing import viewed
@@ -39,7 +39,7 @@ def test_weights_travel_under_tls_to_the_engine_that_holds_the_key(tmp_path: Pat
         assert pair.receiver.address.startswith("https://127.0.0.1:")
         for _ in range(3):
             expected = pair.learn()
-            pair.bring()
+            pair.transfer()
             assert equal(pair.engine, expected)
 
 
@@ -50,7 +50,7 @@ def test_a_learner_believes_its_own_certificate_and_no_other(tmp_path: Path) -> 
         deceived.copy(0)
         with pytest.raises(WeightsError, match="CERTIFICATE_VERIFY_FAILED"):
             deceived.announce(0, 0, [pair.receiver.address])
-        pair.bring()
+        pair.transfer()
 
 
 def test_clear_text_is_not_answered_where_tls_is_asked_for(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_half_a_setting_and_files_that_do_not_fit_are_refused(tmp_path: Path) ->
     one, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
     for make in (
         lambda: ServeSection(tls_certificate="x"),
-        lambda: ViewTerms(tls_key="x"),
+        lambda: ViewConfig(tls_key="x"),
         lambda: SyncConfig(transport="http", tls_key="x"),
         lambda: Prometheus(tls_key="x"),
         lambda: SyncConfig(tls_certificate="x", tls_key="y"),

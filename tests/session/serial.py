@@ -125,9 +125,7 @@ class SerialLoop:
         while self.engine.has_work():
             for chunk in self.engine.step():
                 assert chunk.stop_reason is not None, "completions are shorter than a flush"
-                ended[chunk.request_id] = Tokens(
-                    ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, versions_T=chunk.versions_T
-                )
+                ended[chunk.request_id] = chunk.tokens
         return [ended[number] for number in range(len(keys))]
 
     def _text(self, tokens: Tokens) -> str:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from headrace.base.errors import ConfigError
 from headrace.run.cli.app import app
+from headrace.run.session import checking
 from headrace.run.session.checking import EnvReport, Level, check_env
 
 CODE = """
@@ -306,11 +307,34 @@ def test_the_program_tells_findings_as_json_and_by_its_exit_status(file: Path, t
     done = CliRunner().invoke(app, ["check", "env", f"{file}:Raising", *arguments, "--json"])
     assert done.exit_code == 1, done.output
     told = json.loads(done.stdout)
+    stages = [line for line in done.stderr.splitlines() if line.endswith(" ...")]
+    assert len(stages) >= 3, done.stderr
+    assert "starting a worker for it, in at most 60 s" in stages[1]
+    assert "each for at most 20 s" in stages[2]
     assert told["ok"] is False
     assert {"fail"} == {each["level"] for each in told["findings"] if "ZeroDivisionError" in each["detail"]}
     good = CliRunner().invoke(app, ["check", "env", f"{file}:Sound", *arguments])
     assert good.exit_code == 0, good.output
     assert "rewards differ: from 0 to 1" in good.stdout
+
+
+SLOW_ROLLOUT = """
+import asyncio
+async def rollout(task, policy):
+    await policy.chat("1 + 1")
+    await asyncio.sleep(0.25)
+    return 1.0
+"""
+
+
+def test_each_episode_that_takes_long_is_told_while_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "PROGRESS_EVERY_S", 0.1)
+    (tmp_path / "slow.py").write_text(SLOW_ROLLOUT)
+    told: list[str] = []
+    report = check_env(f"{tmp_path / 'slow.py'}:rollout", tell=told.append)
+    assert report.ok, str(report)
+    for number in range(1, report.episodes + 1):
+        assert any(f"episode {number} of {report.episodes}: row 1, where the model says" in each for each in told), told
 
 
 FOR_TRL = """

@@ -84,7 +84,9 @@ def test_branches_of_failed_episodes_are_trained_from_one_cache_and_one_version(
         assert not summary.warnings
     told = json.loads(verb("ledger", run_dir, "--replay", "--json"))  # a fresh learner, from what the ledger holds
     assert (told["differ"], told["first_difference"]) == ([], None)
-    with pytest.raises(ConfigError, match=r"flow\.pivots is set, and when branches were asked for is not recorded"):
+    with pytest.raises(
+        ConfigError, match=r"flow\.pivots is set, and the moments when branches were requested are not recorded"
+    ):
         library.train(config, data=ROWS, overrides=[f"run.dir={tmp_path / 'again'}"], replay=run_dir)
 
 

@@ -71,7 +71,7 @@ def test_servers_give_no_memory_back_on_the_processor_that_a_run_ends_up_on() ->
 def test_each_engine_of_a_fleet_has_its_own_server() -> None:
     fleet = FleetConfig.model_validate({"kind": "vllm", "count": 2, "server": {"urls": ["http://a", "http://b"]}})
     devices = Devices(engines=("cpu", "cpu"), learner=("cpu",))
-    assert [fleet.of_one(place, devices).server.urls for place in range(2)] == [("http://a",), ("http://b",)]
+    assert [fleet.for_engine(place, devices).server.urls for place in range(2)] == [("http://a",), ("http://b",)]
 
 
 def test_loop_of_ones_own_has_its_engine_in_its_process() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.engine.remote import Elsewhere
+from headrace.engine.remote import RemoteEndpoint
 from headrace.run.session import Measures, evaluate
 from tests.engine.server_process import TOKEN, served
 from tests.env.tasks import chat_model, make_env_run
@@ -102,7 +102,7 @@ def test_an_engine_of_somebody_else_gives_the_same_attempts(tmp_path: Path, mode
     )
     own = evaluate(run_file, overrides=["run.eval_samples=2"], measures=Measures(pass_reward=0.5))
     with served(model_dir) as server:
-        where = Elsewhere(url=f"{server.url}/v1", token=TOKEN)
+        where = RemoteEndpoint(url=f"{server.url}/v1", token=TOKEN)
         found = evaluate(
             run_file, overrides=["run.eval_samples=2"], measures=Measures(pass_reward=0.5, elsewhere=where)
         )
@@ -114,6 +114,6 @@ def test_an_address_without_an_engine_is_told_in_words(tmp_path: Path, model_dir
     run_file = make_env_run(
         tmp_path, model_dir, ENVIRONMENT, "Twice", data={"path": "rows.jsonl", "eval_path": "rows.jsonl"}
     )
-    where = Elsewhere(url="http://127.0.0.1:9/v1")
+    where = RemoteEndpoint(url="http://127.0.0.1:9/v1")
     with pytest.raises(ConfigError, match="does not tell its models"):
         evaluate(run_file, measures=Measures(elsewhere=where))

@@ -14,8 +14,8 @@ import pytest
 from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.opening import open_ledger
 from headrace.run.session import load_config, train
-from lab.faults.books import Held, Verdict, answers_of, held, judge
-from lab.faults.run import RECORD_TOKENS, STEPS, Scene, draw, measure
+from lab.faults.run import RECORD_TOKENS, STEPS, TrialSetup, draw, measure
+from lab.faults.verdict import LedgerSnapshot, Verdict, answers_of, judge, take_snapshot
 from tests.session.runs import forge, make_run
 
 SOAK = 20
@@ -36,7 +36,9 @@ def test_runs_whose_parts_are_killed_at_random_lose_nothing_and_train_nothing_tw
 
 
 def test_moments_of_a_seed_are_always_the_same_and_reach_every_part_and_phase(tmp_path: Path) -> None:
-    scene = Scene(directory=tmp_path, run_file=tmp_path, sources=tmp_path, start_s=5.0, step_s=0.3, weights=tmp_path)
+    scene = TrialSetup(
+        directory=tmp_path, run_file=tmp_path, sources=tmp_path, start_s=5.0, step_s=0.3, weights=tmp_path
+    )
     moments = [[draw(scene, rng) for _ in range(300)] for rng in map(np.random.default_rng, (7, 7, 8))]
     assert moments[0] == moments[1] != moments[2]
     assert {(moment.part, moment.phase) for moment in moments[0]} == {
@@ -58,7 +60,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
     return run_file
 
 
-def verdict(run_file: Path, run_dir: Path, *before: Held) -> Verdict:
+def verdict(run_file: Path, run_dir: Path, *before: LedgerSnapshot) -> Verdict:
     return judge(run_dir, load_config(run_file), before)
 
 
@@ -69,7 +71,7 @@ def wrong(found: Verdict) -> set[str]:
 
 def test_a_run_that_nobody_disturbed_is_found_whole(ended: Path, tmp_path: Path) -> None:
     run_dir = ended.parent / "run"
-    found = verdict(ended, run_dir, held(run_dir, tmp_path / "held"))
+    found = verdict(ended, run_dir, take_snapshot(run_dir, tmp_path / "snapshot"))
     assert (wrong(found), found.dropped) == (set(), {})
 
 
@@ -111,6 +113,6 @@ def test_answers_that_are_not_what_was_recorded_are_found_out(ended: Path, lost:
         answers = answers_of(ledger.episodes(0))
     at, tokens = next(iter(answers.items()))
     other = {at: LOSSES[lost](tokens)}
-    assert wrong(verdict(ended, run_dir, Held(begun=other))) == {"broken"}
-    assert wrong(verdict(ended, run_dir, Held(ended=other))) == {"broken"}
-    assert wrong(verdict(ended, run_dir, Held(begun=answers, ended=answers))) == set()
+    assert wrong(verdict(ended, run_dir, LedgerSnapshot(begun=other))) == {"broken"}
+    assert wrong(verdict(ended, run_dir, LedgerSnapshot(ended=other))) == {"broken"}
+    assert wrong(verdict(ended, run_dir, LedgerSnapshot(begun=answers, ended=answers))) == set()

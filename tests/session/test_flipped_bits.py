@@ -50,7 +50,7 @@ def told(run_dir: Path) -> tuple[object, ...]:
     """All that a resume, an evaluation and a replay take from the files of a run, verified as they verify it."""
     start = starting_point(run_dir)
     with closing(open_ledger(run_dir)) as ledger:
-        books = (ledger.attempts(0), ledger.checksums(), ledger.notes(), repr(ledger.recall(start.step)))
+        books = (ledger.attempts(0), ledger.checksums(), ledger.notes(), repr(ledger.roll_back(start.step)))
     assert start.snapshot is not None
     read = [path.read_bytes() for path in sorted(start.snapshot.iterdir()) if path.suffix != ".xxh3"]
     settings = [read_sealed(run_dir / name) for name in (CONFIG_FILE, FACTS_FILE)]

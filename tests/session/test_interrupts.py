@@ -15,7 +15,7 @@ from headrace.base.clock import run_virtual
 from headrace.base.errors import StallError
 from headrace.control import RunSection
 from headrace.control.evaluation import EvaluationListener
-from headrace.run.session.evaluating import watched
+from headrace.run.session.evaluating import attempt_rewards
 from headrace.run.session.running import Interrupts, first_cause, in_own_loop
 from headrace.testing import FakeScorer, fake_parts
 from tests.session.runs import first_words, make_run, running
@@ -69,7 +69,7 @@ def test_evaluation_that_hangs_ends_in_words(tmp_path: Path) -> None:
         await parts.engine.stage(update)
         await parts.engine.commit(0)
         serving = replace(parts, eval_tasks=parts.tasks[:2])
-        await watched(
+        await attempt_rewards(
             serving, RunSection(stall_timeout_s=20.0), EvaluationListener(on_tokens=lambda _: None, warn=lambda _: None)
         )
 

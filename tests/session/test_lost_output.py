@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.lasting import LastingStream
+from headrace.base.lasting import LossTolerantStream
 from tests.session.runs import DEADLINE_S, PROGRAM, command, headrace, make_run, running, tiny_model, verb
 
 LONG = {"run": {"dir": "run", "steps": 400, "checkpoint_every": 100_000}, "learner": {"lr": 1e-6}}
@@ -73,7 +73,7 @@ def until_step(run_dir: Path, process: subprocess.Popen[bytes], terminal: int, s
 def test_terminal_that_hangs_up_is_one_until_a_write_fails() -> None:
     ours, theirs = pty.openpty()
     with open(theirs, "w") as stream:
-        lasting = LastingStream(stream)
+        lasting = LossTolerantStream(stream)
         assert lasting.isatty()
         os.close(ours)
         assert not stream.isatty()
@@ -83,15 +83,29 @@ def test_terminal_that_hangs_up_is_one_until_a_write_fails() -> None:
         assert not lasting.isatty()
 
 
+def test_a_terminal_or_a_pipe_that_is_gone_is_noticed_without_a_write() -> None:
+    ours, theirs = pty.openpty()
+    reading, writing = os.pipe()
+    for here, there, number in (ours, theirs, 5), (reading, writing, 32):
+        with open(there, "w") as stream:
+            lasting = LossTolerantStream(stream)
+            lasting.look()
+            assert not lasting.lost
+            os.close(here)
+            lasting.look()
+            assert f"Errno {number}" in lasting.lost
+
+
 def hangup(handling: str) -> str:
     """The program, started where SIGHUP is handled so."""
     return f"import signal; signal.signal(signal.SIGHUP, signal.{handling})\n{PROGRAM}"
 
 
-@pytest.mark.parametrize("view", ["auto", "plain"])
+@pytest.mark.parametrize("view", ["auto", "plain", "none"])
 def test_a_closed_terminal_does_not_matter(
     tmp_path: Path, model: Path, on_terminal: Callable[..., Any], view: str
 ) -> None:
+    """With the view "none" nothing is ever written, and the loss is told all the same."""
     sections = {**LONG, "observe": {"view": view}, "run": {**LONG["run"], "steps": 150}}
     run_file = make_run(tmp_path, model, **sections)
     process, terminal = on_terminal("train", run_file, "--set", f"run.dir={tmp_path / 'run'}", start_new_session=True)

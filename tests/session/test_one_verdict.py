@@ -46,7 +46,7 @@ def test_summary_dashboard_report_and_sentence_have_the_same_figures(tmp_path: P
     words = " ".join(verdict.partition(": ")[2].split()[:12])
     page = (run_dir / "report" / "report.html").read_text()
     assert words in page
-    assert f"learner idle {idle}" in page
+    assert f'"learner_idle_frac":{json.dumps(summary["learner_idle_frac"])}' in page
     for told in (said, verb("status", run_dir), verb("trace", run_dir)):
         assert words in " ".join(told.split())
     assert json.loads(verb("status", run_dir, "--json"))["verdict"] == verdict

@@ -129,7 +129,7 @@ def cut_the_interleaving(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (forget_the_interleaving, "what its engine was told is not recorded"),
+        (forget_the_interleaving, "the messages to its engine are not recorded"),
         (cut_the_interleaving, f"lacks the commit of version {STEPS}"),
         (edit_ledger("INSERT INTO notes (kind, detail, at_s) VALUES ('start', 'step 3', 0)"), "it has 2 lives"),
     ],

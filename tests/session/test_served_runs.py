@@ -18,7 +18,7 @@ from headrace.testing.servers import FakeServer, fake_server
 from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address, Wire
-from headrace.wings.servers.vllm.dialect import ask_workers
+from headrace.wings.servers.vllm.dialect import call_workers
 from tests.session.runs import make_run
 
 VOCAB = "0123456789+="
@@ -74,7 +74,7 @@ def test_server_to_which_another_run_carries_its_weights_ends_this_one_at_once(m
     with (
         fake_server("vllm", wanted(model_dir)) as (url, _),
         Wire(Address(url=url)) as wire,
-        closing(Carrier(wire, ask_workers, way)) as carrier,
+        closing(Carrier(wire, call_workers, way)) as carrier,
     ):
         carrier.carry(theirs, 1)
         path = make_run(tmp_path, model_dir, launch={**LAUNCH, "engine_restarts": 2})

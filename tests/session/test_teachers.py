@@ -150,7 +150,7 @@ def _beside(config: RunConfig, other: Path, batch: Batch) -> StepWork:
         temperature=config.engine.temperature, total_steps=1, model_dir=Path(config.model.path), clock=RealClock()
     )
     core = LearnerCore(load_model(config.model), learner, Objective.build(config.algo), context)
-    return core.accompany(
+    return core.add_columns(
         StepWork(batch=batch, mask_N=batch.mask_N, weights_N=torch.ones(batch.num_tokens), old=config.algo.old)
     )
 
@@ -194,8 +194,8 @@ def test_of_a_chat_the_last_message_is_replaced_and_columns_are_filled_in(tmp_pa
     teachers = "learner.teachers=[{kind='frozen', engine={prompt='{hint}={prompt}'}}]"
     prepared = prepare(load_config(run_file, [teachers, "flow.groups_per_step=2"]), Inputs())
     tokenizer, order = load_tokenizer(str(model)), prepared.teachers[""]
-    assert order.terms.prompts is not None
-    read = [tokenizer.decode(ids_T) for ids_T in order.terms.prompts]
+    assert order.config.prompts is not None
+    read = [tokenizer.decode(ids_T) for ids_T in order.config.prompts]
     assert read == ["03=1+2=", "3=4+4="]
     assert order.max_context == prepared.max_context + 2  # of the longest prompt, and an answer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import headrace as library
-from headrace.base.errors import ConfigError, NothingToLearn
+from headrace.base.errors import ConfigError, NoRewards, NothingToLearn
 from headrace.run.session import load_config
 from tests.session.runs import make_run, tiny_model, verb
 from tests.session.serial import SerialLoop, same_learner
@@ -182,6 +182,17 @@ def test_rows_that_fail_in_every_way_are_counted_drops_and_the_rest_goes_on(tmp_
         assert fates.submitted == fates.trained + sum(fates.dropped.values()) + fates.in_flight
 
 
+def test_a_reward_that_is_none_for_every_answer_is_told_without_the_table_of_loops(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    run_file = make_run(
+        tmp_path, model_dir, reward="def reward(completion): completion.strip()", flow={"max_failed_groups": 2}
+    )
+    with pytest.raises(NoRewards, match="None means that an answer does not count") as error:
+        library.train(run_file, overrides=["observe.view=none"])
+    assert "\n" not in error.value.problem
+
+
 def test_a_reward_that_never_differs_ends_the_run_in_words_with_its_work_kept(tmp_path: Path, model_dir: Path) -> None:
     run_file = make_run(
         tmp_path,
@@ -190,8 +201,9 @@ def test_a_reward_that_never_differs_ends_the_run_in_words_with_its_work_kept(tm
         flow={"groups_per_step": 2, "group_size": 2, "max_idle_batches": 4},
         run={"dir": "run", "steps": 50, "checkpoint_every": 2},
     )
-    with pytest.raises(NothingToLearn, match=r"in 4 steps in a row .* got the same reward \(the last: 0.25\)"):
+    with pytest.raises(NothingToLearn, match=r"in 4 steps in a row .* got the same reward \(the last: 0.25\)") as error:
         library.train(run_file, overrides=["observe.view=none"])
+    assert "\n" not in error.value.problem, "a table of loops helps nobody here"
     summary = read(tmp_path / "run" / "summary.json")
     assert summary["status"] == "failed"
     assert "same reward" in summary["cause"]

@@ -13,8 +13,8 @@ from headrace.models.weights import weight_tensors
 from headrace.run.session import load_config
 from headrace.sync import SyncConfig
 from headrace.sync.codecs import CODECS, codec_of
-from headrace.sync.config import Route
-from headrace.sync.transports import TRANSPORTS, make_publisher, make_receiver
+from headrace.sync.config import TRANSPORTS, Route
+from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import through
 from tests.models.kinds import plain, tiny
 
@@ -121,7 +121,7 @@ def test_snapshot_that_has_changed_since_is_never_sent_again(tmp_path: Path) -> 
 
 
 def test_every_row_of_the_tables_can_be_chosen_in_a_run_file_and_nothing_else() -> None:
-    for transport in TRANSPORTS:
+    for transport in TRANSPORTS.rows:
         for codec in CODECS:
             made = validate(SyncConfig, {"transport": transport, "codec": codec})
             assert (made.transport, made.codec) == (transport, codec)

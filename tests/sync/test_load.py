@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import NeedsFull
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import TokenChunk
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.weights import Interrupt
 from headrace.engine import EngineConfig
@@ -31,7 +31,7 @@ from headrace.models.weights import weight_tensors
 from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
-from headrace.testing.sync import TOKEN, equal, receiver_in_weather, through
+from headrace.testing.sync import TOKEN, equal, receiver_with_faults, through
 from tests.engine.harness import MAX_CONTEXT, joined, request
 from tests.models.kinds import plain, tiny
 
@@ -69,7 +69,7 @@ class Life:
     def __init__(self, directory: Path, route: Route, rng: np.random.Generator) -> None:
         model = load_model(ModelConfig(path=str(directory), dtype="float32"))
         self._tensors = weight_tensors(model)
-        self.receiver, self.weather = receiver_in_weather(route, self._tensors, rng.spawn(1)[0])
+        self.receiver, self.weather = receiver_with_faults(route, self._tensors, rng.spawn(1)[0])
         self._engine = NativeEngine(
             model,
             EngineConfig(max_sequences=BATCH),
@@ -80,7 +80,7 @@ class Life:
         self._rng = rng
         self._known = 0
         self.prompts: list[list[int]] = []
-        self.chunks: dict[int, list[Chunk]] = defaultdict(list)
+        self.chunks: dict[int, list[TokenChunk]] = defaultdict(list)
         self.gaps_s: list[float] = []
 
     def decode_until(self, staged: Future[bool]) -> bool:

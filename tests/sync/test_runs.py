@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
+from headrace.base.types.messages.engine import Commit, Stage
+from headrace.base.types.messages.learner import Publish
+from headrace.launch.channel import ControllerChannel
 from tests.session.runs import make_run, tiny_model, verb
 
 WAYS = [
@@ -52,6 +56,23 @@ def test_lossless_way_learns_bit_for_bit_the_same(
     assert weights == usual[1]
     assert summary["versions"] == usual[0]["versions"]
     assert summary["warnings"] == usual[0]["warnings"]
+
+
+@pytest.mark.parametrize(("interrupt", "num_commits"), [("inflight", 0), ("drain", 0), ("sleep", 4)])
+def test_versions_come_into_use_without_orders_of_the_controller_unless_the_engine_sleeps(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, interrupt: str, num_commits: int
+) -> None:
+    ordered = Counter[type]()
+    send = ControllerChannel.send
+
+    def counted(channel: ControllerChannel, message: object) -> None:
+        ordered[type(message)] += 1
+        send(channel, message)
+
+    monkeypatch.setattr(ControllerChannel, "send", counted)
+    summary, _ = learned(tmp_path / "run", model, interrupt=interrupt)
+    assert summary["versions"] == [0, 3]
+    assert (ordered[Publish], ordered[Stage], ordered[Commit]) == (4, 0, num_commits)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class Pair:
         self.publisher.copy(slot)
         return self.publisher.announce(version, slot)
 
-    def bring(self, version: int, slot: int) -> None:
+    def transfer(self, version: int, slot: int) -> None:
         self.receiver.stage(self.publish(version, slot))
         self.receiver.commit(version)
 
@@ -107,12 +107,12 @@ def test_manifest_says_dtype_and_shape_in_words_that_travel() -> None:
 def test_committed_weights_are_the_learners_bit_for_bit(pair: Pair) -> None:
     for version, slot in enumerate((0, 1, 0, 1)):
         new = pair.learn(version + 10)
-        pair.bring(version, slot)
+        pair.transfer(version, slot)
         assert equal(pair.engine, new)
 
 
 def test_staging_changes_nothing_until_the_commit(pair: Pair) -> None:
-    pair.bring(0, 0)
+    pair.transfer(0, 0)
     before = {name: tensor.clone() for name, tensor in pair.engine.items()}
     new = pair.learn(2)
     pair.receiver.stage(pair.publish(1, 1))
@@ -122,11 +122,11 @@ def test_staging_changes_nothing_until_the_commit(pair: Pair) -> None:
 
 
 def test_commit_is_a_change_of_pointers_into_the_committed_slot(pair: Pair) -> None:
-    pair.bring(0, 0)
+    pair.transfer(0, 0)
     first = {name: tensor.data_ptr() for name, tensor in pair.engine.items()}
-    pair.bring(1, 1)
+    pair.transfer(1, 1)
     second = {name: tensor.data_ptr() for name, tensor in pair.engine.items()}
-    pair.bring(2, 0)
+    pair.transfer(2, 0)
     assert {name: tensor.data_ptr() for name, tensor in pair.engine.items()} == first
     apart = {second[name] - first[name] for name in first}
     assert apart == {pair.publisher.manifest.total_bytes}
@@ -135,7 +135,7 @@ def test_commit_is_a_change_of_pointers_into_the_committed_slot(pair: Pair) -> N
 
 
 def test_committed_slot_is_shared_and_the_other_can_be_filled_meanwhile(pair: Pair) -> None:
-    pair.bring(0, 0)
+    pair.transfer(0, 0)
     old = {name: tensor.clone() for name, tensor in pair.engine.items()}
     pair.learn(5)
     pair.publisher.copy(1)
@@ -145,7 +145,7 @@ def test_committed_slot_is_shared_and_the_other_can_be_filled_meanwhile(pair: Pa
 def test_parameters_of_a_model_are_views_after_a_commit(tmp_path: Path) -> None:
     learner, engine = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     pair = paired(tmp_path / "weights", dict(learner.named_parameters()), dict(engine.named_parameters()))
-    pair.bring(0, 0)
+    pair.transfer(0, 0)
     x = torch.ones(2, 4)
     assert torch.equal(engine(x), learner(x))
     assert isinstance(engine.weight, torch.nn.Parameter)
@@ -156,14 +156,14 @@ def test_learner_that_lists_its_tensors_in_another_order_still_fits(tmp_path: Pa
     same_shape = {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0)}
     engine = {"b": torch.zeros(4), "a": torch.zeros(4)}
     pair = paired(tmp_path / "weights", same_shape, engine)
-    pair.bring(0, 0)
+    pair.transfer(0, 0)
     assert equal(engine, same_shape)
     pair.publisher.close()
 
 
 @pytest.mark.parametrize("version", [0, 2, 3])
 def test_version_that_is_not_newer_is_refused(pair: Pair, version: int) -> None:
-    pair.bring(3, 0)
+    pair.transfer(3, 0)
     with pytest.raises(WeightsError, match=f"version {version} is not newer than the committed version 3"):
         pair.receiver.stage(pair.publish(version, 1))
 
@@ -206,7 +206,7 @@ def file_of(pair: Pair) -> mmap.mmap:
 
 @pytest.mark.parametrize("name", ["embed.weight", "norm.weight", "scale", "count"])
 def test_flipped_bit_is_refused_with_the_name_of_its_tensor(pair: Pair, name: str) -> None:
-    pair.bring(0, 0)
+    pair.transfer(0, 0)
     before = {each: tensor.clone() for each, tensor in pair.engine.items()}
     pair.learn(9)
     update = pair.publish(1, 1)
@@ -218,7 +218,7 @@ def test_flipped_bit_is_refused_with_the_name_of_its_tensor(pair: Pair, name: st
     assert equal(pair.engine, before)
     with pytest.raises(WeightsError):
         pair.receiver.commit(1)
-    pair.bring(2, 1)  # published again, it is taken
+    pair.transfer(2, 1)  # published again, it is taken
 
 
 def test_announcement_of_the_wrong_slot_is_refused(pair: Pair) -> None:
@@ -273,7 +273,7 @@ def test_buffer_that_does_not_fit_the_memory_is_refused_with_what_it_needs(tmp_p
 
 def test_closed_publisher_leaves_no_file_and_the_engine_its_weights(pair: Pair) -> None:
     new = pair.learn(6)
-    pair.bring(0, 0)
+    pair.transfer(0, 0)
     pair.publisher.close()
     assert not pair.path.exists()
     assert equal(pair.engine, new)

@@ -77,7 +77,7 @@ def test_file_that_begins_otherwise_is_refused_and_repaired(tmp_path: Path) -> N
 def test_file_has_its_name_only_when_it_is_whole_and_old_ones_go(tmp_path: Path) -> None:
     with pair_of("files", tmp_path / "folder") as pair:
         for _ in range(5):
-            pair.bring()
+            pair.transfer()
             names = sorted(path.name for path in (tmp_path / "folder").iterdir())
             assert [name[:9] for name in names] == [f"v{v:08d}" for v in range(pair.version + 1)][-2:]
     assert list((tmp_path / "folder").iterdir()) == []
@@ -94,7 +94,7 @@ def test_files_that_a_killed_run_left_are_removed(tmp_path: Path) -> None:
 
 def test_version_that_does_not_fit_the_disk_leaves_nothing_there(tmp_path: Path) -> None:
     with pair_of("files", tmp_path / "folder") as pair:
-        pair.bring()
+        pair.transfer()
         names, limits = os.listdir(tmp_path / "folder"), resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
@@ -103,7 +103,7 @@ def test_version_that_does_not_fit_the_disk_leaves_nothing_there(tmp_path: Path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert os.listdir(tmp_path / "folder") == names
-        pair.bring()
+        pair.transfer()
 
 
 def test_version_that_somebody_removed_hinders_no_later_one(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_file_outside_the_folder_is_never_opened(tmp_path: Path, path: str) -> N
 
 def test_files_travel_through_any_file_system_of_fsspec() -> None:
     with pair_of("files", Path()) as _, line(Route(transport="files", address="memory://weights"), seed=3) as pair:
-        pair.bring()
+        pair.transfer()
         assert equal(pair.engine, pair.expected())
     with pytest.raises(ConfigError, match="cannot be reached"):
         make_receiver(Route(transport="files", address="gopher://x"), {})
@@ -139,7 +139,7 @@ def test_upload_with_another_token_is_refused_and_stores_nothing() -> None:
         stranger.copy(0)
         with pytest.raises(WeightsError, match=r"refused version 0 at byte 0 of \d+: 401 Unauthorized"):
             stranger.announce(0, 0, [pair.receiver.address])
-        pair.bring()
+        pair.transfer()
         assert equal(pair.engine, pair.expected())
     with pytest.raises(ConfigError, match="has no token"):
         make_receiver(route, {})
@@ -162,7 +162,7 @@ def test_uploads_are_taken_at_the_address_that_is_named_and_nowhere_without_a_to
     route = Route(transport="http", host="127.0.0.2", deadline_s=5.0)
     with line(route, seed=3) as pair:
         assert pair.receiver.address.startswith("http://127.0.0.2:")
-        pair.bring()
+        pair.transfer()
         assert equal(pair.engine, pair.expected())
     with pytest.raises(ConfigError, match=r"no token, and would take anybody's weights at 127\.0\.0\.2"):
         make_receiver(route, {})
@@ -172,10 +172,10 @@ def test_uploads_are_taken_at_the_address_that_is_named_and_nowhere_without_a_to
 
 def test_upload_that_begins_anew_takes_the_place_of_one_that_hangs() -> None:
     inbox = uploads.HttpInbox(TOKEN, 1000, 5.0)
-    hangs, anew = inbox.begin("1-a", 0, 100), inbox.begin("1-b", 0, 100)
+    hangs, anew = inbox.begin_bucket("1-a", 0, 100), inbox.begin_bucket("1-b", 0, 100)
     assert not isinstance(hangs, str)
     assert not isinstance(anew, str)
-    inbox.end(hangs, 100)
+    inbox.end_bucket(hangs, 100)
     assert (inbox._upload, anew.received) == (anew, 0)
     inbox.close()
 
@@ -214,7 +214,7 @@ def test_upload_that_stops_is_named_with_what_arrived(monkeypatch: pytest.Monkey
     monkeypatch.setattr(uploads, "BUCKET_BYTES", 4096)
     with line(Route(transport="http", deadline_s=0.3), seed=3) as pair:
         update = pair.publish()
-        inbox = pair.weather._inbox
+        inbox = pair.inbox._inbox
         inbox._upload.received -= 4096  # as if the learner had died before its last bucket
         with pytest.raises(NeedsFull, match=rf"of {update.num_bytes} bytes; after 0.3 s here are \d+ bytes of upload"):
             pair.receiver.stage(update)
@@ -356,10 +356,10 @@ def test_tensors_that_lie_where_they_cannot_are_refused_before_anything_is_read(
 
 def test_second_learner_is_refused_the_buffer_that_another_one_fills(tmp_path: Path) -> None:
     with pair_of("shm", tmp_path / "weights") as pair:
-        pair.bring()
+        pair.transfer()
         with pytest.raises(WeightsError, match="holds the weights of another learner"):
             make_publisher(pair.route, pair.learner)
-        pair.bring()
+        pair.transfer()
         assert equal(pair.engine, pair.expected())
 
 
@@ -367,7 +367,7 @@ def test_difference_in_shared_memory_lies_in_the_one_file_that_a_run_has(tmp_pat
     with pair_of("shm", tmp_path / "weights", codec="delta") as pair:
         for _ in range(3):
             pair.learn()
-            pair.bring()
+            pair.transfer()
         assert [path.name for path in tmp_path.iterdir()] == ["weights"]
     assert list(tmp_path.iterdir()) == []
 

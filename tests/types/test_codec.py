@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from headrace.base.types.batch import Batch
-from headrace.base.types.episode import StopReason
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages import controller, engine, environment, learner, node, scorer
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.messages.controller import Chunk, Chunks, EngineStats, LogprobsAre, Ready, Scored
+from headrace.base.types.messages.controller import Chunks, EngineStats, LogprobsReply, Ready, Scored
 from headrace.base.types.messages.engine import Generate, GenerateRequest, Stage
 from headrace.base.types.messages.learner import Train
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Manifest, TensorEntry, WeightUpdate
 
@@ -47,11 +48,9 @@ MESSAGES = [
         controller,
         Chunks(
             chunks=(
-                Chunk(
+                TokenChunk(
                     request_id=1,
-                    ids_T=IDS,
-                    logprobs_T=-IDS.astype(np.float32),
-                    versions_T=IDS,
+                    tokens=Tokens(ids_T=IDS, logprobs_T=-IDS.astype(np.float32), versions_T=IDS),
                     stop_reason=StopReason.LENGTH,
                 ),
             ),
@@ -59,7 +58,7 @@ MESSAGES = [
             spans=(Span(lane="engine", name="generate", start_s=0.0, end_s=1.0),),
         ),
     ),
-    (controller, LogprobsAre(call=1, logprobs_N=np.zeros(0, np.float32))),
+    (controller, LogprobsReply(call=1, logprobs_N=np.zeros(0, np.float32))),
     (controller, Scored(call=1, rewards=(0.5, None))),
     (
         engine,

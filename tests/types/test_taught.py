@@ -83,7 +83,7 @@ def test_what_a_teacher_said_lies_in_the_ledger_and_goes_into_the_batch() -> Non
 
 
 def test_lessons_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="a teacher's words of 2 tokens for 3 tokens"):
+    with pytest.raises(ValueError, match="a teacher's scores of 2 tokens for 3 tokens"):
         Tokens(ids_T=[1, 2, 3], logprobs_T=[0, 0, 0], versions_T=[1, 1, 1], taught=said(1, 2).taught)
 
 

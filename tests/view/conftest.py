@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.base.clock import RealClock
-from headrace.wings.view import OpenRun
 from headrace.wings.view.app import make_app
+from headrace.wings.view.run import OpenRun
 from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import branching_episode, write_run
 

@@ -1,5 +1,7 @@
-"""Takes the pictures of ``docs/pictures/view-*.png``: ``python -m tests.view.pictures RUN_DIR [RUN_DIR...]``. That of
-an episode shows one with branches.
+"""Take the pictures of ``docs/pictures``: ``python -m tests.view.pictures RUN_DIR [RUN_DIR...]``.
+
+Every page is ``view-*.png``; that of an episode shows one with branches. ``reward.png`` and ``timeline.png`` are parts
+of the pages of the first run.
 
 With ``--all DIR`` every page is taken light and dark, wide and narrow, into ``DIR``.
 """
@@ -28,6 +30,7 @@ def main() -> None:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         if everything is None:
             take(browser, address, "light", 1280, DOCS / "view-{page}.png")
+            take_parts(browser, address)
             take_branches(browser)
         else:
             everything.mkdir(parents=True, exist_ok=True)
@@ -49,6 +52,14 @@ def take(browser: Any, address: str, theme: str, width: int, target: Path) -> No
     context.close()
     for error in tab.errors:
         print(f"{theme} {width}: {error}")
+
+
+def take_parts(browser: Any, address: str) -> None:
+    tab = Watched(browser.new_page(viewport={"width": 1280, "height": 860}, color_scheme="light"), address)
+    for page, part, name in (("overview", "figure.lead", "reward"), ("timeline", ".card:has(.lanes)", "timeline")):
+        tab.open(page)
+        tab.tab.wait_for_timeout(700)
+        tab.tab.locator(part).first.screenshot(path=str(DOCS / f"{name}.png"))
 
 
 def take_branches(browser: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
@@ -115,7 +116,7 @@ def taught_episode(group: int, place: int) -> EpisodeGraph:
         ids_TK=np.stack([answer.tokens.ids_T, np.full(7, 33)], axis=1).astype(np.int32),
         logs_TK=np.log(np.full((7, 2), [0.5, 0.25])).astype(np.float32),
     )
-    tokens = replace(answer.tokens, taught=said[:6] + Taught.none(1, 2))
+    tokens = msgspec.structs.replace(answer.tokens, taught=said[:6] + Taught.none(1, 2))
     turns = [given("3 + 4 = "), replace(answer, tokens=tokens)]
     return EpisodeGraph(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 

@@ -17,9 +17,8 @@ from headrace.base.errors import DataError
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.browse import EpisodeQuery
-from headrace.wings.view import OpenRun
 from headrace.wings.view.app import make_app
-from headrace.wings.view.run import find_runs
+from headrace.wings.view.run import OpenRun, find_runs
 from tests.view.asking import ask, opened, stranger
 from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import GROUP_SIZE, write_run, write_sheets, write_status

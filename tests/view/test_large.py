@@ -16,8 +16,8 @@ from headrace.base.types.observation import StepRecord
 from headrace.base.types.trace import Span
 from headrace.flow.ledger.bundles import encode_bundle
 from headrace.run.observe import JsonlWriter
-from headrace.wings.view import OpenRun
 from headrace.wings.view.app import make_app
+from headrace.wings.view.run import OpenRun
 from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import STARTED_S, given, record, sampled, write_run
 

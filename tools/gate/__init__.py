@@ -1,13 +1,14 @@
-"""The checks of the gate that no linter has: sizes, the direction of imports, owners and bounds, words.
+"""The checks that no linter has: sizes, direction of imports, owners and bounds, dangerous calls, words.
 
-    source ──parse──▶ rule, rule, rule ──findings──▶ less what is excused beside it ──▶ printed, or none
+    source ──parse──▶ rules ──findings──▶ without the excused ones ──▶ printed
 
-A rule is a function from one :class:`~tools.gate.source.Source` to its findings. A finding that has a good reason is
-excused beside it, by a comment that names the rule and the reason:
+A rule is a function from one :class:`~tools.gate.source.Source` to its findings. A justified finding is excused by a
+comment on its line that names the rule and the reason:
 
     def f(...):  # gate: parameters - the signature is the protocol's
 
-At the start of a line by itself it excuses the rule in the whole file. A comment that excuses nothing is a finding.
+A comment on a line of its own, without indentation, excuses the rule in the whole file. A comment that excuses nothing
+is itself a finding.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ __all__ = ["RULES", "Finding", "Source", "check"]
 
 
 def check(sources: Iterable[Source], rules: Sequence[Rule] = RULES) -> list[Finding]:
-    """Every finding of ``rules`` in ``sources`` that is not excused, and every excuse that excuses nothing."""
+    """Return every finding of ``rules`` in ``sources`` that is not excused, and a finding for every unused excuse."""
     return [
         finding for source in sources for finding in excuse(source, [found for rule in rules for found in rule(source)])
     ]

@@ -1,4 +1,4 @@
-"""Sizes: a file, a function, its parameters and its nesting fit in one head."""
+"""The rules on sizes: of files, functions, parameter lists and nesting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ FILE_LINES, FILE_LINES_HARD = 600, 900
 FUNCTION_LINES, FUNCTION_LINES_HARD = 50, 80
 """Without the docstring."""
 PARAMETERS = 5
-"""Positional ones, besides self or cls. A caller reads a keyword-only parameter by its name, so those are free."""
+"""Number of positional parameters besides self or cls. Keyword-only parameters are free, since callers write their
+names."""
 NESTING = 3
 
 _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
@@ -19,7 +20,8 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def budgets(source: Source) -> Iterator[Finding]:
-    """Rules ``file``, ``function``, ``parameters`` and ``nesting``; the hard limits know no excuse."""
+    """Yield findings of the rules ``file``, ``function``, ``parameters`` and ``nesting``; the hard limits cannot be
+    excused."""
     num_lines = len(source.text.splitlines())
     if num_lines > FILE_LINES:
         yield source.find(
@@ -35,8 +37,9 @@ def _function(source: Source, function: FunctionNode) -> Iterator[Finding]:
         text = f"{function.name} has {num_lines} lines, {FUNCTION_LINES} are allowed: split it"
         yield source.find("function", function, text, hard=num_lines > FUNCTION_LINES_HARD)
     count = num_parameters(function)
-    # the parameters of a verb are its flags: a user reads them, no caller does
-    is_verb = source.path.startswith("src/headrace/run/cli/") and not function.name.startswith("_")
+    # the parameters of a command are its flags, which users write by name
+    of_verbs = source.path.startswith("src/headrace/run/cli/") or source.path.endswith("/verb.py")
+    is_verb = of_verbs and not function.name.startswith("_")
     if count > PARAMETERS and not is_verb:
         text = f"{function.name} has {count} positional parameters, {PARAMETERS} are allowed: make some keyword-only"
         yield source.find("parameters", function, text)
@@ -47,7 +50,7 @@ def _function(source: Source, function: FunctionNode) -> Iterator[Finding]:
 
 
 def length(function: FunctionNode) -> int:
-    """Lines from ``def`` to the end, without the docstring."""
+    """Return the number of lines from ``def`` to the end, without the docstring."""
     end = function.end_lineno or function.lineno
     first = function.body[0]
     has_docstring = ast.get_docstring(function, clean=False) is not None
@@ -56,14 +59,14 @@ def length(function: FunctionNode) -> int:
 
 
 def num_parameters(function: FunctionNode) -> int:
-    """Positional parameters besides ``self`` and ``cls``."""
+    """Return the number of positional parameters besides ``self`` and ``cls``."""
     args = function.args
     named = [arg.arg for arg in (*args.posonlyargs, *args.args, args.vararg) if arg]
     return len(named) - (named[:1] in (["self"], ["cls"]))
 
 
 def nesting(body: list[ast.stmt]) -> int:
-    """How deep blocks stand in blocks; ``elif`` adds nothing, a nested function counts for itself."""
+    """Return the depth of nested blocks; ``elif`` adds nothing, and nested functions are counted separately."""
     return max((_depth(statement) for statement in body), default=0)
 
 

@@ -1,4 +1,4 @@
-"""No code from data: what would run what it reads has no place in the library."""
+"""The rules against executing data: the library uses no module or call that runs what it reads."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _CALLS = frozenset({
     "multiprocessing.Queue", "multiprocessing.Pipe", "multiprocessing.Pool", "multiprocessing.Manager",
 })  # fmt: skip
 _SWITCHES = {"trust_remote_code": False, "allow_pickle": False, "shell": False, "weights_only": True}
-"""Keywords, and the only value that they may have."""
+"""Keyword arguments, each with the only value that is allowed."""
 
 
 def danger(source: Source) -> Iterator[Finding]:
-    """Rules ``code`` (a module or a call that runs data) and ``remote-code`` (a switch that would let one)."""
+    """Yield findings of the rules ``code`` (a module or call that executes data) and ``remote-code`` (a keyword that
+    allows it)."""
     for name, call in source.calls:
         for keyword in call.keywords:
             if keyword.arg in _SWITCHES and not _is(keyword.value, _SWITCHES[keyword.arg]):

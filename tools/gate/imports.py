@@ -1,4 +1,5 @@
-"""Imports point down the list of rooms; an optional package is imported in one file, when it is chosen."""
+"""The rules on imports: they follow the order of the packages, and each optional package is imported in one file,
+lazily."""
 
 from __future__ import annotations
 
@@ -10,53 +11,24 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tools.gate.source import Finding, Source
+from tools.house.graph import Graph
+from tools.house.tree import Tree
 
 ROOMS = (
     *("base", "models", "algo", "engine", "sync", "flow", "rollout", "learner", "control", "launch", "run", "policy"),
-    *("wings", "testing", "headrace", "__main__"),
+    *("extend", "wings", "testing", "headrace", "__main__"),
 )
-"""A room imports only rooms that stand before it, or itself. The core does without the wings."""
+"""The packages of the library in order: each imports only itself and earlier ones. The core does not import the
+wings."""
 
+WING = re.compile(r"headrace\.wings[\w.:]*")
+"""Matches the dotted name of a wing, or of something in it."""
 WITHOUT_TORCH = frozenset({"base", "flow"})
-"""Rooms of pure data and pure decisions."""
-
-KNOWN_WINGS = frozenset(
-    {
-        ("engine/config", "servers"),
-        ("launch/clients/environment", "agents"),
-        ("launch/config", "cluster"),
-        ("launch/environments", "agents"),
-        ("launch/environments", "cluster"),
-        ("launch/hosts/environment", "bridges"),
-        ("launch/hosts/served", "servers"),
-        ("launch/hosts/trial", "bridges"),
-        ("launch/local", "cluster"),
-        ("launch/starters", "cluster"),
-        ("launch/trial", "agents"),
-        ("run/cli/ahead", "plan"),
-        ("run/cli/bench", "bench"),
-        ("run/cli/compare", "compare"),
-        ("run/cli/compare", "recipes"),
-        ("run/cli/demo", "recipes"),
-        ("run/cli/join", "cluster"),
-        ("run/cli/plan", "plan"),
-        ("run/cli/recipes", "recipes"),
-        ("run/cli/serve", "serve"),
-        ("run/cli/view", "view"),
-        ("run/observe/calibrating", "plan"),
-        ("run/observe/pictures/plan", "plan"),
-        ("run/session/config", "cluster"),
-        ("run/session/config", "recipes"),
-        ("run/session/prepare", "bridges"),
-        ("run/session/prepare", "cluster"),
-        ("run/session/references", "bridges"),
-    }
-)
-"""Modules of the core that still import a wing, and the wing: to be turned round by registration. None may be added."""
+"""Packages that must not import torch."""
 
 
 def imports(source: Source) -> Iterator[Finding]:
-    """Rule ``import``: only downwards, wherever in the file it stands."""
+    """Yield findings of the rule ``import``: a package imports only earlier packages, also within functions."""
     if not source.room:
         return
     if source.room not in ROOMS:
@@ -69,21 +41,43 @@ def imports(source: Source) -> Iterator[Finding]:
         if source.room in WITHOUT_TORCH and top in ("torch", "transformers"):
             yield source.find("import", node, f"{source.room} does without {top}")
         if top == "headrace":
-            target, _, inner = rest.partition(".")
-            yield from _direction(source, node, target, inner.partition(".")[0])
+            target = rest.partition(".")[0]
+            yield from _direction(source, node, target)
+    if ROOMS.index(source.room) < ROOMS.index("wings"):
+        yield from _wings_by_name(source)
 
 
-def _direction(source: Source, node: ast.stmt, target: str, wing: str) -> Iterator[Finding]:
+def _wings_by_name(source: Source) -> Iterator[Finding]:
+    """Yield a finding for each string in the core that names a wing: wings register themselves by entry points."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and WING.fullmatch(node.value):
+            yield source.find("import", node, f"{source.room} names {node.value!r}: register it in pyproject.toml")
+
+
+def _direction(source: Source, node: ast.stmt, target: str) -> Iterator[Finding]:
     room = target if target in ROOMS else "headrace"
-    module = source.path.removeprefix("src/headrace/").removesuffix(".py")
-    if room == "wings" and (module, wing) in KNOWN_WINGS:
-        return
     if target != "__version__" and ROOMS.index(room) > ROOMS.index(source.room):
         yield source.find("import", node, f"{source.room} imports {room}, which stands above it")
 
 
+def circles(root: Path) -> list[Finding]:
+    """Return findings of the rule ``circle``: no modules import one another in a circle, also not by imports within
+    functions or for type checkers."""
+    tree = Tree(root)
+    paths = {module.name: str(module.path) for module in tree.modules}
+    return [
+        Finding(
+            rule="circle",
+            path=paths[circle[0]],
+            line=1,
+            text=f"modules import one another in a circle: {', '.join(circle)}; move what they share below them",
+        )
+        for circle in Graph(tree).circles()
+    ]
+
+
 def imported(source: Source) -> Iterator[tuple[ast.stmt, str]]:
-    """Every import with the full dotted name of what it brings; a relative import is resolved."""
+    """Yield every import statement with the full dotted name that it imports; relative imports are resolved."""
     package = Path(source.path).with_suffix("").parts[1:-1]
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
@@ -95,14 +89,15 @@ def imported(source: Source) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def optional_packages(pyproject: str) -> frozenset[str]:
-    """The import names of the packages that only extras bring, the developer's extra aside."""
+    """Return the import names of the packages that only extras install, without the extra for developers."""
     extras = tomllib.loads(pyproject)["project"].get("optional-dependencies", {})
     names = [need for extra, needs in extras.items() if extra != "dev" for need in needs]
     return frozenset(re.split(r"[^A-Za-z0-9_-]", name)[0].replace("-", "_") for name in names) - {"headrace"}
 
 
 def optional_imports(sources: Iterable[Source], packages: frozenset[str]) -> list[Finding]:
-    """Rule ``optional``: each of ``packages`` in one file only, and inside a function."""
+    """Return findings of the rule ``optional``: each of ``packages`` is imported in one file only, and within a
+    function."""
     homes: dict[str, list[tuple[Source, ast.stmt]]] = defaultdict(list)
     findings: list[Finding] = []
     for source in sources:

@@ -1,4 +1,5 @@
-"""Every task has an owner, every queue a bound, every random draw a seed; nothing is looked up by guess."""
+"""The rules on ownership: every task has an owner, every queue a bound, every random generator a seed, every exception
+to a linter's rule a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _NOQA = re.compile(r"#\s*noqa\b(?P<codes>:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*
 
 
 def owners(source: Source) -> Iterator[Finding]:
-    """Rules ``task``, ``queue``, ``random``, ``getattr``, ``sleep`` and ``reason``."""
+    """Yield findings of the rules ``task``, ``queue``, ``random``, ``getattr``, ``sleep`` and ``reason``."""
     is_library = source.path.startswith("src/")
     groups = _task_groups(source.tree)
     for name, call in source.calls:
@@ -44,7 +45,7 @@ def _library(source: Source, name: str, call: ast.Call, groups: frozenset[str]) 
 
 
 def _task_groups(tree: ast.Module) -> frozenset[str]:
-    """``NAME.create_task`` for every name that is a task group: opened, made, or annotated as one."""
+    """Return ``NAME.create_task`` for every name that is opened, assigned or annotated as a task group."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:

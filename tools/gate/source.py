@@ -1,4 +1,4 @@
-"""One file of code, parsed once, and what a rule may say about it."""
+"""One file of Python code, parsed once, and the findings of rules in it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that a rule found."""
+    """A violation of a rule."""
 
     rule: str
     path: str
     line: int
     text: str
     hard: bool = False
-    """No excuse helps."""
+    """Whether the finding cannot be excused."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: [{self.rule}] {self.text}"
@@ -49,46 +49,47 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The syntax tree."""
+        """Return the syntax tree."""
         return ast.parse(self.text, self.path)
 
     @cached_property
     def comments(self) -> list[tuple[int, int, str]]:
-        """Line, column and text of every comment."""
+        """Return line, column and text of every comment."""
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         return [(token.start[0], token.start[1], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
     @cached_property
     def functions(self) -> list[FunctionNode]:
-        """Every function and method, nested ones too."""
+        """Return every function and method, nested ones included."""
         return [node for node in ast.walk(self.tree) if isinstance(node, FunctionNode)]
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        """Every class, nested ones too."""
+        """Return every class, nested ones included."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
 
     @cached_property
     def calls(self) -> list[tuple[str, ast.Call]]:
-        """Every call, with the dotted name of what is called (empty where it has none)."""
+        """Return every call with the dotted name of the called function, which is empty if it has none."""
         return [(dotted(node.func), node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
 
     @property
     def room(self) -> str:
-        """The room of the library that it belongs to; ``headrace`` for the package itself, empty outside of it."""
+        """Return the top-level package of the library that the file belongs to; ``headrace`` for the package itself,
+        empty for files outside of it."""
         parts = Path(self.path).with_suffix("").parts
         if parts[:2] != ("src", "headrace"):
             return ""
         return "headrace" if parts[2:] in ((), ("__init__",)) else parts[2]
 
     def excuses(self) -> Iterator[Excuse]:
-        """The comments that excuse a rule."""
+        """Yield the comments that excuse a rule."""
         for line, column, comment in self.comments:
             if match := _EXCUSE.match(comment):
                 yield Excuse(rule=match["rule"], line=line, whole_file=column == 0)
 
     def find(self, rule: str, node: ast.AST | int, text: str, *, hard: bool = False) -> Finding:
-        """A finding at ``node``, or at a line."""
+        """Return a finding at ``node``, which may be a line number."""
         line = node if isinstance(node, int) else int(getattr(node, "lineno", 1))
         return Finding(rule=rule, path=self.path, line=line, text=text, hard=hard)
 
@@ -97,13 +98,13 @@ Rule = Callable[[Source], Iterable[Finding]]
 
 
 def read(root: Path, *folders: str) -> list[Source]:
-    """Every Python file under ``folders`` of the repository at ``root``."""
+    """Return every Python file below ``folders`` of the repository at ``root``."""
     paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     return [Source(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in paths]
 
 
 def excuse(source: Source, findings: Iterable[Finding]) -> list[Finding]:
-    """``findings`` less the excused ones; plus one for every excuse that excuses nothing."""
+    """Return ``findings`` without the excused ones, and a finding for every unused excuse."""
     excuses = list(source.excuses())
     used: set[Excuse] = set()
     kept: list[Finding] = []
@@ -121,7 +122,7 @@ def excuse(source: Source, findings: Iterable[Finding]) -> list[Finding]:
 
 
 def dotted(node: ast.expr) -> str:
-    """``a.b.c`` for such an expression; empty for any other."""
+    """Return ``a.b.c`` for an expression of that form, and an empty text for any other."""
     match node:
         case ast.Name(id=name):
             return name

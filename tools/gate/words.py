@@ -1,4 +1,4 @@
-"""Words where a reader needs them: fields of records, promises of contracts, names of tests."""
+"""The rules on names and docstrings: of the fields of records, the methods of protocols, test functions and classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from tools.gate.source import Finding, FunctionNode, Source, dotted
 
 _UNIT = re.compile(r"(_(s|ms|bytes|frac|tok_s|tokens|version|seed|std|min|max|T|N|S|G|B|L|V)|^num_\w+)$")
-"""Names that say their unit or shape themselves."""
+"""Matches field names that contain their unit or shape."""
 _SAYS_IT = re.compile(
     r"""(?x) ^(
     name|kind|version|steps?|call|token|pid|slot|path|directory|dtype|shape|key|problem|remedy|text|level|row
@@ -18,20 +18,21 @@ _SAYS_IT = re.compile(
     |groups?|episodes?|tasks?|rewards?|submitted|trained|dropped|in_flight
     )$"""
 )
-"""Words of docs/glossary.md that mean the same wherever they stand."""
+"""Matches field names that mean the same everywhere, by docs/glossary.md."""
 _NUMBERS = frozenset({"int", "float", "complex", "NDArray", "ndarray", "Tensor"})
-"""Types that do not say what a field measures; a record, an enum, a text or a flag does."""
+"""Types that do not tell what a field measures, unlike a record, an enumeration, a text or a flag."""
 
 NOT_OURS = frozenset({
     "Asked", "Board", "Companion", "Crew", "Desk", "Door", "Drought", "Errand", "Guest", "Held", "Hold", "Homes",
     "Journey", "Knock", "Met", "Parts", "Room", "Seat", "Seen", "Sheet", "Shift", "Terms", "Told", "Visit", "Wanted",
     "Way", "Wish",
 })  # fmt: skip
-"""Words that tell a reader from abroad nothing: docs/glossary.md has the words of the field."""
+"""Class names that are not terms of the field; docs/glossary.md has the terms to use instead."""
 
 
 def unique_classes(sources: Iterable[Source]) -> list[Finding]:
-    """Rules ``unique``, one class for each name of the project, and ``word``, names in the words of the field."""
+    """Return findings of the rules ``unique`` (each class name is used once) and ``word`` (no class name of
+    :data:`NOT_OURS`)."""
     places: dict[str, list[tuple[Source, ast.ClassDef]]] = defaultdict(list)
     for source in sources:
         for cls in source.classes:
@@ -48,7 +49,7 @@ def unique_classes(sources: Iterable[Source]) -> list[Finding]:
 
 
 def words(source: Source) -> Iterator[Finding]:
-    """Rules ``field``, ``contract`` and ``sentence``."""
+    """Yield findings of the rules ``field``, ``contract`` and ``sentence``."""
     if source.path.startswith("tests/"):
         yield from _sentences(source)
     if source.room:
@@ -64,8 +65,8 @@ def _sentences(source: Source) -> Iterator[Finding]:
 
 
 def _fields(source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
-    """Every setting of a run file says what it means; a field of another record does where neither its name nor its
-    type says it, and always what ``None`` means."""
+    """Yield a finding for each setting without a docstring, and for each field of another record whose meaning follows
+    neither from its name nor its type, or whose ``None`` is not explained."""
     is_section = any(_last(base).endswith(("Section", "Config")) for base in cls.bases)
     if not is_section and (cls.name.startswith("_") or not _is_record(cls)):
         return
@@ -82,7 +83,7 @@ def _fields(source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
 
 
 def _is_open(name: str, annotation: ast.expr, said: str) -> bool:
-    """Whether a reader still asks what the field means, after its name, its type and the words above the class."""
+    """Return whether the meaning of a field is unclear from its name, its type and the docstring of its class."""
     if re.search(rf"\b{name}\b", said):
         return False
     nodes = list(ast.walk(annotation))

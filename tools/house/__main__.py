@@ -1,24 +1,37 @@
-"""``python -m tools.house [--json] [--root DIR] [--wings A,B] [--twice]``."""
+"""The command ``python -m tools.house [--json] [--root DIR] [--wings A,B] [--twice] [--circles] [--ways]``."""
 
 import argparse
 import json
 from pathlib import Path
 
+from tools.house import ways
+from tools.house.graph import Graph
 from tools.house.measures import measure, twice
 from tools.house.tree import Tree
 
 parser = argparse.ArgumentParser(prog="python -m tools.house", description="Measure how the house is built.")
 parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="the checkout to measure")
-parser.add_argument("--wings", default="wings", help="folders below src/headrace that count as wings")
+parser.add_argument("--wings", default="wings,testing", help="folders below src/headrace that the core does without")
 parser.add_argument("--json", action="store_true", help="print JSON")
+parser.add_argument("--ways", action="store_true", help="list what a token and a weight cross")
 parser.add_argument("--twice", action="store_true", help="list the class names that stand for two classes")
+parser.add_argument("--circles", action="store_true", help="list the modules that import one another in a circle")
 arguments = parser.parse_args()
 tree = Tree(arguments.root, arguments.wings.split(","))
-if arguments.twice:
+if arguments.ways:
+    for name, way in (("token", ways.TOKEN), ("weight", ways.WEIGHT)):
+        print(f"a {name}: {ways.files(way)} files, {ways.records(way)} records")
+        for hop in way:
+            print(f"  {hop.file + '.py':36} {hop.function:34} → {hop.hands_to:16} {hop.record}".rstrip())
+        print("\n".join(f"  not so: {problem}" for problem in ways.broken(tree, way)), end="")
+elif arguments.twice:
     found = twice(tree)
     print(
         json.dumps(found, indent=1) if arguments.json else "\n".join(f"{k}: {', '.join(v)}" for k, v in found.items())
     )
+elif arguments.circles:
+    circles = Graph(tree).circles()
+    print(json.dumps(circles, indent=1) if arguments.json else "\n".join(" ".join(circle) for circle in circles))
 else:
     rows = measure(tree).rows()
     print(

@@ -1,4 +1,4 @@
-"""Who imports whom: the graph of modules, its circles, and the imports of wings by the core."""
+"""The import graph of the modules: its circles, and the imports of wings by the core."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class Import:
     """One import statement."""
 
     by: str
-    """The dotted name of the module that imports."""
+    """Dotted name of the importing module."""
     of: str
-    """The dotted name of the module that is imported."""
+    """Dotted name of the imported module."""
     line: int
 
 
 class Graph:
-    """The imports between the modules of the package, those inside functions included."""
+    """The imports between the modules of the package, including those within functions."""
 
     def __init__(self, tree: Tree) -> None:
         self._modules = {module.name: module for module in tree.modules if module.name}
         self.imports = [found for module in self._modules.values() for found in self._of(module)]
 
     def circles(self) -> list[list[str]]:
-        """Groups of modules that import one another in a circle."""
+        """Return the groups of modules that import one another in a circle."""
         graph: networkx.DiGraph[str] = networkx.DiGraph((found.by, found.of) for found in self.imports)
         return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
     def core_to_wings(self) -> list[Import]:
-        """The imports by which the core knows a wing."""
+        """Return the imports of wings by core modules."""
         storeys = {name: module.storey for name, module in self._modules.items()}
         return [
             found for found in self.imports if storeys[found.by] is Storey.CORE and storeys[found.of] is Storey.WINGS

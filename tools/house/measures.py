@@ -1,4 +1,4 @@
-"""What is counted, and how it is printed."""
+"""The figures of a checkout."""
 
 from __future__ import annotations
 
@@ -8,57 +8,65 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from tools.gate.budgets import length
+from tools.house import ways
 from tools.house.graph import Graph
 from tools.house.tree import PACKAGE, Module, Storey, Tree
 
 SHORT_FILE = 40
-"""A file of fewer lines asks where it belongs."""
+"""Number of lines below which a file counts as short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """The table of one checkout."""
+    """The figures of one checkout."""
 
     rooms: int
-    """Folders and files right below the package."""
+    """Number of folders and files directly below the package."""
     files: int
-    """Python files of the package."""
+    """Number of Python files of the package."""
     files_lab: int
     lines_core: int
-    """Code lines."""
+    """Number of code lines."""
     lines_wings: int
     lines_src: int
     lines_lab: int
     files_under_40: int
-    """Files of fewer than 40 lines, ``__init__`` aside."""
+    """Number of files with fewer than 40 lines, without ``__init__``."""
     function_median: float
-    """Lines of a function without its docstring."""
+    """Median number of lines of a function without its docstring."""
     function_p99: int
     function_max: int
     class_names: int
     names_twice: int
-    """Class names that stand for more than one class."""
+    """Number of class names that are used for more than one class."""
     comments: int
-    """Comments with a line to themselves."""
+    """Number of comments on lines of their own."""
     settings: int
-    """Fields of the sections of a run file."""
+    """Number of fields in the sections of a run file."""
     protocols: int
     protocols_of_one: int
-    """Protocols that one class in the house fulfils."""
+    """Number of protocols that exactly one class of the package implements."""
     core_imports_wings: int
     circles: int
-    """Groups of modules that import one another in a circle."""
+    """Number of groups of modules that import one another in a circle."""
+    token_files: int
+    """Number of files through which a token passes from its prompt to its gradient; 0 if ``ways.py`` does not describe
+    the checkout."""
+    token_records: int
+    """Number of classes that hold it one after another, from the engine's sampler on."""
+    weight_files: int
+    """Number of files through which a weight passes from the optimizer to the logits."""
 
     def rows(self) -> dict[str, float]:
-        """Each figure by its name."""
+        """Return each figure by its name."""
         return asdict(self)
 
 
 def measure(tree: Tree) -> Measures:
-    """Count everything in ``tree``."""
+    """Compute all figures of ``tree``."""
     src = tree.of(Storey.CORE) + tree.of(Storey.WINGS)
     graph = Graph(tree)
-    # a tree without functions has one of no lines, so that the figures exist
+    # a tree without functions counts as one function of no lines, so that median and maximum exist
     lengths = sorted(length(function) for module in src for function in module.functions) or [0]
     names = Counter(cls.name for module in src for cls in module.classes)
     implementations = protocols(src)
@@ -82,11 +90,14 @@ def measure(tree: Tree) -> Measures:
         protocols_of_one=sum(len(found) == 1 for found in implementations.values()),
         core_imports_wings=len(graph.core_to_wings()),
         circles=len(graph.circles()),
+        token_files=0 if ways.broken(tree, ways.TOKEN) else ways.files(ways.TOKEN),
+        token_records=0 if ways.broken(tree, ways.TOKEN) else ways.records(ways.TOKEN),
+        weight_files=0 if ways.broken(tree, ways.WEIGHT) else ways.files(ways.WEIGHT),
     )
 
 
 def twice(tree: Tree) -> dict[str, list[str]]:
-    """Class names that stand for more than one class, with the places."""
+    """Return the class names that are used for more than one class, with their places."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in tree.of(Storey.CORE) + tree.of(Storey.WINGS):
         for cls in module.classes:
@@ -95,7 +106,7 @@ def twice(tree: Tree) -> dict[str, list[str]]:
 
 
 def protocols(modules: list[Module]) -> dict[str, list[str]]:
-    """Every Protocol with the classes that have all its methods, themselves or from a base."""
+    """Return every protocol with the classes that have all its methods, including inherited ones."""
     classes = {cls.name: cls for module in modules for cls in module.classes}
     wanted = {name: _methods(cls) for name, cls in classes.items() if "Protocol" in _bases(cls)}
     has = {name: _inherited(name, classes) for name in classes if name not in wanted}

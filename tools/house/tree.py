@@ -1,4 +1,4 @@
-"""The files of a checkout, each parsed once, sorted into core, wings and lab."""
+"""The Python files of a checkout, each parsed once, divided into core, wings and lab."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Storey(StrEnum):
-    """Where a file lies."""
+    """The part of the repository that a file belongs to."""
 
     CORE = "core"
     WINGS = "wings"
@@ -25,21 +25,21 @@ class Storey(StrEnum):
 
 @dataclass(frozen=True)
 class Module:
-    """One Python file of the house."""
+    """One Python file."""
 
     path: Path
-    """Relative to the root of the checkout."""
+    """Path relative to the root of the checkout."""
     storey: Storey
     text: str
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The syntax tree."""
+        """Return the syntax tree."""
         return ast.parse(self.text, str(self.path))
 
     @cached_property
     def name(self) -> str:
-        """The dotted name under which it is imported; empty outside the package."""
+        """Return the dotted name for imports; empty outside the package."""
         if not self.path.is_relative_to("src"):
             return ""
         parts = self.path.relative_to("src").with_suffix("").parts
@@ -47,17 +47,17 @@ class Module:
 
     @cached_property
     def functions(self) -> list[FunctionNode]:
-        """Every function and method, nested ones too."""
+        """Return every function and method, nested ones included."""
         return [node for node in ast.walk(self.tree) if isinstance(node, FunctionNode)]
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        """Every class, nested ones too."""
+        """Return every class, nested ones included."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
 
     @cached_property
     def code_lines(self) -> frozenset[int]:
-        """Numbers of the lines that hold code: neither blank, docstring nor comment alone."""
+        """Return the numbers of the lines with code: neither blank, nor docstring, nor only a comment."""
         skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
         skipped |= {tokenize.ENCODING, tokenize.ENDMARKER}
         lines: set[int] = set()
@@ -68,7 +68,7 @@ class Module:
 
     @cached_property
     def num_comments(self) -> int:
-        """Comments that have a line to themselves, directives for tools aside."""
+        """Return the number of comments on lines of their own, without directives for tools."""
         lines = (line.strip() for line in self.text.splitlines())
         return sum(line.startswith("#") and not line.startswith(("# gate:", "# noqa", "# type:")) for line in lines)
 
@@ -76,7 +76,7 @@ class Module:
     def _docstring_lines(self) -> set[int]:
         lines: set[int] = set()
         for node in ast.walk(self.tree):
-            # a text that stands alone is a docstring, of a module, a class, a function or a field
+            # a string as a statement is a docstring of a module, a class, a function or a field
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -87,16 +87,16 @@ class Module:
 
 
 class Tree:
-    """All Python files that people maintain: the package and the lab; tests, tools and examples aside."""
+    """The Python files of the package and the lab; tests, tools and examples are left out."""
 
     def __init__(self, root: Path, wings: Sequence[str] = ("wings",)) -> None:
-        """``wings``: folders and files below the package that count as wings."""
+        """Read the files below ``root``; ``wings`` are the folders and files of the package that count as wings."""
         self.root = root
         self._wings = tuple(Path(wing) for wing in wings)
         self.modules = sorted(self._read(), key=lambda module: module.path)
 
     def of(self, storey: Storey) -> list[Module]:
-        """The modules of one storey."""
+        """Return the modules of one part."""
         return [module for module in self.modules if module.storey is storey]
 
     def _read(self) -> Iterable[Module]:

@@ -1,4 +1,4 @@
-"""``python -m tools.site``: builds site/, and says what is wrong with it."""
+"""The command ``python -m tools.site``: builds site/ and prints what is wrong with it."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from tools.site import build, problems
 
 
 def main() -> int:
-    """The exit status."""
+    """Build and check the site, and return the exit status."""
     root = Path(__file__).parents[2]
     failed = build(root)
     if failed:

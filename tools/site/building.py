@@ -1,4 +1,4 @@
-"""Stages the pages and has them built."""
+"""Stages the pages of the site and builds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.site.generated import GENERATED
 
 STAGED = Path("build/docs")
 LINK = re.compile(r"(?<!!)(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s#]+)(#[^()\s]*)?\)")
-"""A link of Markdown: its words, the target, the anchor."""
+"""Matches a link in Markdown; groups: text in brackets, target, anchor."""
 LANGUAGES = {
     ".py": "python",
     ".toml": "toml",
@@ -29,7 +29,7 @@ FENCE = re.compile(r"^( *)(`{3,})")
 
 
 def build(root: Path) -> str:
-    """Build site/ anew; what went wrong, or nothing."""
+    """Build site/ from scratch; return the output of a failed build, or an empty text."""
     stage(root)
     shutil.rmtree(root / "site", ignore_errors=True)
     command = [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "--clean"]
@@ -38,7 +38,7 @@ def build(root: Path) -> str:
 
 
 def stage(root: Path) -> None:
-    """Copy docs/ to :data:`STAGED`, with what the code says put in, and a page for each file that is linked to."""
+    """Copy docs/ to :data:`STAGED`, insert the generated parts, and add a page for each file that is linked to."""
     source, staged = root / "docs", root / STAGED
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(source, staged)
@@ -55,7 +55,7 @@ def stage(root: Path) -> None:
 
 
 def prose(text: str) -> list[tuple[int, str]]:
-    """The lines that are no code, with their numbers from 0."""
+    """Return the lines outside code blocks with their numbers, which start at 0."""
     fence, lines = "", []
     for number, line in enumerate(text.split("\n")):
         found = FENCE.match(line)
@@ -69,7 +69,8 @@ def prose(text: str) -> list[tuple[int, str]]:
 
 
 def _relinked(text: str, page: Path, root: Path, linked: set[Path]) -> str:
-    """Links that leave docs/ lead to the page that is made of their file."""
+    """Return ``text`` with links out of docs/ replaced by links to the pages of those files, which are added to
+    ``linked``."""
     docs, lines = root / "docs", text.split("\n")
 
     def one(link: re.Match[str]) -> str:
@@ -78,7 +79,7 @@ def _relinked(text: str, page: Path, root: Path, linked: set[Path]) -> str:
             return link[0]
         file = Path(os.path.normpath(page.parent / target))
         if file.is_relative_to(docs) or not file.exists():
-            return link[0]  # what is not there is for the check to find
+            return link[0]  # the check of the site reports missing targets
         linked.add(file)
         here = page.relative_to(docs).parent.as_posix()
         return f"{words}({posixpath.relpath(_page_of(file, root), here)}{anchor})"
@@ -93,7 +94,7 @@ def _page_of(file: Path, root: Path) -> str:
 
 
 def _show(file: Path, root: Path, staged: Path) -> None:
-    """A page that shows one file, or lists one folder."""
+    """Write a page that shows one file, or lists one folder."""
     name = file.relative_to(root).as_posix()
     page = staged / _page_of(file, root)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ def _show(file: Path, root: Path, staged: Path) -> None:
 
 
 def _plain(text: str) -> str:
-    """A page of the repository, its headings one deeper and without links of its own."""
+    """Return the text of a Markdown page with headings one level deeper and without links."""
     lines = text.split("\n")
     for number, line in prose(text):
         unlinked = LINK.sub(lambda link: link[1][1:-1], line)

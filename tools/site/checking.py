@@ -1,4 +1,4 @@
-"""Looks at the built pages: every link and anchor leads somewhere, and nothing is fetched from another host."""
+"""Checks the built pages: every link and anchor has a target, and nothing is fetched from another host."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FETCHES = {
     "object": ("data",),
     "embed": ("src",),
 }
-"""What a browser fetches by itself, by tag."""
+"""Attributes from which a browser fetches without a click, by tag."""
 CSS_URL = re.compile(r"(?:url\(\s*[\"']?|@import\s+[\"'])([^\"')\s]+)")
 
 
 class Page(HTMLParser):
-    """The links, fetches and anchors of one page."""
+    """The links, fetched URLs and anchors of one page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called by the parser."""
+        """Collect the attributes of a tag; called by the parser."""
         given = {name: value or "" for name, value in attrs}
         self.anchors.update(given[name] for name in ("id", "name") if name in given)
         if tag == "a" and "href" in given:
@@ -52,7 +52,7 @@ def _page(file: Path) -> Page:
 
 
 def problems(site: Path) -> list[str]:
-    """What is wrong with the site, a line each."""
+    """Return one line for each problem of the site."""
     _page.cache_clear()
     found: list[str] = []
     for file in sorted(site.rglob("*.html")):
@@ -71,7 +71,7 @@ def _foreign(url: str) -> bool:
 
 
 def _broken(url: str, file: Path, site: Path) -> str:
-    """Why a link leads nowhere; empty where it leads somewhere, or out of the site."""
+    """Return why a link has no target; empty if it has one, or leads out of the site."""
     if _foreign(url) or url.startswith(("data:", "javascript:")):
         return ""
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown. Also an extension of griffe, which reads them for the page of Python names."""
+"""Converts docstrings to Markdown; also an extension of griffe, which renders the page of Python names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc|obj):`~?([^`]+)`")
 
 
 def as_markdown(docstring: str) -> str:
-    """Cross-references become code, and examples become blocks.
+    """Return the docstring with cross-references as code and examples as code blocks.
 
     >>> as_markdown("See :class:`~headrace.base.errors.ConfigError`.")
     'See `ConfigError`.'
@@ -24,9 +24,9 @@ def as_markdown(docstring: str) -> str:
 
 
 class Markdown(griffe.Extension):
-    """Turns every docstring into Markdown before it is rendered."""
+    """An extension that converts every docstring to Markdown before it is rendered."""
 
     def on_object(self, *, obj: Any, **kwargs: Any) -> None:
-        """Called for each object that was read."""
+        """Convert the docstring of one object; called by griffe."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)

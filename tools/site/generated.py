@@ -1,4 +1,4 @@
-"""What the code says of itself, as Markdown: settings, verbs, recipes."""
+"""Generates Markdown from the code: settings, commands and recipes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from headrace.algo.formulas import CHAPTERS
 from headrace.algo.registry import rows
 from headrace.base.config import Section, descriptions
+from headrace.base.config.kinds import NameOf
+from headrace.engine.config import ENGINES, EngineSettings
 from tools.site.docstrings import as_markdown
 
 _ELSEWHERE = {id(kind) for _, _, union in CHAPTERS for kind in rows(union).values()}
-"""Formulas have a document of their own."""
+"""Formulas, which have their own document."""
 
 
 def settings() -> str:
-    """Every section of a run file: a heading and a table for each."""
+    """Return a heading and a table for each section of a run file."""
     from headrace.run.session.config import RunConfig
 
     return "\n".join(line for name, field in RunConfig.model_fields.items() for line in _field(name, field.annotation))
@@ -40,33 +44,45 @@ def _table(path: str, kind: type[Section]) -> Iterator[str]:
     for name, field in fields.items():
         default = "*required*" if field.is_required() else _value(field.get_default(call_default_factory=True))
         meaning = _prose(meanings.get(name, "")).replace("|", "\\|").replace("\n\n", " ").replace("\n", " ")
-        yield f"| `{name}` | {_takes(field.annotation)} | {default} | {meaning} |"
+        yield f"| `{name}` | {_takes(_form(field))} | {default} | {meaning} |"
     yield ""
     for name, field in fields.items():
         yield from _field(f"{path}.{name}", field.annotation)
 
 
+def _form(field: FieldInfo) -> Any:
+    """Return the annotation of a setting, with its :class:`NameOf` note if it has one."""
+    notes = [note for note in field.metadata if isinstance(note, NameOf)]
+    return typing.Annotated[field.annotation, notes[0]] if notes else field.annotation
+
+
 def _selected_by(kind: type[Section]) -> str:
-    """The ``kind`` that selects a record among others; empty where it is the only one."""
+    """Return the ``kind`` that selects a section among others; empty if it is the only one."""
     field = kind.model_fields.get("kind")
     return str(field.default) if field is not None and len(get_args(field.annotation)) == 1 else ""
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
-    """The records that a setting may hold, formulas aside."""
+    """Return the sections that a setting may hold, without formulas."""
+    if annotation is EngineSettings:
+        kinds = {ENGINES.load(name).settings for name in ENGINES.own_names()} - {EngineSettings}
+        return [kind for kind in kinds if not any(kind is not other and issubclass(kind, other) for other in kinds)]
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [] if id(annotation) in _ELSEWHERE else [annotation]
     return [section for part in get_args(annotation) for section in _sections(part)]
 
 
 def _takes(annotation: Any) -> str:
-    """A type in words.
+    """Return a type in words.
 
     >>> _takes(int), _takes(str | None), _takes(tuple[str, ...])
     ('int', 'str', 'list of str')
     """
     origin = get_origin(annotation)
     if origin is typing.Annotated:
+        named = [note for note in get_args(annotation)[1:] if isinstance(note, NameOf)]
+        if named:
+            return ", ".join([*(f'`"{each}"`' for each in named[0].own()), "the name of a plugin"])
         return _takes(get_args(annotation)[0])
     if origin is typing.Literal:
         return ", ".join(f"`{each!r}`".replace("'", '"') for each in get_args(annotation))
@@ -109,13 +125,13 @@ def _value(value: Any) -> str:
 
 
 def _prose(docstring: str) -> str:
-    """A docstring as Markdown, without its examples."""
+    """Return a docstring as Markdown, without its examples."""
     text = as_markdown(re.split(r"\n\s*>>>", docstring)[0]).replace("``", "`")
     return "\n".join(line.strip() for line in text.strip().split("\n"))
 
 
 def program() -> str:
-    """Every verb, with its arguments and options."""
+    """Return every command with its arguments and options."""
     import typer
 
     from headrace.run.cli.app import app
@@ -149,9 +165,9 @@ def _argument(parameter: Any) -> str:
 
 
 def recipes() -> str:
-    """A row for each recipe, with its choices on the axes."""
-    from headrace.wings.recipes.systems import AXES
-    from headrace.wings.recipes.systems import recipes as known
+    """Return a table row for each recipe with its choices on the axes, and a description of each."""
+    from headrace.run.session.recipes import AXES
+    from headrace.run.session.recipes import recipes as known
 
     shown = [axis for axis in AXES if axis != "learner"]
     lines = [f"| recipe | {' | '.join(axis.replace('_', ' ') for axis in shown)} |", "|---" * (len(shown) + 1) + "|"]
@@ -169,4 +185,4 @@ GENERATED: dict[str, Callable[[], str]] = {
     "<!-- program -->": program,
     "<!-- recipes -->": recipes,
 }
-"""By the mark in the line of a page whose place it takes."""
+"""Functions that generate a part of a page, by the marker line that the part replaces."""

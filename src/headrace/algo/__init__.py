@@ -1,7 +1,7 @@
-"""The mathematics: pure functions, one file per formula.
+"""The mathematics of training: advantages, losses, corrections and reductions, as pure functions.
 
-:func:`loss`, :func:`advantage`, :func:`kl` and :func:`gae` are for notebooks and checks; a run uses
-:class:`~headrace.algo.config.AlgoConfig` and :class:`~headrace.algo.objective.Objective`, which is the same code.
+:func:`loss`, :func:`advantage`, :func:`kl` and :func:`gae` are for notebooks and checks. A run uses
+:class:`~headrace.algo.config.AlgoConfig` and :class:`~headrace.algo.objective.Objective`, which run the same code.
 """
 
 from headrace.algo.config import AlgoConfig

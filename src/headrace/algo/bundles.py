@@ -1,4 +1,4 @@
-"""Complete recipes by name: advantage, loss, correction and reduction that belong together."""
+"""Complete recipes by name: the advantage, loss, correction and reduction that belong together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from headrace.algo.registry import named
 from headrace.base.config import merge
 from headrace.base.errors import ConfigError, nearest
+from headrace.base.plugins import Registry
 
 Tree = dict[str, Any]
 
@@ -60,13 +61,22 @@ BUNDLES: dict[str, Tree] = {
     "sft": {"loss": {"kind": "ce"}},
     "dpo": {"advantage": _MEAN, "loss": {"kind": "dpo"}},
 }
-"""``dr_grpo`` wants ``reduction.normalizer`` set to the longest answer allowed.
+"""The recipes of the core. ``dr_grpo`` needs ``reduction.normalizer`` to be set to the longest answer allowed.
 
-What a bundle leaves out is what its loss decides: the reduction of its paper, and ``tis`` unless it anchors to μ."""
+A key that a bundle leaves out is chosen by its loss: the reduction of its paper, and ``tis`` unless it anchors to μ."""
+
+
+OFFERED = Registry[Tree](
+    group="headrace.bundles",
+    setting="algo.bundle",
+    check=lambda made: None if isinstance(made, dict) else "is not a table of algo's keys",
+)
+"""The bundles of installed packages, which are tables as in :data:`BUNDLES`."""
 
 
 def expand(tree: Tree) -> Tree:
-    """``tree`` with names as tables and its bundle laid under it; a table of another kind replaces the bundle's.
+    """Return ``tree`` with names replaced by tables, merged over the bundle that it names. A table of another kind
+    replaces the bundle's.
 
     >>> expand({"bundle": "dapo", "loss": {"clip_high": 0.3}})["loss"]
     {'kind': 'dapo', 'clip_high': 0.3}
@@ -75,14 +85,17 @@ def expand(tree: Tree) -> Tree:
     name = tree.get("bundle")
     if name is None:
         return tree
-    if name not in BUNDLES:
-        raise ConfigError(f"algo.bundle={name!r} does not exist", remedy=nearest(str(name), BUNDLES))
-    base = {key: value for key, value in BUNDLES[name].items() if not _other_kind(value, tree.get(key))}
-    return merge(base, tree)
+    if name in BUNDLES:
+        bundle = BUNDLES[name]
+    elif name in OFFERED:
+        bundle = OFFERED.load(name)
+    else:
+        raise ConfigError(f"algo.bundle={name!r} does not exist", remedy=nearest(str(name), {*BUNDLES, *OFFERED}))
+    return merge(bundle, tree, whole_kinds=True)
 
 
 def _as_table(key: str, value: Any) -> Any:
-    """A name as its table; corrections as a list of tables."""
+    """Return the table for a name; for corrections, the list of tables."""
     if key == "correction":
         if isinstance(value, str | dict):
             value = [] if value == "none" else [value]
@@ -94,7 +107,3 @@ def _as_table(key: str, value: Any) -> Any:
 
 def _listed(value: Any) -> bool:
     return isinstance(value, list | tuple)
-
-
-def _other_kind(ours: Any, given: Any) -> bool:
-    return isinstance(ours, dict) and isinstance(given, dict) and given.get("kind", ours["kind"]) != ours["kind"]

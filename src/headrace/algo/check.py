@@ -1,4 +1,4 @@
-"""Whether a loss keeps the contract, in words: what every loss of this folder is tested by, for the user's own too.
+"""The contract suite of a loss, which tests every loss of this package and can test the user's own.
 
 Shape legend: S samples of T positions, N = S·T tokens, K entries of a teacher's top.
 """
@@ -27,35 +27,35 @@ from headrace.base.config.user_code import where
 from headrace.base.errors import HeadraceError
 
 STEP = 1e-6
-"""Of finite differences, in float64."""
+"""The step of finite differences, in float64."""
 TOLERANCE = 1e-6
-"""Greatest relative difference that is still the same number."""
+"""The largest relative difference of two results that count as the same."""
 
 
 class ClauseBroken(Exception):
-    """A clause does not hold; the text says what was seen."""
+    """The error that a clause does not hold. Its text says what was observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One clause of the contract."""
+    """The result for one clause of the contract."""
 
     clause: str
     holds: bool
     detail: str
-    """What was measured, or what broke it."""
+    """What was measured, or what violated the clause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossReport:
-    """What :func:`check_loss` found."""
+    """The result of :func:`check_loss`."""
 
     ref: str
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether every clause holds."""
+        """Return whether every clause holds."""
         return all(finding.holds for finding in self.findings)
 
     def __str__(self) -> str:
@@ -75,26 +75,26 @@ REMEDIES = {
     "ratios far off stay finite": "take ratios by inputs.log_ratio_N or headrace.algo.base.log_ratio, which clamp",
     "an empty mask gives zero": "let sizes be 0: clamp counts that are divided by",
 }
-"""Clause and what usually mends it."""
+"""The usual remedy for each clause."""
 
 
 def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | None = None) -> LossReport:
     """Run the contract suite on the loss ``ref``: a name, ``file.py:function`` or a settings record.
 
-    ``options`` are those of a name, as :func:`headrace.algo.loss` takes them: settings, or arguments of the user's own
-    function. Columns that are not always there are ``None`` unless the loss says that it reads them (``needs``).
+    ``options`` are the options for a name, as in :func:`headrace.algo.loss`: settings, or arguments of the user's own
+    function. Optional columns are ``None`` unless the loss declares that it reads them (``needs``).
 
-    The clauses: one finite value per token; the gradient is the derivative of the value, whatever carries no gradient
-    (detached, or computed under ``torch.no_grad``) held fixed, and is not zero everywhere; order and packing of samples
-    change nothing, nor does what stands outside the mask; far-off ratios stay finite; an empty mask has zero loss and
-    gradient. A formula that raises fails the clause, with its message. Raises :class:`ConfigError` for a reference that
-    names nothing, and for options that it does not take.
+    The clauses: one finite value per token; the gradient is the derivative of the value, with everything that
+    carries no gradient (detached, or computed under ``torch.no_grad``) held constant, and is not zero everywhere;
+    order and packing of samples and values outside the mask have no effect; extreme ratios stay finite; an empty
+    mask has zero loss and gradient. A formula that raises fails the clause, with its message. Raises
+    :class:`ConfigError` for a reference that names no loss, and for unknown options.
     """
     table: Any = with_options(named(ref), dict(options or {})) if isinstance(ref, str) else ref
     config = validate(AlgoConfig, {"loss": table, "correction": ()})
     source = None
     if isinstance(config.loss, Custom):
-        _ = config.loss.formula  # what is wrong with the file itself is no broken clause
+        _ = config.loss.formula  # an error in the file itself is raised here, and is not a broken clause
         source = str(Path(config.loss.ref.rpartition(":")[0]).resolve())
     objective = Objective.build(config)
     trial = GradientTrial(objective, seed)
@@ -120,14 +120,14 @@ def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding
         detail = f"{broken}; {REMEDIES[clause]}"
     except HeadraceError as error:
         detail = f"{error.problem}; {error.remedy}"
-    except Exception as error:  # noqa: BLE001 - the user's formula may raise anything; it is told to the user
+    except Exception as error:  # noqa: BLE001 - the user's formula may raise anything, which is reported
         undeclared = "; a column that is not always there has to be named: needs = ['log_ref']"
         detail = where(error, source) + (undeclared if "NoneType" in str(error) else "")
     return Finding(clause=clause, holds=False, detail=detail)
 
 
 def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -> LossInputs:
-    """Random samples in float64, every column there, some tokens outside the mask, neighbours in pairs."""
+    """Return random samples in float64 with all columns, some tokens outside the mask, and neighbours in pairs."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -159,7 +159,7 @@ def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -
 
 
 def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) -> LossInputs:
-    """These samples, in this order; ``packed`` leaves out the tokens outside the mask."""
+    """Return the given samples in this order; ``packed`` leaves out the tokens outside the mask."""
     at = [(inputs.samples_N == sample).nonzero()[:, 0] for sample in samples]
     if packed:
         at = [rows[inputs.mask_N[rows]] for rows in at]
@@ -174,36 +174,37 @@ def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) ->
 
 
 CARRIERS = ("log_pi_N", "entropy_N", "log_pi_NK")
-"""Columns that a gradient flows to."""
+"""The columns that carry a gradient."""
 OPTIONAL: dict[Column, tuple[str, ...]] = {
     "log_ref": ("log_ref_N",),
     "entropy": ("entropy_N",),
     "pairs": ("groups_S",),
     "top_k": ("log_pi_NK", "log_nu_NK"),
 }
-"""What is there only where a loss says that it reads it, and the columns that it is."""
+"""The optional columns, by the name with which a loss declares that it reads them."""
 
 
 def leaves_of(inputs: LossInputs) -> dict[str, Any]:
-    """Copies of the columns that carry a gradient, each a leaf."""
+    """Return copies of the columns that carry a gradient, each a leaf of autograd."""
     there = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
     return {name: column.detach().clone().requires_grad_() for name, column in there.items()}
 
 
 @dataclass(frozen=True)
 class GradientTrial:
-    """An objective and a batch to try it on. Every clause says what it measured, or raises what broke it."""
+    """An objective and a random batch to test it on. Each clause is a method that returns what it measured, or
+    raises :class:`ClauseBroken`."""
 
     objective: Objective
     seed: int
 
     @cached_property
     def inputs(self) -> LossInputs:
-        """A random batch with the columns that the objective reads."""
+        """Return the random batch with the columns that the objective reads."""
         return self.batch(self.seed)
 
     def batch(self, seed: int) -> LossInputs:
-        """:func:`example`, without what the objective does not say that it reads."""
+        """Return the batch of :func:`example` without the columns that the objective does not declare."""
         inputs = example(torch.Generator().manual_seed(seed))
         columns = self.objective.columns
         unread = [name for column, names in OPTIONAL.items() if column not in columns for name in names]
@@ -211,15 +212,15 @@ class GradientTrial:
         return replace(inputs, **absent)
 
     def prepared(self, inputs: LossInputs) -> LossInputs:
-        """The inputs with the tokens chosen from them as a whole batch."""
+        """Return the inputs with the tokens that are selected from the whole batch."""
         return replace(inputs, selected_NP=self.objective.prepare(inputs))
 
     def weights(self, inputs: LossInputs) -> Tensor:
-        """A weight for each token that is its own, wherever it stands: what makes sums tell tokens apart."""
+        """Return a different weight for each token, independent of its index, so that sums distinguish tokens."""
         return (1.5 + (1e4 * inputs.log_mu_N).sin()).masked_fill(~inputs.mask_N, 0.0)
 
     def run(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """Loss, and its gradient, a row for every token: log π, and what else carries one."""
+        """Return the loss and its gradient, with a row for every token: log π and the other columns with a gradient."""
         leaves = leaves_of(inputs)
         loss = self.objective(replace(inputs, **leaves), self.weights(inputs)).loss
         grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -228,14 +229,15 @@ class GradientTrial:
         return loss.detach(), torch.cat([grad if grad.ndim == 2 else grad[:, None] for grad in grads], dim=1)
 
     def shape(self) -> str:
-        """One value per token."""
+        """Check that there is one value per token."""
         tokens_N = self.objective(self.prepared(self.inputs), self.weights(self.inputs)).tokens
         if tokens_N.shape != self.inputs.log_pi_N.shape:
             raise ClauseBroken(f"shape {tuple(tokens_N.shape)} for inputs of shape {tuple(self.inputs.log_pi_N.shape)}")
         return f"shape {tuple(tokens_N.shape)}"
 
     def gradient(self) -> str:
-        """On one of several batches: on a single one a formula may clip every token."""
+        """Check that the gradient is not zero on one of several batches: on a single one a formula may clip every
+        token."""
         for seed in range(self.seed, self.seed + 5):
             _, grad = self.run(self.prepared(self.batch(seed)))
             if grad.any():
@@ -243,14 +245,14 @@ class GradientTrial:
         raise ClauseBroken("it is 0 for every token of five batches")
 
     def finite(self) -> str:
-        """Finite values."""
+        """Check that loss and gradient are finite."""
         loss, grad = self.run(self.prepared(self.inputs))
         if not (loss.isfinite() and grad.isfinite().all()):
             raise ClauseBroken(f"loss {loss.item()}, gradient {grad.tolist()}")
         return f"loss {loss.item():.6g} over {len(grad)} tokens"
 
     def derivative(self) -> str:
-        """Central differences against autograd."""
+        """Compare central differences with autograd."""
         inputs = self.prepared(self.inputs)
         _, grad = self.run(inputs)
         held = StopGradientCache()
@@ -273,7 +275,7 @@ class GradientTrial:
         return _same(numeric, grad, "finite differences and autograd", tolerance=1e-5)
 
     def order(self) -> str:
-        """A batch with its samples the other way round."""
+        """Compare the batch with its samples in reverse order."""
         back = take(self.inputs, range(self.inputs.num_samples - 1, -1, -1))
         (loss, grad), (loss_back, grad_back) = self.run(self.prepared(self.inputs)), self.run(self.prepared(back))
         rows = [(self.inputs.samples_N == s).nonzero()[:, 0] for s in range(self.inputs.num_samples - 1, -1, -1)]
@@ -281,7 +283,7 @@ class GradientTrial:
         return _same(grad_back, grad[torch.cat(rows)], "gradients in two orders")
 
     def cutting(self) -> str:
-        """Pairs of samples one after the other, and packed, against all at once."""
+        """Compare pairs of samples one after the other, padded and packed, with the whole batch."""
         whole = self.prepared(self.inputs)
         loss, grad = self.run(whole)
         pairs = [range(start, start + 2) for start in range(0, whole.num_samples, 2)]
@@ -293,7 +295,7 @@ class GradientTrial:
         return f"{len(pairs)} parts, padded and packed"
 
     def outside(self) -> str:
-        """Garbage outside the mask."""
+        """Check that NaN outside the mask has no effect."""
         outside_N = ~self.inputs.mask_N
         names = [f.name for f in fields(self.inputs) if f.name.endswith(("_N", "_NK"))]
         columns = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
@@ -309,7 +311,7 @@ class GradientTrial:
         return f"{int(outside_N.sum())} tokens of garbage"
 
     def extremes(self) -> str:
-        """log-ratios of ±60 and ±1000 in float32."""
+        """Check that log-ratios of ±60 and ±1000 in float32 give finite results."""
         columns: Any = {name: getattr(self.inputs, name).float() for name in ("log_old_N", "log_mu_N", "advantages_N")}
         for far in (-60.0, -1000.0):
             swings = [("log_pi_N", far), ("log_old_N", far), ("log_mu_N", far)]
@@ -322,7 +324,7 @@ class GradientTrial:
         return "log-ratios to ±1000"
 
     def empty(self) -> str:
-        """A batch without a token that carries loss, and one without a token."""
+        """Check that a batch without a token that carries loss, and one without tokens, have zero loss and gradient."""
         nothing = replace(self.inputs, mask_N=torch.zeros_like(self.inputs.mask_N))
         for inputs in (nothing, take(self.inputs, [])):
             loss, grad = self.run(self.prepared(inputs))
@@ -332,10 +334,11 @@ class GradientTrial:
 
 
 class StopGradientCache(TorchFunctionMode):
-    """Keeps what cuts a gradient at its first value: so a difference quotient sees a stop-gradient as autograd does.
+    """A cache of the first value of every stop-gradient, so that a difference quotient treats it as constant, as
+    autograd does.
 
-    A cut is ``detach``, ``.data``, a plain number read from a tensor, or any function under ``torch.no_grad``, of a
-    tensor that carries a gradient.
+    A stop-gradient is ``detach``, ``.data``, a plain number read from a tensor, or any function under
+    ``torch.no_grad``, of a tensor that carries a gradient.
     """
 
     _CUTS = (
@@ -350,7 +353,7 @@ class StopGradientCache(TorchFunctionMode):
         self._place: int | None = None
 
     def again(self, run: Callable[[LossInputs], float], inputs: LossInputs) -> float:
-        """``run`` of other inputs, with the first values in order."""
+        """Call ``run`` with other inputs, with the recorded values of the stop-gradients in order."""
         self._place = 0
         return run(inputs)
 

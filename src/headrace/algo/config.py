@@ -1,4 +1,4 @@
-"""Settings of the mathematics: ``[algo]`` of a run file. Loads without torch."""
+"""The settings of the mathematics: ``[algo]`` of a run file. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pydantic
 from headrace.algo.advantages import AdvantageConfig, GrpoAdvantage
 from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.algo.advantages.tokens import ReverseKl
-from headrace.algo.base import Old
+from headrace.algo.base import Column, Old
 from headrace.algo.bundles import expand
 from headrace.algo.corrections import CorrectionConfig, Tis
 from headrace.algo.losses import AnyLoss, Dapo, LossConfig
@@ -21,35 +21,37 @@ from headrace.base.errors import ConfigError
 
 
 class AlgoConfig(Section):
-    """How rewards become credit, and credit becomes a gradient. A name alone stands for its table:
-    ``loss = "gspo"`` is ``[algo.loss] kind = "gspo"``.
+    """The settings that turn rewards into advantages and gradients. A name alone stands for its table: ``loss =
+    "gspo"`` is ``[algo.loss] kind = "gspo"``.
     """
 
     bundle: str | None = None
-    """A complete recipe by name; every key that is set here replaces the recipe's."""
+    """The name of a complete recipe; every key that is set here replaces the recipe's. ``None``: no recipe."""
     shaping: tuple[ShapingConfig, ...] = ()
-    """What is added to rewards first, one table after the other."""
+    """The terms added to rewards first, one table after the other."""
     advantage: AdvantageConfig = GrpoAdvantage()
-    """How rewards become credit."""
+    """The formula that turns rewards into advantages."""
     loss: LossConfig = Dapo()
-    """The formula of one token."""
+    """The formula of the loss of one token."""
     correction: tuple[CorrectionConfig, ...] = (Tis(),)
-    """What makes up for tokens that older weights sampled: one table or several; ``"none"`` for none. Unset: ``tis``,
-    or none for a loss that takes its own ratio against μ, or that has no ratio, or where ``old`` is ``"engine"``."""
+    """The corrections for tokens that older weights sampled: one table or several; ``"none"`` for none. Unset:
+    ``tis``, or none for a loss that takes its own ratio against μ, or that has no ratio, or if ``old`` is
+    ``"engine"``."""
     old: Old = "learner"
-    """Who is π_old. ``"learner"``: its weights before this step. A batch is one update, so the loss's ratio π/π_old is
-    1 in value: no clip acts, and the correction weighs π_old/μ. ``"engine"``: μ itself, so that the loss's own ratio
-    π/μ and its clips account for older weights; corrections by π_old/μ are refused then. ``"kept"``: the weights that
-    ``learner.old`` keeps, so that the loss's clips bound how far π goes from those; the correction weighs π_old/μ."""
+    """The policy that is π_old. ``"learner"``: its weights before this step. A batch is one update, so the loss's
+    ratio π/π_old is 1 in value: no clip acts, and the correction weighs by π_old/μ. ``"engine"``: μ itself, so that
+    the loss's own ratio π/μ and its clips account for older weights; corrections by π_old/μ are refused then.
+    ``"kept"``: the weights that ``learner.old`` keeps, so that the loss's clips bound the distance of π from those;
+    the correction weighs by π_old/μ."""
     reduction: ReductionConfig = TokenMean()
-    """How token losses become one number. Unset: the one of the loss's paper."""
+    """The rule that combines the losses of all tokens into one number. Unset: that of the loss's paper."""
     allow_uncorrected: bool = False
-    """Permit training on stale tokens without any correction."""
+    """Whether to permit training on stale tokens without any correction."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _complete(cls, tree: Any) -> Any:
-        """Names become tables, the bundle is laid under the keys, and what the loss decides is filled in."""
+        """Replace names by tables, merge them over the bundle, and fill in the keys that the loss chooses."""
         return _fill(expand(dict(tree))) if isinstance(tree, dict) else tree
 
     @pydantic.model_validator(mode="after")
@@ -69,7 +71,7 @@ class AlgoConfig(Section):
         return self
 
     def _reads_old(self) -> None:
-        """Weights that nobody asks for log π_old would be kept for nothing."""
+        """Refuse kept weights if no formula reads log π_old: they would be kept for nothing."""
         parts = (self.loss, *self.correction)
         replaced = next((part for part in self.correction if part.replaces_old), None)
         if replaced is None and any("log_old" in part.columns() for part in parts):
@@ -80,7 +82,7 @@ class AlgoConfig(Section):
         raise ConfigError(f"algo.old='kept' has no effect: {why}", remedy="leave algo.old out")
 
     def _leaves_rho_alone(self) -> AlgoConfig:
-        """With μ as π_old, ρ = π_old/μ is 1: a weight by it would stand for what the loss's ratio already counts."""
+        """Refuse corrections by ρ = π_old/μ if μ is π_old: ρ is 1 then, and the loss's ratio already corrects."""
         for part in self.correction:
             if part.weighs or {"log_old", "log_mu"} <= part.columns():
                 raise ConfigError(
@@ -91,25 +93,31 @@ class AlgoConfig(Section):
         return self
 
     @property
+    def columns(self) -> frozenset[Column]:
+        """Return the columns that loss and corrections read beyond those that every batch has."""
+        return frozenset[Column]().union(*(part.columns() for part in (self.loss, *self.correction)))
+
+    @property
     def corrected(self) -> bool:
-        """Whether tokens of older weights are accounted for: what an asynchronous run asks."""
+        """Return whether tokens of older weights are corrected for, which an asynchronous run requires."""
         columns = self.loss.columns()
         by_itself = self.loss.corrects() or (self.old == "engine" and "log_old" in columns)
         return not columns & {"log_old", "log_mu"} or by_itself or any(part.corrects for part in self.correction)
 
     def credit(self, outcomes: Outcomes) -> Floats:
-        """The advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""
+        """Return the advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""
         return self.advantage(self.shaped(outcomes))
 
     def shaped(self, outcomes: Outcomes) -> Outcomes:
-        """With what ``shaping`` adds to the rewards."""
+        """Return the outcomes with the terms of ``shaping`` added to the rewards."""
         for shaping in self.shaping:
             outcomes = replace(outcomes, rewards_E=shaping(outcomes))
         return outcomes
 
     def credit_of_episodes(self, outcomes: Outcomes) -> Floats:
-        """What a run hands its learner for every episode: the advantage; the shaped reward of which the learner's
-        critic makes advantages; or the reward's part of one to which its teacher adds."""
+        """Return the number per episode that a run sends to its learner: the advantage; the shaped reward, if the
+        learner's critic computes advantages; or the reward's part of an advantage to which the learner adds its
+        teacher's."""
         shaped = self.shaped(outcomes)
         if isinstance(self.advantage, ReverseKl):
             return self.advantage.of_rewards(shaped)
@@ -120,7 +128,7 @@ def _fill(tree: dict[str, Any]) -> dict[str, Any]:
     try:
         loss: AnyLoss = _LOSS.validate_python(tree.get("loss", Dapo()))
     except pydantic.ValidationError:
-        return tree  # the field itself says what is wrong
+        return tree  # validation of the field itself will report it
     tree.setdefault("reduction", {"kind": loss.reduction})
     by_itself = loss.corrects() or "log_old" not in loss.columns() or tree.get("old") == "engine"
     tree.setdefault("correction", () if by_itself else (Tis(),))

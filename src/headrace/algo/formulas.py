@@ -1,4 +1,4 @@
-"""Writes the table of formulas from the docstrings: ``python -m headrace.algo.formulas > docs/formulas.md``."""
+"""Write the table of formulas from the docstrings: ``python -m headrace.algo.formulas > docs/formulas.md``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from headrace.algo.bundles import BUNDLES
 from headrace.algo.corrections import AnyCorrection
 from headrace.algo.divergence import estimate
 from headrace.algo.losses import AnyLoss
-from headrace.algo.metrics import METRICS
 from headrace.algo.reductions import AnyReduction
 from headrace.algo.registry import options_of, rows
 from headrace.algo.returns import gae, value_loss
 from headrace.algo.shaping import AnyShaping
 from headrace.base.config import descriptions
+from headrace.base.types.metrics import LOSS_METRICS
 
 HEAD = """\
 # Formulas
 
 Generated from the docstrings by `python -m headrace.algo.formulas`; do not edit.
 
-π: the policy being trained. π_old: what `algo.old` says. μ: what sampled the token, as the engine recorded it. π_ref: a
+π: the policy being trained. π_old: the policy that `algo.old` names. μ: the policy that sampled the token. π_ref: a
 reference policy. ν: a teacher. r = π/π_old, ρ = π_old/μ, A: advantage, R: reward, sg: stop gradient, σ: the logistic
 function, std: standard deviation, with n − 1 in the denominator (ddof 1) or n (ddof 0) as each formula says. Losses are
 minimised. A token whose log μ is not finite leaves numerator and denominator, and is counted.
@@ -65,7 +65,7 @@ CHAPTERS: tuple[tuple[str, str, Any], ...] = (
 
 
 def document() -> str:
-    """The whole document."""
+    """Return the whole document."""
     return "\n".join([HEAD, *_chapters(), *_functions(), *_bundles()])
 
 
@@ -102,15 +102,15 @@ def _functions() -> Iterator[str]:
     yield "## Returns and the critic\n\n`headrace.algo.gae`; in a run: the advantage `gae`, `[learner.critic]`.\n"
     yield "### gae\n\n" + _prose(gae) + "\n"
     yield "### value_loss\n\n" + _prose(value_loss) + "\n"
-    yield "## Metrics\n\nOf every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
+    yield "## Metrics\n\nThe metrics of every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
     yield "| metric | meaning |\n|---|---|"
-    for name, meaning in METRICS.items():
-        yield f"| `{name}` | {meaning} |"
+    for row in LOSS_METRICS:
+        yield f"| `{row.name}` | {row.what} |"
     yield ""
 
 
 def _prose(function: Callable[..., Any]) -> str:
-    """A docstring without its examples."""
+    """Return a docstring without its examples."""
     text, _, _ = (inspect.getdoc(function) or "").partition("\n>>>")
     return text.strip()
 

@@ -1,7 +1,4 @@
-"""The mathematics as plain functions on [B, T] tensors, through the same code that a run uses.
-
-Shape legend: B sequences of T positions, N = B·T.
-"""
+"""The mathematics as plain functions on [B, T] tensors, through the same code that a run uses."""
 
 from __future__ import annotations
 
@@ -9,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.algo.advantages import AnyAdvantage, outcomes_of
+from headrace.algo.advantages import ADVANTAGES, outcomes_of
 from headrace.algo.advantages.outcomes import labels, plain
 from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio, tensor_of
 from headrace.algo.config import AlgoConfig
-from headrace.algo.corrections import AnyCorrection
+from headrace.algo.corrections import CORRECTIONS
 from headrace.algo.divergence import Estimator, estimate
-from headrace.algo.losses import AnyLoss, Custom
-from headrace.algo.reductions import AnyReduction
+from headrace.algo.losses import LOSSES, Custom
+from headrace.algo.reductions import REDUCTIONS
 from headrace.algo.registry import find, named, options_of
 from headrace.base.config import Section, validate
 from headrace.base.errors import ConfigError, nearest
@@ -46,20 +43,20 @@ def loss(
     entropy: Any = None,
     **options: Any,
 ) -> LossOutput:
-    """The loss called ``name`` over a batch of padded sequences.
+    """Compute the loss called ``name`` over a batch of padded sequences.
 
     ``log_pi`` [B, T] carries the gradient; every other column is [B, T] too, ``advantages`` also [B] or [B, 1]; a
-    single sequence may be [T]. Whatever stands outside ``mask`` has no influence. ``log_mu`` left out means that π_old
-    sampled the tokens, except for a correction, which needs it; ``versions`` left out, that all tokens are of age 0;
-    ``groups`` [B], a label for the prompt of each sequence, left out, that all share one (for ``dpo``: that neighbours
-    are pairs). ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` is no correction,
-    and the reduction of the loss's paper. An option goes to the loss, correction or reduction that has it; where
-    several have it, a table says whose it is. Options that a loss of the user's own does not know go to its function.
+    single sequence may be [T]. Values outside ``mask`` have no effect. Without ``log_mu``, π_old sampled the tokens (a
+    correction needs ``log_mu``); without ``versions``, all tokens have age 0; without ``groups`` ([B], a label for the
+    prompt of each sequence), all sequences share one prompt (for ``dpo``: neighbours are pairs). ``correction`` and
+    ``reduction`` are a name, a table or a settings record; ``None`` means no correction, and the reduction of the
+    loss's paper. An option goes to the loss, correction or reduction that has it; if several have it, give it in a
+    table. Options that a loss of the user's own does not declare go to its function.
 
-    Returns the scalar with its gradient, the tokens' values [B, T] and the metrics, ``ess`` and ``chi2`` of π/μ among
-    them: ``float(out.metrics["ess"])``; what nothing was counted for is NaN. Raises :class:`ConfigError` for an
-    unknown or ambiguous name or option (the nearest is offered), a column that is needed and missing, shapes that do
-    not agree, and a correction that would count twice.
+    Returns the scalar with its gradient, the tokens' values [B, T] and the metrics, with ``ess`` and ``chi2`` of π/μ:
+    ``float(out.metrics["ess"])``. A metric without counted tokens is NaN. Raises :class:`ConfigError` for an unknown or
+    ambiguous name or option (the nearest is suggested), a missing column that is needed, inconsistent shapes, and a
+    correction that would count twice.
 
     >>> import torch
     >>> out = loss("dapo", log_pi=torch.tensor([[-0.5, -1.0]]), log_old=torch.tensor([[-0.5, -1.0]]),
@@ -80,20 +77,20 @@ def loss(
 
 
 def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None = None, **options: Any) -> list[float]:
-    """The advantage called ``name`` of each reward; ``None`` is a reward that does not count, and has advantage 0.
+    """Return the advantage called ``name`` of each reward; ``None`` is a reward that does not count, with advantage 0.
 
-    ``groups`` says which rewards share a baseline (left out: all do), by labels of any kind. Where rewards are compared
-    within groups, a group of one, or one whose rewards are all the same, has advantage 0; groups may be of unequal
-    size. What a formula needs beyond rewards is given by name, see
+    ``groups`` gives a label of any kind for each reward; rewards with the same label share a baseline (by default all
+    do). If rewards are compared within groups, a group of one, or one whose rewards are all the same, has advantage 0;
+    groups may have different sizes. Columns that a formula needs beyond rewards are given by name, see
     :class:`~headrace.algo.advantages.outcomes.Outcomes`: ``lengths``, ``greedy``, ``agents``, ``baselines``,
     ``episodes``, ``states``, and per token, as a list for every episode, ``process``, ``entropies``, ``segments``,
-    ``energies``, ``log_mu``, ``log_nu``, ``values``. The rest are options. A formula per token gives a number per
-    token, the episodes one after the other.
+    ``energies``, ``log_mu``, ``log_nu``, ``values``. All other arguments are options. A formula per token returns a
+    number per token, the episodes one after the other.
 
     >>> advantage("rloo", [1, 0, None, 0])
     [1.0, -0.5, 0.0, -0.5]
     """
-    kind = find(AnyAdvantage, "advantage", name)
+    kind = find(ADVANTAGES, "advantage", name)
     _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=kind.reads)
     columns = {key: options.pop(key) for key in kind.reads if key in options}
     formula: Any = validate(kind, options)
@@ -102,7 +99,8 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None
 
 
 def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
-    """The estimator called ``name`` of KL(π‖π_ref) at every token; any shape. See :mod:`headrace.algo.divergence`."""
+    """Return the estimate of KL(π‖π_ref) by the estimator ``name`` at every token; any shape. See
+    :mod:`headrace.algo.divergence`."""
     if name not in ("k1", "k2", "k3"):
         raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(str(name), ["k1", "k2", "k3"]))
     return estimate(name, tensor_of("log_pi", log_pi), tensor_of("log_ref", log_ref))
@@ -116,15 +114,16 @@ def _log_pi(given: Any) -> Tensor:
 
 
 def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A loss's table with options laid in; what a loss of the user's own does not know is for its function."""
-    kind = find(AnyLoss, "loss", loss["kind"])
+    """Return a loss's table with options merged in. For a loss of the user's own, undeclared options go to its
+    function."""
+    kind = find(LOSSES, "loss", loss["kind"])
     options = _for_function(kind, loss, options)
     _refuse_unknown(options, {loss["kind"]: kind})
     return {**loss, **options}
 
 
 def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` with those of the user's function gathered under ``options``, if the loss is one."""
+    """Return ``options``, with those for the user's function moved into ``options`` if the loss is such a function."""
     if kind is not Custom:
         return dict(options)
     own = {key: value for key, value in options.items() if key not in options_of(kind)}
@@ -135,17 +134,18 @@ def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, A
 def _config(
     name: str, correction: Choice | Sequence[Choice] | None, reduction: Choice | None, options: Mapping[str, Any]
 ) -> AlgoConfig:
-    """The settings that the arguments describe, each option in the table of the one formula that has it open."""
+    """Return the settings for the arguments, with each option in the table of the only formula that has it and does
+    not set it."""
     if correction is None or correction == "none":
         correction = ()
     if not isinstance(correction, str | Mapping | Section | Sequence):
         raise ConfigError(f"correction {correction!r} is no name", remedy="give a name, a table or a list of them")
     corrections = [correction] if isinstance(correction, str | Mapping | Section) else list(correction)
-    loss_kind, loss_table = _table(AnyLoss, "loss", name)
+    loss_kind, loss_table = _table(LOSSES, "loss", name)
     parts = [
         ("loss", loss_kind, loss_table),
-        *(("correction", *_table(AnyCorrection, "correction", part)) for part in corrections),
-        ("reduction", *_table(AnyReduction, "reduction", loss_kind.reduction if reduction is None else reduction)),
+        *(("correction", *_table(CORRECTIONS, "correction", part)) for part in corrections),
+        ("reduction", *_table(REDUCTIONS, "reduction", loss_kind.reduction if reduction is None else reduction)),
     ]
     options = _for_function(loss_kind, loss_table, options)
     _refuse_unknown(options, {str(table["kind"]): kind for _, kind, table in parts})
@@ -157,7 +157,7 @@ def _config(
 
 
 def _owner(key: str, having: list[tuple[str, set[str], set[str], dict[str, Any]]]) -> dict[str, Any]:
-    """The table that the option ``key`` is for: the one of those that have it where it is not set already."""
+    """Return the table that the option ``key`` belongs to: the only one that has it and does not set it already."""
     free = [(name, table) for name, set_already, _, table in having if key not in set_already]
     if not free:
         names = " and ".join(name for name, *_ in having)
@@ -202,7 +202,7 @@ def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
 
 
 def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: Objective) -> LossInputs:
-    """The columns laid out one sequence after the other, padding included."""
+    """Return the columns concatenated over sequences, padding included."""
     import torch
 
     log_pi = given["log_pi"]
@@ -232,7 +232,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
 
     flat_N = log_pi.reshape(-1)
     detached_N = flat_N.detach()
-    real = torch.promote_types(flat_N.dtype, torch.float32)  # half precision is for storing, not for differences
+    real = torch.promote_types(flat_N.dtype, torch.float32)  # half precision is too coarse for differences
     log_old_N = column("log_old", real, detached_N)
     pairs_S = torch.arange(num_sequences, device=log_pi.device) // (
         2 if "pairs" in objective.columns else num_sequences or 1
@@ -254,7 +254,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
 
 
 def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput:
-    """What a learner does with a batch, all of it as one micro-batch."""
+    """Compute the objective as a learner does, with the batch as one micro-batch."""
     import torch
 
     from headrace.algo.metrics import derived, means

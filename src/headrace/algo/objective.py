@@ -4,8 +4,8 @@
     every micro-batch       objective(inputs, weights) ─▶ .loss.backward()
     once per batch          add(metrics of all micro-batches) ─▶ means
 
-The shares of the micro-batches add up to the batch's loss, so gradients are summed, never averaged, over micro-batches
-and ranks.
+The values of the micro-batches sum to the batch's loss, so gradients are summed, never averaged, over micro-batches and
+ranks.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ class Objective:
     corrections: tuple[Correction, ...]
     reduction: Reduction
     old: Old = "learner"
-    """Whose log-probabilities a run gives as log π_old."""
+    """The policy whose log-probabilities a run gives as log π_old."""
     critic: GaeAdvantage | None = None
-    """How a critic's values become the advantages; ``None`` where the batch comes with them."""
+    """The advantage that is computed from a critic's values; ``None`` if the batch contains the advantages."""
     teaching: ReverseKl | None = None
-    """What a teacher adds to the advantages that the batch comes with; ``None`` for nothing."""
+    """The advantage that adds a teacher's scores to those of the batch; ``None`` for none."""
 
     @classmethod
     def build(cls, config: AlgoConfig) -> Objective:
-        """The objective that the settings describe."""
+        """Return the objective for the settings ``config``."""
         critic = config.advantage if isinstance(config.advantage, GaeAdvantage) else None
         teaching = config.advantage if isinstance(config.advantage, ReverseKl) else None
         return cls(config.loss, config.correction, config.reduction, config.old, critic, teaching)
 
     @property
     def parts(self) -> tuple[TokenFormula, ...]:
-        """The loss and its corrections."""
+        """Return the loss and its corrections."""
         return (self.loss, *self.corrections)
 
     @property
     def columns(self) -> frozenset[Column]:
-        """The columns it reads beyond the ones that are always there."""
+        """Return the columns that the objective reads beyond those that every batch has."""
         given: frozenset[Column] = (
             frozenset({"log_old"}) if any(part.replaces_old for part in self.corrections) else frozenset()
         )
@@ -72,23 +72,25 @@ class Objective:
 
     @property
     def selects(self) -> bool:
-        """Whether tokens are chosen from the whole batch: the learner computes log π of all of it, then ``prepare``."""
+        """Return whether tokens are selected from the whole batch. If so, the learner computes log π of the whole
+        batch first, and then calls ``prepare``."""
         return "selected" in self.columns
 
     def weights(self, layout: BatchLayout) -> Tensor:
-        """The weight of every token of the batch (N, float32), 0 outside the mask."""
+        """Return the weight of every token of the batch (N, float32), 0 outside the mask."""
         shares = self.shares(layout)
         return shares.weights_N / shares.mass.clamp(min=1.0)
 
     def shares(self, layout: BatchLayout) -> Shares:
-        """Weights for a part of a batch that is not complete yet: accumulate gradients with ``weights_N`` and the mass
-        of every part, then divide the gradients by the sum of the masses. A part holds whole groups.
+        """Return weights for a part of a batch that is not complete yet. Accumulate gradients with ``weights_N`` and
+        the mass of every part, then divide the gradients by the sum of the masses. A part contains whole groups.
         """
         return self.reduction(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:
-        """The tokens each part chooses from the whole batch (N×P, bool): every micro-batch takes its rows of it as
-        ``selected_NP``. ``whole`` has log π of the present weights in ``log_pi_N``. ``None`` if nothing chooses.
+        """Return the tokens that each part selects from the whole batch (N×P, bool); each micro-batch gets its rows
+        of it as ``selected_NP``. ``whole`` has log π of the present weights in ``log_pi_N``. ``None`` if no part
+        selects.
         """
         if not self.selects:
             return None
@@ -102,7 +104,8 @@ class Objective:
         return torch.stack(chosen, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
-        """The share of these samples in the batch's loss, with gradient; ``weights_N``: their rows of ``weights``."""
+        """Return the share of these samples in the batch's loss, with gradient. ``weights_N`` are their rows of
+        ``weights``."""
         self._check(inputs)
         inputs = _clean(inputs)
         log_learner_N = inputs.log_old_N if self.old == "learner" else inputs.log_pi_N.detach()
@@ -127,7 +130,7 @@ class Objective:
         return LossOutput(loss=(weights_N * tokens_N).sum(), tokens=tokens_N.detach(), metrics=metrics)
 
     def _own(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
-        """The inputs with the one column of selected tokens that is this part's."""
+        """Return the inputs with only this part's column of selected tokens."""
         if "selected" not in part.columns():
             return inputs
         assert inputs.selected_NP is not None
@@ -172,16 +175,18 @@ _COLUMNS = (
 
 
 def usable(mask_N: Tensor, log_mu_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mask without tokens that cannot carry loss, and how many were dropped by reason (tensors, not yet read).
+    """Return the mask without tokens that cannot carry loss, and the number of dropped tokens by reason (as tensors, to
+    avoid waiting for the device).
 
-    A token whose engine logprob is not finite leaves numerator and denominator alike: use this before ``weights``.
+    A token whose engine logprob is not finite is left out of numerator and denominator alike: call this before
+    ``weights``.
     """
     finite_N = log_mu_N.isfinite()
     return mask_N & finite_N, {"nonfinite_logprob": (mask_N & ~finite_N).sum()}
 
 
 def _clean(inputs: LossInputs) -> LossInputs:
-    """Every column in float32 or better, 0 outside the mask: whatever lies there can have no influence."""
+    """Return every column in float32 or better with 0 outside the mask, so that no value there has an effect."""
     outside_N = ~inputs.mask_N
 
     def column(x_N: Tensor | None) -> Tensor | None:

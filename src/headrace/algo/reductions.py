@@ -1,4 +1,5 @@
-"""Reductions: how token losses become one number. A new one is a class and a row of ``Reduction``."""
+"""Reductions: rules that combine the losses of tokens into one number. A new one is a class and a row of
+``AnyReduction``."""
 
 from __future__ import annotations
 
@@ -8,16 +9,17 @@ from pydantic import Field
 
 from headrace.algo.base import BatchLayout, Shares
 from headrace.base.config import Section
+from headrace.base.config.kinds import Kinds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def tokens_by(owners_S: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-    """For every token, how many tokens of the mask its owner has; and how many owners have any.
+    """Return, for every token, the number of tokens in the mask of its owner, and the number of owners that have any.
 
-    ``owners_S`` says which episode or group each sample belongs to, by any integers. An owner without a token of the
-    mask counts in no denominator.
+    ``owners_S`` gives the episode or group of each sample, as any integers. An owner without tokens in the mask is
+    in no denominator.
     """
     mask_N = layout.mask_N.float()
     owners, index_S = owners_S.unique(return_inverse=True)
@@ -26,87 +28,95 @@ def tokens_by(owners_S: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
     return counts[owners_N].clamp(min=1.0), (counts > 0).sum().float()
 
 
-# The mean over the tokens of the batch.
 class TokenMean(Section):
-    """Σ_tokens x / number of tokens. Source: Yu et al., arXiv 2503.14476, eq. 8."""
+    """The mean over the tokens of the batch.
+
+    Σ_tokens x / number of tokens. Source: Yu et al., arXiv 2503.14476, eq. 8.
+    """
 
     kind: Literal["token_mean"] = "token_mean"
-    """Selects this reduction."""
+    """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """The weight of every token and the mass of them all."""
+        """Return the weight of every token and the contribution to the denominator."""
         mask_N = layout.mask_N.float()
         return Shares(weights_N=mask_N, mass=mask_N.sum())
 
 
-# The mean over sequences of each one's token mean.
 class SequenceMeanTokenMean(Section):
-    """1/S Σ_sequences (Σ_tokens x / tokens of the sequence). The samples of one rollout are one sequence.
+    """The mean over sequences of the mean over each one's tokens.
+
+    1/S Σ_sequences (Σ_tokens x / tokens of the sequence). The samples of one rollout are one sequence.
 
     Source: Shao et al., arXiv 2402.03300, eq. 3.
     """
 
     kind: Literal["sequence_mean_token_mean"] = "sequence_mean_token_mean"
-    """Selects this reduction."""
+    """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """The weight of every token and the mass of them all."""
+        """Return the weight of every token and the contribution to the denominator."""
         tokens_N, num_episodes = tokens_by(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_episodes)
 
 
-# The mean over sequences of each one's token sum.
 class SequenceMeanTokenSum(Section):
-    """1/S Σ_sequences Σ_tokens x. The samples of one rollout are one sequence.
+    """The mean over sequences of the sum over each one's tokens.
+
+    1/S Σ_sequences Σ_tokens x. The samples of one rollout are one sequence.
 
     Source: Liu et al., arXiv 2503.20783, eq. 2.
     """
 
     kind: Literal["sequence_mean_token_sum"] = "sequence_mean_token_sum"
-    """Selects this reduction."""
+    """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """The weight of every token and the mass of them all."""
+        """Return the weight of every token and the contribution to the denominator."""
         _, num_episodes = tokens_by(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float(), mass=num_episodes)
 
 
-# Token sums over a constant, so that no length changes a token's weight.
 class ConstantDivisor(Section):
-    """1/S Σ_sequences (Σ_tokens x / L) with a constant L. The samples of one rollout are one sequence.
+    """The sum over tokens, divided by a constant, so that no length changes a token's weight.
+
+    1/S Σ_sequences (Σ_tokens x / L) with a constant L. The samples of one rollout are one sequence.
 
     Source: Liu et al. (Dr. GRPO), arXiv 2503.20783, appendix A, where L is the generation budget.
     """
 
     kind: Literal["constant"] = "constant"
-    """Selects this reduction."""
+    """The name that selects this reduction."""
     normalizer: float = Field(default=1.0, gt=0)
-    """L: the constant; the longest answer allowed, in tokens, gives losses of the usual size."""
+    """L, the constant. The longest answer allowed, in tokens, gives losses of the usual size."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """The weight of every token and the mass of them all."""
+        """Return the weight of every token and the contribution to the denominator."""
         _, num_episodes = tokens_by(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float() / self.normalizer, mass=num_episodes)
 
 
-# The mean over prompts of each one's token mean.
 class PromptMean(Section):
-    """1/P Σ_prompts (Σ_tokens of its rollouts x / their number).
+    """The mean over prompts of the mean over each one's tokens.
+
+    1/P Σ_prompts (Σ_tokens of its rollouts x / their number).
 
     Source: Khatri et al. (ScaleRL), arXiv 2510.13786, section 3.2.
     """
 
     kind: Literal["prompt_mean"] = "prompt_mean"
-    """Selects this reduction."""
+    """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """The weight of every token and the mass of them all."""
+        """Return the weight of every token and the contribution to the denominator."""
         tokens_N, num_groups = tokens_by(layout.groups_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_groups)
 
 
 AnyReduction = TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | ConstantDivisor | PromptMean
-ReductionConfig = Annotated[AnyReduction, Field(discriminator="kind")]
+REDUCTIONS = Kinds(AnyReduction, group="headrace.reductions", setting="algo.reduction", contract=Section)
+"""The registry of reductions, those of installed packages included."""
+ReductionConfig = Annotated[AnyReduction, REDUCTIONS]
 __all__ = [
     "AnyReduction",
     "ConstantDivisor",

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over padded sequences, and what a critic learns from it.
+"""Generalised advantage estimation over padded sequences, and the loss of a critic.
 
 Shape legend: B sequences of T positions, N tokens.
 """
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 
 class Gae(NamedTuple):
-    """What :func:`gae` gives; both are 0 outside the mask and carry no gradient."""
+    """The result of :func:`gae`; both tensors are 0 outside the mask and carry no gradient."""
 
     advantages: Tensor
-    """What each token is credited with."""
+    """The advantage of each token."""
     returns: Tensor
-    """Advantage + value: what the critic learns."""
+    """Advantage + value, which the critic is trained towards."""
 
 
 def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1.0) -> Gae:
-    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t, over the tokens of the mask; [B, T] or [T].
+    """Estimate advantages: A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t, over the tokens of the mask; [B, T]
+    or [T].
 
     A token outside the mask (an observation, padding) is not a step: the one before it continues at the next token of
-    the mask, and its reward, value and number of positions have no influence. The value after the last is 0. Columns
-    may be tensors or lists; the result is of the values' type, float32 where that is no floating one.
+    the mask, and its reward, value and position have no effect. The value after the last token is 0. Columns may be
+    tensors or lists; the result has the type of the values, float32 if that is not a floating-point type.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
 
     >>> import torch
@@ -59,10 +60,10 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1
 
 
 def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None = None) -> Tensor:
-    """½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²) per token; without ε, ½·(V − R)².
+    """Return the critic's loss ½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²) per token; without ε, ½·(V − R)².
 
-    With ε a value that has moved farther than that from the one before the step, towards the return, is learnt no
-    further. Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference implementation.
+    With ε, a value that has moved by more than ε from that before the step, towards the return, gets no further
+    gradient. Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference implementation.
     """
     loss_N = (values_N - returns_N).square() / 2
     if clip is None:

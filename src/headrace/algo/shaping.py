@@ -1,4 +1,5 @@
-"""Shaping: what is added to a reward before it becomes credit. A new one is a class and a row of ``AnyShaping``."""
+"""Shaping: terms that are added to rewards before advantages are computed. A new one is a class and a row of
+``AnyShaping``."""
 
 from __future__ import annotations
 
@@ -11,24 +12,26 @@ from pydantic import Field
 from headrace.algo.advantages.base import given
 from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.base.config import Section
+from headrace.base.config.kinds import Kinds
 from headrace.base.errors import ConfigError
 
 
-# DAPO's soft punishment of answers that come near the limit.
 class Overlong(Section):
-    """R + p·clip((L − c − |y|)/c, −1, 0): nothing up to L − c tokens, falling to −p at L. Needs lengths.
+    """DAPO's soft penalty for answers whose length comes near the limit.
+
+    R + p·clip((L − c − |y|)/c, −1, 0): nothing up to L − c tokens, falling to −p at L. Needs lengths.
 
     Source: Yu et al. (DAPO), arXiv 2503.14476, eq. 13.
     """
 
     kind: Literal["overlong"] = "overlong"
-    """Selects this shaping."""
+    """The name that selects this shaping."""
     max_tokens: int = Field(ge=1)
-    """L: the longest answer allowed, in tokens."""
+    """L, the longest answer allowed, in tokens."""
     buffer: int = Field(ge=1)
-    """c: over how many tokens before L the punishment grows."""
+    """c, the number of tokens before L over which the penalty grows."""
     penalty: float = Field(default=1.0, ge=0)
-    """p: what an answer of L tokens loses."""
+    """p, the penalty of an answer of L tokens."""
 
     @pydantic.model_validator(mode="after")
     def _begins_above_zero(self) -> Overlong:
@@ -41,28 +44,29 @@ class Overlong(Section):
         return self
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The shaped reward of every episode."""
+        """Return the shaped reward of every episode."""
         over_E = (self.max_tokens - self.buffer - given(outcomes.lengths_E, "lengths")) / self.buffer
         return outcomes.rewards_E + self.penalty * np.clip(over_E, -1.0, 0.0)
 
 
-# Kimi k1.5's length reward: among answers to one prompt, shorter is better.
 class LengthShaping(Section):
-    """R + w·λ if R > threshold, else R + w·min(0, λ); λ = ½ − (|y| − shortest)/(longest − shortest) of the group.
+    """The length reward of Kimi k1.5: among the answers to one prompt, shorter ones get more.
+
+    R + w·λ if R > threshold, else R + w·min(0, λ); λ = ½ − (|y| − shortest)/(longest − shortest) of the group.
 
     A group whose answers are all of one length is left alone. Needs lengths. Source: Kimi k1.5, arXiv 2501.12599,
     section 2.3.3.
     """
 
     kind: Literal["length"] = "length"
-    """Selects this shaping."""
+    """The name that selects this shaping."""
     weight: float = Field(default=1.0, ge=0)
-    """w: weight of the length reward."""
+    """w, the weight of the length reward."""
     threshold: float = 0.5
-    """A reward above it counts as a right answer, which alone can gain by being short."""
+    """The reward above which an answer counts as right. Only right answers gain by being short."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The shaped reward of every episode."""
+        """Return the shaped reward of every episode."""
         lengths_E = given(outcomes.lengths_E, "lengths").astype(np.float64)
         _, index = np.unique(outcomes.groups_E, return_inverse=True)
         shortest, longest = np.full(len(lengths_E), np.inf), np.full(len(lengths_E), -np.inf)
@@ -78,5 +82,7 @@ class LengthShaping(Section):
 
 
 AnyShaping = Overlong | LengthShaping
-ShapingConfig = Annotated[AnyShaping, Field(discriminator="kind")]
+SHAPINGS = Kinds(AnyShaping, group="headrace.shapings", setting="algo.shaping", contract=Section)
+"""The registry of shapings, those of installed packages included."""
+ShapingConfig = Annotated[AnyShaping, SHAPINGS]
 __all__ = ["AnyShaping", "ShapingConfig"]

@@ -1,1 +1,3 @@
-"""Pure data types, errors, configuration, time, environment variables: what every other room stands on."""
+"""The lowest layer of the library: data records, errors, configuration, time, environment variables, HTTP."""
+
+__version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Memory for many numbers."""
+"""Page-aligned memory for large arrays, such as weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE = 4096
-"""Bytes; a page begins where a line of the cache begins."""
+"""The alignment in bytes: a memory page, which also begins at a cache line."""
 
 
 def zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Bytes that begin where a page begins; those that are never written take no memory. NumPy asks the system for
-    large pages, from which weights stream half again as fast.
+    """Return an array of zero bytes that begins at a page boundary. Pages that are never written use no memory. NumPy
+    requests large pages from the system, from which weights are read half again as fast.
 
     >>> zeros(100).shape, zeros(100).ctypes.data % PAGE
     ((100,), 0)

@@ -17,19 +17,19 @@ P = ParamSpec("P")
 
 
 class Clock(Protocol):
-    """Where the time comes from."""
+    """The source of the time."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back, with one zero for all processes of a machine."""
+        """Return the seconds on a clock that never goes back, with one zero for all processes of a machine."""
         ...
 
     def wall(self) -> float:
-        """Seconds since 1970, for people to read."""
+        """Return the seconds since 1970, for people to read."""
         ...
 
 
 class RealClock:
-    """The machine's clock (``CLOCK_MONOTONIC``: comparable between processes)."""
+    """The clock of the machine (``CLOCK_MONOTONIC``, which is comparable between processes)."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -39,7 +39,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """The time of the running virtual event loop."""
+    """The clock of the running virtual event loop."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -49,11 +49,11 @@ class VirtualClock:
 
 
 class VirtualDeadlock(RuntimeError):
-    """Every task waits and no timer is pending: in real time this program would hang for ever."""
+    """The error that every task waits and no timer is pending: in real time the program would hang for ever."""
 
 
 class _JumpingSelector:
-    """Stands where the loop's selector stands; where that would sleep, virtual time moves on."""
+    """A replacement of the event loop's selector that advances virtual time instead of sleeping."""
 
     def __init__(self, real: Any, advance: Callable[[float | None], None]) -> None:
         self._real = real
@@ -70,7 +70,7 @@ class _JumpingSelector:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time moves only when nothing else can.
+    """An event loop whose time advances only when no task can run.
 
     >>> async def sleep_a_day() -> float:
     ...     await asyncio.sleep(86_400)
@@ -96,19 +96,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` to its end in virtual time; raises :class:`VirtualDeadlock` where real time would hang."""
+    """Run ``main`` to its end in virtual time. Raises :class:`VirtualDeadlock` where real time would hang."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 async def off_loop(blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a blocking function in a thread, so that the event loop goes on; in virtual time it takes no time at all."""
+    """Call a blocking function in a thread, so that the event loop goes on. In virtual time it takes no time at all."""
     if isinstance(asyncio.get_running_loop(), VirtualLoop):
         return blocking(*args, **kwargs)
     return await asyncio.to_thread(blocking, *args, **kwargs)
 
 
 def being_cancelled() -> bool:
-    """Whether the task that runs was cancelled: what it raises from then on is the failure of its clean-up."""
+    """Return whether the current task has been cancelled, so that an error it raises now comes from its clean-up."""
     task: asyncio.Task[Any] | None = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,40 +1,40 @@
-"""The only place that reads environment variables; and the run's token, which must not be one.
+"""The only module that reads environment variables, and the holder of the run's token, which must not be one of them.
 
-Programs that a process starts can read its environment and its arguments (``/proc``). So the token comes through the
-pipe that keeps a process of the run alive, and is kept in memory.
+A program that a process starts can read the environment and the arguments of that process (``/proc``). So the token
+comes through the pipe that keeps a process of the run alive, and is kept in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 PART_OF_A_RUN = "HEADRACE_PART_OF_A_RUN"
-"""Set in every process of a run, and in what those start."""
+"""An environment variable that is set in every process of a run and in the programs that these start."""
 
 
 def is_part_of_a_run() -> bool:
-    """Whether this process belongs to a run, or was started by one that does."""
+    """Return whether this process belongs to a run, or was started by a process that does."""
     return bool(os.environ.get(PART_OF_A_RUN))
 
 
 _held: list[str] = []
-"""The secret of the run that this process belongs to; empty outside a run."""
+"""The token of the run that this process belongs to, as its only element; empty outside a run."""
 
 
 def write_token(lifeline: int, token: str) -> None:
-    """Put ``token`` into the pipe ``lifeline``, whose other end a new process will have."""
+    """Write ``token`` into the pipe ``lifeline``, from whose other end a new process reads it."""
     os.write(lifeline, token.encode() + b"\n")
 
 
 def read_token(lifeline: int) -> None:
-    """Take the token out of the pipe ``lifeline``; none comes where its other end is closed."""
+    """Read the token from the pipe ``lifeline``. It is empty if the other end is closed."""
     data = b""
     while not data.endswith(b"\n") and (byte := os.read(lifeline, 1)):
         data += byte
@@ -42,27 +42,29 @@ def read_token(lifeline: int) -> None:
 
 
 def run_token() -> str:
-    """Return the secret of the run that this process belongs to; empty outside a run."""
+    """Return the token of the run that this process belongs to; empty outside a run."""
     return "".join(_held)
 
 
 def forget_token() -> None:
-    """Let go of the token, in a process that runs code of others and has shown it."""
+    """Delete the token from memory, in a process that has proved its identity with it and now runs code of the user."""
     _held.clear()
 
 
 def secret(name: str) -> str:
-    """A key that a setting names instead of holding it; empty where it is not set."""
+    """Return the value of the environment variable ``name``, which a setting names instead of containing the secret;
+    empty if it is not set."""
     return os.environ.get(name, "")
 
 
 def child_environment(num_threads: int) -> dict[str, str]:
-    """The environment of a process of the run."""
+    """Return the environment of a process of the run that may use ``num_threads`` threads."""
     return {**os.environ, **part_environment(num_threads)}
 
 
 def part_environment(num_threads: int) -> dict[str, str]:
-    """What a process of the run has beyond the controller's environment: its share of the cores, no hub."""
+    """Return the variables that a process of the run has beyond the controller's environment: its number of threads,
+    and no access to the model hub."""
     return {
         PART_OF_A_RUN: "1",
         "OMP_NUM_THREADS": str(num_threads),
@@ -73,30 +75,30 @@ def part_environment(num_threads: int) -> dict[str, str]:
 
 
 def engine_environment() -> dict[str, str]:
-    """What a process with an engine needs before it loads torch, unless its user has said otherwise.
+    """Return the variables that an engine's process needs before it loads torch, unless the user has set them.
 
-    The threads of torch's OpenMP spin for milliseconds after each operation that they shared, on the cores that the
-    kernels' own threads are waiting for. They spin for some 30 microseconds instead.
+    After each parallel operation, the threads of torch's OpenMP spin for milliseconds, on the cores that the
+    kernels' own threads wait for. With these variables they spin for about 30 microseconds instead.
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     return {} if chosen else {"GOMP_SPINCOUNT": "2000"}
 
 
 def fork_server_environment() -> dict[str, str]:
-    """The environment of the process that parts are forked from. What OpenMP reads when it is loaded, it reads here,
-    for all of them; how many threads they have each part says itself."""
+    """Return the environment of the process that the parts of a run are forked from. OpenMP reads its variables when
+    it is loaded, which happens here for all parts; each part sets its own number of threads later."""
     return {**child_environment(1), **engine_environment()}
 
 
-def become_part(variables: Mapping[str, str]) -> None:
-    """Give this process, which was forked, the environment of a part."""
+def apply_part_environment(variables: Mapping[str, str]) -> None:
+    """Give this forked process the environment variables of its part."""
     os.environ.update(variables)
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_cuda_calls() -> Iterator[None]:
-    """Within this, whoever asks torch whether there is a GPU is answered without CUDA: a process that has called it
-    cannot be forked."""
+    """Keep torch from calling CUDA within this context when it is asked whether there is a GPU: a process that has
+    called CUDA cannot be forked."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -107,17 +109,18 @@ def no_cuda_calls() -> Iterator[None]:
         os.environ.update({} if before is None else {name: before})
 
 
-def become_engine() -> None:
-    """Give this process :func:`engine_environment`; too late once torch is loaded."""
+def apply_engine_environment() -> None:
+    """Give this process the variables of :func:`engine_environment`. This has no effect after torch is loaded."""
     os.environ.update(engine_environment())
 
 
 def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program that a run starts for an episode: ``variables``, and nothing of the run's own.
+    """Return the environment of a program that a run starts for an episode: ``variables``, and nothing of the run's
+    own.
 
-    Its ``python`` is the one that runs the run. What it asks of this machine, and of the run, goes through no proxy.
+    Its ``python`` is the interpreter of the run. Its requests to this machine and to the run use no proxy.
     """
-    hidden = (PART_OF_A_RUN, "ANTHROPIC_AUTH_TOKEN")  # a client would send that one, too
+    hidden = (PART_OF_A_RUN, "ANTHROPIC_AUTH_TOKEN")  # an Anthropic client would send it along with the episode's key
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     run = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     own = dict.fromkeys(["127.0.0.1", "localhost", run, inherited.get("NO_PROXY") or inherited.get("no_proxy")])
@@ -127,38 +130,54 @@ def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared_memory_root() -> Path:
-    """Where shared buffers live: ``/dev/shm`` where there is one, else the temporary directory."""
+    """Return the folder of shared buffers: ``/dev/shm`` if it exists, else the temporary directory."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def num_cores() -> int:
-    """The cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # gate: getattr - not every system can tell
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
+def thread_times_ns(pid: int) -> dict[str, tuple[int, int]]:
+    """Return, for each thread of a process, the processor time it has used and the time it has waited for a processor,
+    both in nanoseconds. The result is empty for a process that has ended, and on systems other than Linux."""
+    times: dict[str, tuple[int, int]] = {}
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return times
+    for thread in threads:
+        # a thread, or the whole process, can end between the listing and the reading
+        with contextlib.suppress(OSError, ValueError):
+            used, waited, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+            times[thread] = (int(used), int(waited))
+    return times
+
+
 def cache_root() -> Path:
-    """Where what can be made again is kept: ``$XDG_CACHE_HOME/headrace``, ``~/.cache/headrace`` where that is unset."""
+    """Return the folder for files that can be made again: ``$XDG_CACHE_HOME/headrace``, or ``~/.cache/headrace``."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "headrace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Which of a learner's ranks this process is."""
+    """The rank of a learner that this process is."""
 
     rank: int
-    """From 0, over all machines."""
+    """The number of the rank over all machines, from 0."""
     local_rank: int
-    """From 0, on this machine: the number of its device."""
+    """The number of the rank on this machine, from 0, which is also the number of its device."""
     world: int
-    """Ranks altogether."""
+    """The number of ranks on all machines."""
 
 
 def rank_place() -> RankPlace:
-    """What the launcher of ranks (torchrun, Ray, ours) says of this process; the only one if it says nothing."""
+    """Return the rank that the launcher (torchrun, Ray, Headrace) gave this process; the only rank if it gave none."""
     read = os.environ.get
     return RankPlace(
         rank=int(read("RANK", "0")), local_rank=int(read("LOCAL_RANK", "0")), world=int(read("WORLD_SIZE", "1"))
@@ -166,8 +185,8 @@ def rank_place() -> RankPlace:
 
 
 def rank_environment(place: RankPlace, interface: str = "") -> dict[str, str]:
-    """What a rank is told: its place, and which network interface leads to the others; without one they are on this
-    machine, too."""
+    """Return the environment variables of a rank: its place, and the network interface that leads to the other
+    ranks. Without an interface, all ranks are on this machine."""
     known = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),

@@ -1,31 +1,32 @@
-"""Every error Headrace raises on purpose, drawn once.
+"""The tree of the errors that Headrace raises on purpose.
 
     HeadraceError                    what is wrong, and what to do about it
     ├── ConfigError (ValueError)     a run file, option or argument that cannot work
     ├── DataError (ValueError)       a row, a file of rows, a prompt
     ├── ModelError (ValueError)      a model directory or an architecture
     ├── RequestError (ValueError)    one request that an engine cannot serve
-    │   ├── EngineFull (ValueError)     it has as many as it takes: later it might
-    │   └── SequenceFailed (ValueError) it was sound, and broke while it was computed
-    ├── EpisodeError                 one episode that cannot go on, by a reason that is counted
-    │   └── BudgetSpent                 it has used up turns, tokens, tool calls or context
+    │   ├── EngineFull (ValueError)     the engine has its largest number of requests: a later one may succeed
+    │   └── SequenceFailed (ValueError) the request was valid, and computing its sequence failed
+    ├── EpisodeError                 one episode that cannot continue, with a counted reason
+    │   └── BudgetSpent                 it has used up its turns, tokens, tool calls or context
     ├── EnvError                     a reward or environment that cannot be used at all
-    ├── WeightsError                 a weight update refused before anything changed
-    │   └── NeedsFull                   its bytes are wrong, or the version it builds on is not here: send it whole
-    ├── LedgerError                  a ledger that cannot be opened, read or believed
+    │   └── NoRewards                   the reward was None for every answer
+    ├── WeightsError                 a weight update that was refused before anything changed
+    │   └── NeedsFull                   its bytes are wrong, or its base version is missing: send the full image
+    ├── LedgerError                  a ledger that cannot be opened or read, or whose contents are invalid
     ├── CheckpointError              a snapshot that cannot be written or read
     └── RunError                     a run that had to end
-        ├── ComponentDied            a process ended that should not have
-        │   ├── EngineUnfit          an engine that starting again would not mend
-        │   ├── LearnerLost          the learner's, or that of a rank: the run can go on from its last snapshot
-        │   └── RankLost             a rank of the learner that cannot go on without another one
-        ├── StallError               nothing moved for the stall timeout
-        ├── DeadlineError            one wait took longer than it may
-        ├── ReplayDiffers            a replay that came to something else than the run it repeats
-        └── NothingToLearn           the rewards carry no signal
+        ├── ComponentDied            a process that ended and should not have
+        │   ├── EngineUnfit          an engine that would fail again after a restart
+        │   ├── LearnerLost          the learner or one of its ranks: the run can continue from its last snapshot
+        │   └── RankLost             a rank of the learner that cannot continue without another one
+        ├── StallError               no progress for the stall timeout
+        ├── DeadlineError            one wait that took longer than its deadline
+        ├── ReplayDiffers            a replay whose results differ from the run that it repeats
+        └── NothingToLearn           rewards without a signal
 
 Each failure belongs to one boundary: an episode's failure is a record, not an exception (see
-:class:`headrace.base.types.episode.EpisodeGraph`); what is raised here reaches the user.
+:class:`headrace.base.types.episode.EpisodeGraph`); the errors above reach the user.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from collections.abc import Iterable
 
 
 class HeadraceError(Exception):
-    """The root: ``problem`` names the thing, its value and the reason; ``remedy`` says what to do.
+    """The root of the tree. ``problem`` names the thing, its value and the reason; ``remedy`` says what to do.
 
     >>> str(HeadraceError("flow.lead=-1 is negative", remedy="set flow.lead >= 0"))
     'flow.lead=-1 is negative\\n  remedy: set flow.lead >= 0'
@@ -52,31 +53,31 @@ class HeadraceError(Exception):
 
 
 class ConfigError(HeadraceError, ValueError):
-    """A run file, option or argument that cannot work."""
+    """The error of a run file, option or argument that cannot work."""
 
 
 class DataError(HeadraceError, ValueError):
-    """A row, a file of rows or a prompt that cannot be used."""
+    """The error of a row, a file of rows or a prompt that cannot be used."""
 
 
 class ModelError(HeadraceError, ValueError):
-    """A model directory or an architecture that cannot be used."""
+    """The error of a model directory or an architecture that cannot be used."""
 
 
 class RequestError(HeadraceError, ValueError):
-    """One generation request that an engine cannot serve; other requests go on."""
+    """The error of one generation request that an engine cannot serve; other requests are not affected."""
 
 
 class EngineFull(RequestError):
-    """As many requests as the engine takes are waiting or running; others may succeed later."""
+    """The error of a request to an engine that has its largest number of requests; a later request may succeed."""
 
 
 class SequenceFailed(RequestError):
-    """A sequence broke while it was computed; the request itself was sound."""
+    """The error of a sequence that failed while it was computed, although its request was valid."""
 
 
 class EpisodeError(HeadraceError):
-    """One episode that cannot go on; the others do. ``reason`` is what it is counted by."""
+    """The error of one episode that cannot continue; other episodes do. The failure is counted under ``reason``."""
 
     def __init__(self, problem: str, *, remedy: str, reason: str = "env_error") -> None:
         super().__init__(problem, remedy=remedy)
@@ -84,81 +85,98 @@ class EpisodeError(HeadraceError):
 
 
 class BudgetSpent(EpisodeError):
-    """An episode has used up what it may have of turns, tokens, tool calls or context."""
+    """The error of an episode that has used up its budget of turns, tokens, tool calls or context."""
 
 
 class EnvError(HeadraceError):
-    """A reward function or an environment that cannot be used at all."""
+    """The error of a reward function or an environment that cannot be used at all."""
+
+
+class NoRewards(EnvError):
+    """The error of a reward function that returned ``None`` for every answer of many groups."""
 
 
 class WeightsError(HeadraceError):
-    """A weight update that was refused before anything changed."""
+    """The error of a weight update that was refused before anything changed."""
 
 
 class NeedsFull(WeightsError):
-    """A weight update whose bytes are wrong, or that builds on a version that is not here: it can be sent whole."""
+    """The error of a weight update whose bytes are wrong, or whose base version is missing: a full image can be sent
+    instead."""
 
 
 class LedgerError(HeadraceError):
-    """A ledger that cannot be opened, read or believed."""
+    """The error of a ledger that cannot be opened or read, or whose contents are invalid."""
 
 
 class CheckpointError(HeadraceError):
-    """A snapshot that cannot be written or read."""
+    """The error of a snapshot that cannot be written or read."""
 
 
 class RunError(HeadraceError):
-    """A run that had to end before its last step."""
+    """The error that ends a run before its last step."""
 
 
 class ComponentDied(RunError):
-    """A process of the run ended that should not have."""
+    """The error that a process of the run ended and should not have."""
 
 
 class EngineUnfit(ComponentDied):
-    """An engine cannot serve this run, and would not if it were started again."""
+    """The error of an engine that cannot serve this run and would fail again after a restart."""
 
 
 class LearnerLost(ComponentDied):
-    """The process of the learner, or of one of its ranks, ended without a word: the run can go on from its last
-    snapshot."""
+    """The error that the process of the learner, or of one of its ranks, ended without a message: the run can
+    continue from its last snapshot."""
 
 
 class RankLost(ComponentDied):
-    """A rank of the learner cannot go on because another one went away: a consequence, and not the cause."""
+    """The error of a rank of the learner that cannot continue because another rank has gone: a consequence, not the
+    cause."""
 
 
 class StallError(RunError):
-    """Nothing moved for the stall timeout; the text names who waits for whom."""
+    """The error that nothing moved for the stall timeout. The text names which part waits for which."""
 
 
 class DeadlineError(RunError):
-    """One wait took longer than its deadline."""
+    """The error of a wait that took longer than its deadline."""
 
 
 class ReplayDiffers(RunError):
-    """A replay came to something else than the run it repeats; the text names what, and where."""
+    """The error of a replay whose results differ from the run that it repeats. The text names the first difference."""
 
 
 class NothingToLearn(RunError):
-    """The rewards of many steps in a row carry no signal."""
+    """The error that the rewards of many steps in a row carry no signal."""
+
+
+NEAR = 0.7
+"""The least similarity, by :mod:`difflib`, at which a name is suggested for another: "solution" and "completion",
+which end alike and mean different things, have 0.67."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The phrase that offers the nearest known name, whatever its case, for the end of an error.
+    """Return the end of an error message that suggests the nearest known name, whatever its case. If no name is near,
+    it lists the known names only.
 
     >>> nearest("dappo", ["grpo", "dapo"])
     "did you mean 'dapo'? (known: dapo, grpo)"
+    >>> nearest("solution", ["answer", "completions"])
+    'known: answer, completions'
     """
     names = sorted(known)
     folded = {known_name.casefold(): known_name for known_name in names}
-    close = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)]
+    swapped = [each for each in folded if sorted(each) == sorted(name.casefold())]  # difflib misses lr, rl
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=NEAR) or swapped[:1]
+    close = [folded[match] for match in matches]
     listed = f"known: {', '.join(names)}"
     return f"did you mean {close[0]!r}? ({listed})" if close else listed
 
 
 def visible(text: str, limit: int = 10_000) -> str:
-    """``text`` on one line, with every control, direction and format character spelled out, cut at ``limit``.
+    """Return ``text`` on one line, with every control, direction and format character escaped, cut after ``limit``
+    characters.
 
     >>> visible("a\\x1b[31mb\\nc")
     'a\\\\x1b[31mb\\\\nc'

@@ -1,4 +1,4 @@
-"""Names under which modules were imported before the house was arranged in two storeys: they go on working.
+"""Former module names, from before the packages were arranged in core and wings: they can still be imported.
 
     import headrace.errors          is headrace.base.errors
     from headrace.session import train
@@ -30,6 +30,7 @@ FORMER = {
     "scoring": "rollout.scoring",
     "bridges": "wings.bridges",
     "rollout.endpoint": "wings.agents",
+    "engine.local": "launch.inprocess",
     "engine.server.text": "engine.text",
     "engine.server": "wings.serve",
     "engine.served": "wings.servers.client",
@@ -46,12 +47,13 @@ FORMER = {
     "observe": "run.observe",
     "session": "run.session",
     "cli": "run.cli",
+    "control.summary": "control.metrics.summary",
 }
 """The former name of a module or package, and its name now, both without ``headrace``."""
 
 
 def current(name: str) -> str | None:
-    """The name that the module ``name`` has now; ``None`` where it has not moved.
+    """Return the present name of the module ``name``; ``None`` if it has not moved.
 
     >>> current("headrace.types.tokens"), current("headrace.flow.flow")
     ('headrace.base.types.tokens', None)
@@ -72,7 +74,7 @@ class FormerNames(MetaPathFinder, Loader):
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The specification for a former name; ``None`` leaves a name to the other finders."""
+        """Return the specification for a former name; ``None`` leaves a name to the other finders."""
         return None if current(name) is None else spec_from_loader(name, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -1,5 +1,6 @@
-"""Python's garbage collector walks every object that it knows: half a million after the imports of a model library,
-a quarter of a second at a time, in the middle of a step. What is there when the work begins stays, and is set aside."""
+"""Control of Python's garbage collector. It walks every object that it tracks: half a million after the imports of a
+model library, which takes a quarter of a second in the middle of a step. These contexts exclude the objects that
+exist before the work begins."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG = 10_000
-"""New objects until the collector looks for garbage: a step makes thousands, nearly all of which need no collector to
-go."""
+"""The number of new objects after which the collector runs. A step makes thousands of objects, nearly all of which
+reference counting frees."""
 RARELY = 20
-"""How often it looks at the young ones between two looks at older ones."""
+"""The number of collections of young objects between two collections of older ones."""
 
 
 @contextmanager
-def growing_heap() -> Iterator[None]:
-    """Within this nothing is collected, and what it has made is not walked later: for imports, nearly all of whose
-    objects stay, and a fifth of whose time would go into looking for those that do not."""
+def gc_disabled() -> Iterator[None]:
+    """Disable the garbage collector within this context, and exclude the objects made there from later collections.
+    It is meant for imports: nearly all of their objects stay, and searching them takes a fifth of the time."""
     gc.disable()
     try:
         yield
@@ -30,9 +31,9 @@ def growing_heap() -> Iterator[None]:
 
 
 @contextmanager
-def settled_heap(young: int = YOUNG) -> Iterator[None]:
-    """Within this, what existed before is not walked by the garbage collector, and what is new every ``young`` objects:
-    more of them than come and go together."""
+def gc_frozen(young: int = YOUNG) -> Iterator[None]:
+    """Exclude the objects that exist now from garbage collection within this context. New objects are collected
+    after every ``young`` of them, which is more than are usually alive together."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -45,7 +46,7 @@ def settled_heap(young: int = YOUNG) -> Iterator[None]:
 
 
 def _let_go() -> None:
-    """Triton's bindings complain of every object of theirs that is not collected in the end; nobody else minds, and
-    collecting takes half a second."""
+    """Let the collector see all objects again at exit if Triton is loaded: its bindings warn of each of their
+    objects that is never collected. Without Triton this is left out, since it takes half a second."""
     if "triton._C.libtriton" in sys.modules:
         gc.unfreeze()

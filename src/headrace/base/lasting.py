@@ -1,21 +1,24 @@
-"""Output that may go away while a run goes on: a terminal that is closed, a pipe nobody reads, a disk that is full."""
+"""A text stream that survives the loss of its output: a closed terminal, a pipe without a reader, a full disk."""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import select
+import stat
 from contextlib import suppress
 from typing import TextIO
 
 
-class LastingStream(io.TextIOBase):
-    """A text stream that takes everything, and passes it on to ``stream`` as long as that takes it.
+class LossTolerantStream(io.TextIOBase):
+    """A text stream that accepts all text, and writes it to ``stream`` as long as ``stream`` can be written to.
 
-    At the first write that fails, the file behind ``stream`` becomes the null device for the whole process: what others
-    print there is lost too, and fails nobody. ``lost`` says why.
+    At the first write that fails, the file behind ``stream`` is replaced by the null device for the whole process. What
+    other code prints there is lost too, and raises no error. ``lost`` says why.
 
     >>> import sys
-    >>> lasting = LastingStream(sys.stdout)
+    >>> lasting = LossTolerantStream(sys.stdout)
     >>> print("still here", file=lasting)
     still here
     >>> lasting.lost
@@ -25,12 +28,12 @@ class LastingStream(io.TextIOBase):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_terminal = False
-        """Whether it was one at first: one that hangs up says that it is none, and a view that heeds this never writes
-        again, so that the loss would not be noticed."""
+        """Whether the stream was a terminal at first. A terminal that is closed reports that it is none; a view that
+        heeds this would stop writing, so that the loss would not be noticed."""
         with suppress(OSError, ValueError):
             self._is_terminal = stream.isatty()
         self.lost = ""
-        """Why nothing more is shown; empty while it is."""
+        """Why the output was lost; empty while it works."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -64,14 +67,26 @@ class LastingStream(io.TextIOBase):
             except (OSError, ValueError) as error:
                 self._lose(error)
 
+    def look(self) -> None:
+        """Check whether a terminal has been closed, or the reader of a pipe has gone, without writing."""
+        if self.lost:
+            return
+        with suppress(OSError, ValueError):  # no file, or a closed one: the next write finds out
+            descriptor = self._stream.fileno()
+            number = errno.EPIPE if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else errno.EIO
+            poll = select.poll()
+            poll.register(descriptor, 0)  # no events to register: a hang-up is always reported
+            if any(found & (select.POLLHUP | select.POLLERR) for _, found in poll.poll(0)):
+                self._lose(OSError(number, os.strerror(number)))
+
     def _lose(self, error: OSError | ValueError) -> None:
         self.lost = str(error)
-        to_nowhere(self._stream)
+        redirect_to_null(self._stream)
 
 
-def to_nowhere(stream: TextIO) -> None:
-    """Make the file behind ``stream`` the null device; what ``stream`` still holds goes there."""
-    with suppress(OSError, ValueError):  # it has no file, or is closed
+def redirect_to_null(stream: TextIO) -> None:
+    """Replace the file behind ``stream`` by the null device. Text that ``stream`` has buffered is written there."""
+    with suppress(OSError, ValueError):  # no file behind the stream, or a closed one
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, stream.fileno())

@@ -2,8 +2,8 @@
 
 from headrace.control.config import ControlSettings, RunSection
 from headrace.control.controller import Controller
+from headrace.control.metrics import Summary
 from headrace.control.observer import Observer
 from headrace.control.parts import Components, Serving
-from headrace.control.summary import Summary
 
 __all__ = ["Components", "ControlSettings", "Controller", "Observer", "RunSection", "Serving", "Summary"]

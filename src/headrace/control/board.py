@@ -1,4 +1,4 @@
-"""Who works on what, and who waits for whom: what the live view shows and the stall watchdog prints."""
+"""The table of what each loop works on or waits for. The live view shows it, and the stall watchdog prints it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from headrace.base.clock import Clock
 from headrace.base.errors import StallError
 from headrace.base.types.observation import Wait
 
-PATIENCE = 12
-"""How many times as long as otherwise the watch waits while a process of the run is known to be stopped by a signal or
-a debugger: it may be let go on."""
+STOPPED_PATIENCE = 12
+"""Factor of the timeout while a process of the run is stopped by a signal or a debugger, since it may be continued."""
 OWN_STANDSTILL_S = 2.0
-"""A look of the watch that comes later than this says that the controller itself stood still: that time is nobody's."""
+"""Delay of a check, in seconds, which shows that the controller's own process stood still; that time is not counted."""
 MIN_SLEEP_S = 1e-3
-"""Less would not move a clock on for certain."""
+"""Shortest sleep, in seconds; a shorter one might not move a clock on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopContract:
-    """One loop of the controller, as the picture in its docstring draws it."""
+    """The contract of one loop of the controller: a row of the drawing in controller.py."""
 
     name: str
     consumes: str
+    """What the loop takes as input."""
     produces: str
+    """What the loop gives to other loops."""
     waits_for: str
+    """The events that the loop waits for."""
     unblocked_by: str
+    """The loops and parts that can end such a wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,52 +40,64 @@ class Standstill:
     """A process of the run that does not go on."""
 
     words: str
-    """Which one, why and for how long."""
+    """The name of the process, the reason, and for how long."""
     stopped: bool
-    """Whether a signal or a debugger has stopped it, so that it may go on at any time."""
+    """Whether a signal or a debugger has stopped it, so that it may be continued at any time."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ask:
+class _PendingRequest:
+    """A request of a task, to which there is no answer yet."""
+
     what: str
-    of: str
+    provider: str
     since: float
 
 
 @dataclass(slots=True, kw_only=True)
 class _LoopRow:
+    """The row of one loop in the table."""
+
     contract: LoopContract
     what: str
     since: float
     waiting_for: str = ""
-    asks: dict[int, _Ask] = field(default_factory=dict)
-    """What tasks of the loop have asked of others and not got yet, oldest first."""
+    pending: dict[int, _PendingRequest] = field(default_factory=dict)
+    """The requests of the loop's tasks that wait for an answer, oldest first."""
+
+
+NOT_STARTED = "not started"
 
 
 class ActivityBoard:
-    """The table of loops, kept by the loops themselves."""
+    """The table of what each loop does, which the loops themselves update."""
 
     def __init__(self, contracts: tuple[LoopContract, ...], clock: Clock) -> None:
         self._clock = clock
         self._rows = {
-            contract.name: _LoopRow(contract=contract, what="not started", since=clock.now()) for contract in contracts
+            contract.name: _LoopRow(contract=contract, what=NOT_STARTED, since=clock.now()) for contract in contracts
         }
         self._moved_at = clock.now()
-        self._ask_numbers = count()
+        self._request_numbers = count()
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every loop has started. Before that, the table does not show what holds the run up."""
+        return all(row.what != NOT_STARTED for row in self._rows.values())
 
     def progress(self) -> None:
-        """Something moved: a token arrived, a group changed its place."""
+        """Note that something has moved: a token arrived, or a group changed its state."""
         self._moved_at = self._clock.now()
 
     def working(self, loop: str, what: str) -> None:
-        """``loop`` has begun to work on ``what``."""
+        """Note that ``loop`` works on ``what`` from now on."""
         row = self._rows[loop]
         row.what, row.since, row.waiting_for = what, self._clock.now(), ""
 
     @contextmanager
     def waiting(self, loop: str, what: str, *, on: str) -> Iterator[None]:
-        """Within this, ``loop`` waits for ``what``, which ``on`` can bring. A wait that is broken off stays on the
-        board: whoever tells why the run failed tells what it waited for."""
+        """Show ``loop`` as waiting for ``what``, which ``on`` can bring, inside this context. If an error ends the
+        wait, the row stays as it is, so that the error of the run can show what was waited for."""
         row = self._rows[loop]
         row.what, row.since, row.waiting_for = what, self._clock.now(), on
         yield
@@ -90,24 +105,25 @@ class ActivityBoard:
         self._moved_at = row.since
 
     @contextmanager
-    def asking(self, loop: str, what: str, *, of: str) -> Iterator[None]:
-        """Within this, a task of ``loop`` waits for ``what``, which ``of`` owes it; the loop itself goes on."""
-        asks, number = self._rows[loop].asks, next(self._ask_numbers)
-        asks[number] = _Ask(what=what, of=of, since=self._clock.now())
+    def requesting(self, loop: str, what: str, *, provider: str) -> Iterator[None]:
+        """Show a task of ``loop`` as waiting for ``what`` from ``provider``, inside this context. The loop itself goes
+        on."""
+        pending, number = self._rows[loop].pending, next(self._request_numbers)
+        pending[number] = _PendingRequest(what=what, provider=provider, since=self._clock.now())
         try:
             yield
         finally:
-            del asks[number]
+            del pending[number]
             self._moved_at = self._clock.now()
 
     def table(self) -> tuple[Wait, ...]:
-        """One row per loop, as it is now."""
+        """Return one row for each loop, as it is now."""
         now = self._clock.now()
         return tuple(
             Wait(
                 loop=name,
                 state="waiting" if row.waiting_for else "busy",
-                what=row.what + _owed(row.asks, now),
+                what=row.what + _pending_words(row.pending, now),
                 since_s=now - row.since,
                 unblocked_by=row.waiting_for,
             )
@@ -118,28 +134,28 @@ class ActivityBoard:
         self,
         timeout_s: float,
         pulse: Callable[[], int] = lambda: 0,
-        standing: Callable[[], Sequence[Standstill]] = tuple,
+        standstills: Callable[[], Sequence[Standstill]] = tuple,
     ) -> None:
         """Raise :class:`~headrace.base.errors.StallError` when nothing has moved for ``timeout_s``.
 
-        ``pulse`` counts what a part does that tells nobody, an engine's steps for one: where it grows, something moves.
-        ``standing``: the processes that do not go on. While one is stopped from outside, the watch waits
-        :data:`PATIENCE` times as long.
+        ``pulse`` returns a count of work that is not reported in another way, such as an engine's steps; if it grows,
+        something moves. ``standstills`` returns the processes that do not go on. While one is stopped from outside, the
+        timeout is :data:`STOPPED_PATIENCE` times as long.
         """
         beats, held = pulse(), False
         while True:
             if pulse() != beats:
                 beats = pulse()
                 self.progress()
-            found = standing()
+            found = standstills()
             was_held, held = held, any(each.stopped for each in found)
             if was_held and not held:  # it goes on, or was replaced
                 self.progress()
             still_s = self._clock.now() - self._moved_at
-            allowed_s = timeout_s * (PATIENCE if held else 1)
+            allowed_s = timeout_s * (STOPPED_PATIENCE if held else 1)
             if still_s >= allowed_s:
                 raise StallError(
-                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._owing()}"
+                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._oldest_pending()}"
                     f"{''.join(f'; {each.words}' for each in found)}\n{self.in_words()}",
                     remedy="look at the part that owes an answer: its log is in the run directory; "
                     "raise run.stall_timeout_s if it is only slow",
@@ -149,21 +165,22 @@ class ActivityBoard:
             looked_s = self._clock.now()
             await asyncio.sleep(nap_s)
             late_s = self._clock.now() - looked_s - nap_s
+            # While this process stood still, nothing could be reported: the time is not counted as a stall.
             if late_s > OWN_STANDSTILL_S:
                 self._moved_at += late_s
 
-    def _owing(self) -> str:
-        """Who has owed an answer for longest, in words; empty where nobody owes one."""
-        oldest = [next(iter(row.asks.values())) for row in self._rows.values() if row.asks]
+    def _oldest_pending(self) -> str:
+        """Describe the request that has waited longest for an answer; return an empty text if there is none."""
+        oldest = [next(iter(row.pending.values())) for row in self._rows.values() if row.pending]
         if not oldest:
             return ""
-        ask = min(oldest, key=lambda ask: ask.since)
-        return f"; {ask.what} has been owed by {ask.of} for {self._clock.now() - ask.since:.0f} s"
+        request = min(oldest, key=lambda request: request.since)
+        return f"; {request.what} has been owed by {request.provider} for {self._clock.now() - request.since:.0f} s"
 
     def in_words(self) -> str:
-        """The table, a line per loop, with what each consumes and produces."""
+        """Return the table as text, one line for each loop, with what it consumes and produces."""
         lines = []
-        for line, row in zip(self.in_brief(), self._rows.values(), strict=True):
+        for line, row in zip(self.brief_lines(), self._rows.values(), strict=True):
             contract = row.contract
             lines.append(
                 f"{line}  [consumes {contract.consumes}; produces {contract.produces}; "
@@ -171,8 +188,8 @@ class ActivityBoard:
             )
         return "\n".join(lines)
 
-    def in_brief(self) -> list[str]:
-        """The table, a line per loop."""
+    def brief_lines(self) -> list[str]:
+        """Return the table as lines, one for each loop."""
         lines = []
         for wait in self.table():
             doing = f"waits {wait.since_s:.0f} s for {wait.what}, which {wait.unblocked_by} brings"
@@ -182,8 +199,8 @@ class ActivityBoard:
         return lines
 
 
-def _owed(asks: dict[int, _Ask], now: float) -> str:
-    if not asks:
+def _pending_words(pending: dict[int, _PendingRequest], now: float) -> str:
+    if not pending:
         return ""
-    oldest = next(iter(asks.values()))
-    return f"; {len(asks)} times {oldest.what} owed by {oldest.of}, for up to {now - oldest.since:.0f} s"
+    oldest = next(iter(pending.values()))
+    return f"; {len(pending)} times {oldest.what} owed by {oldest.provider}, for up to {now - oldest.since:.0f} s"

@@ -1,7 +1,7 @@
-"""Credit of branches: those of one pivot are a group of their own, beside the groups of episodes.
+"""Credit of branches: the branches of one pivot are compared with each other, apart from the groups of episodes.
 
-Two streams, each reduced by itself: loss = that of the episodes + λ · that of the branches. A loss is proportional to
-its advantages, so advantages are scaled to make it so under the common denominator of a step.
+There are two streams, each with a reduction of its own: loss = loss of the episodes + λ · loss of the branches. A loss
+is proportional to its advantages, so the advantages are scaled to give this sum under the common denominator of a step.
 Source: Guo et al. (DEEP-GRPO), arXiv 2602.14169, the dual-stream objective.
 """
 
@@ -21,28 +21,28 @@ from headrace.base.types.scored import Credit, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grown:
-    """One branch that carries loss."""
+class TrainedBranch:
+    """A branch that carries loss."""
 
     place: int
-    """Of its episode, among those that count in a baseline."""
+    """The index of its episode among those that count in a baseline."""
     pivot: int
-    """Where it left its episode."""
+    """The number of the pivot from which it starts."""
     reward: float
-    """What it earned as a whole."""
+    """The reward of the whole branch."""
     turns: tuple[int, ...]
-    """Its turns, in order."""
+    """The indices of its turns, in order."""
     length: int
-    """Sampled tokens of the whole answer that it is the end of."""
+    """Number of sampled tokens from the start of the episode to the end of the branch."""
 
 
 def with_branches(
     algo: AlgoConfig, groups: Sequence[ScoredGroup], credits: Sequence[Credit], weight: float
 ) -> Sequence[Credit]:  # fmt: skip
-    """``credits``, one for each episode that counts in a baseline, with the advantages of their branches: ``algo``
-    compares the branches of one pivot with each other. ``weight`` is λ."""
+    """Return ``credits``, which has one entry for each episode that counts in a baseline, with the advantages of their
+    branches added. ``algo`` compares the branches of one pivot with each other; ``weight`` is λ."""
     episodes = [episode for group in groups for episode in group.counted]
-    branches = [branch for place, episode in enumerate(episodes) for branch in grown(place, episode)]
+    branches = [branch for place, episode in enumerate(episodes) for branch in trained_branches(place, episode)]
     if not branches:
         return credits
     credit_B = algo.credit(
@@ -63,25 +63,28 @@ def with_branches(
     return scaled
 
 
-def grown(place: int, episode: EpisodeGraph) -> list[Grown]:
-    """The branches of an episode that carry loss."""
+def trained_branches(place: int, episode: EpisodeGraph) -> list[TrainedBranch]:
+    """Return the branches of an episode that carry loss; ``place`` is the index of the episode."""
     turns_of: dict[tuple[int, int], list[int]] = {}
     for index, turn in enumerate(episode.turns):
         if turn.branch is not None and turn.branch.reward is not None:
             turns_of.setdefault((turn.branch.pivot, turn.branch.number), []).append(index)
-    branches: list[Grown] = []
+    branches: list[TrainedBranch] = []
     for (pivot, _), turns in turns_of.items():
         name = episode.turns[turns[0]].branch
         assert name is not None
         assert name.reward is not None
         before = episode.path(turns[0])[:-1]
         length = sum(episode.turns[turn].tokens.num_sampled for turn in (*before, *turns))
-        branches.append(Grown(place=place, pivot=pivot, reward=name.reward, turns=tuple(turns), length=length))
+        branches.append(TrainedBranch(place=place, pivot=pivot, reward=name.reward, turns=tuple(turns), length=length))
     return branches
 
 
-def _scales(algo: AlgoConfig, episodes: Sequence[EpisodeGraph], branches: Sequence[Grown]) -> tuple[float, float]:
-    """What makes each stream's loss its own, under the denominator of both."""
+def _scales(
+    algo: AlgoConfig, episodes: Sequence[EpisodeGraph], branches: Sequence[TrainedBranch]
+) -> tuple[float, float]:
+    """Return the factors of the episodes' and of the branches' advantages that give each stream its own mean under the
+    common denominator."""
     trained = [episode.status is EpisodeStatus.SCORED for episode in episodes]
     if not isinstance(algo.reduction, TokenMean):  # sums over sequences, a branch being one
         num_branches = sum(trained[branch.place] for branch in branches)

@@ -24,21 +24,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from headrace.base.types.observation import Event, LiveState, Recovery
-from headrace.control.attempts import Attempts
 from headrace.control.board import ActivityBoard
 from headrace.control.config import ControlSettings
 from headrace.control.evaluation import Evaluator
 from headrace.control.loops import LearningLoop, RolloutLoop, ScoringLoop, SyncLoop
 from headrace.control.loops.rollout import FinishedEpisodes
+from headrace.control.metrics import RunMetrics, Summary
 from headrace.control.observer import Observers
 from headrace.control.parts import Components
 from headrace.control.probe import measure_mismatch, refuse_unexplained
-from headrace.control.recording import live_state
 from headrace.control.recovery import StartingPoint, restore_flow
 from headrace.control.saving import Saver
-from headrace.control.state import MAX_WARNINGS, RunState, trainer_state
-from headrace.control.summary import Summary
-from headrace.control.summing import summarize
+from headrace.control.state import RunState, trainer_state
 from headrace.flow import Flow
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
@@ -50,7 +47,7 @@ RECOVERY = "recovery"
 
 
 class Controller:
-    """One run, from its first publication to its summary."""
+    """Runs one life of a run, from its first publication to its summary."""
 
     def __init__(
         self,
@@ -61,29 +58,30 @@ class Controller:
         writer: LedgerWriter,
         observers: Observers,
     ) -> None:
-        run, flow = settings.run, settings.flow
+        """``ledger`` is read to resume the run; ``writer`` appends to the same ledger."""
+        run, config = settings.run, settings.flow
+        flow = Flow(config, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row)
         self._order = settings.order
         contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
         self.state = RunState(
             parts=parts,
             run=run,
-            flow=Flow(flow, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row),
+            flow=flow,
             board=ActivityBoard(contracts, parts.clock),
             observers=observers,
-            started_s=parts.clock.now(),
-            attempts=Attempts(settings.env_column),
+            metrics=RunMetrics(parts, flow, num_steps=run.steps, env_column=settings.env_column),
             curriculum=settings.curriculum,
         )
-        observers.ask(self.state.attempts.spans)
+        observers.add_span_source(self.state.metrics.attempts.spans)
         self._ledger = ledger
         self._writer = writer
-        finished: FinishedEpisodes = asyncio.Queue(maxsize=2 * flow.groups_per_step * flow.group_size)
+        finished: FinishedEpisodes = asyncio.Queue(maxsize=2 * config.groups_per_step * config.group_size)
         self._fingerprint = settings.fingerprint
         self._largest_gap = settings.largest_gap
         self._saver = Saver(self.state, fingerprint=settings.fingerprint)
         self._sync = SyncLoop(self.state)
         self._scoring = ScoringLoop(self.state, finished)
-        self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended, self._scoring.turn_grew)
+        self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended, self._scoring.tokens_arrived)
         self._learning = LearningLoop(self.state, self._sync, self._saver, taught=settings.taught)
         self._evaluator = Evaluator(
             parts,
@@ -95,23 +93,26 @@ class Controller:
         self._eval_after: float | None = None
 
     def _pick_row(self, number: int) -> int | None:
+        """Return the dataset row of a group; ``None`` if the rows are used up."""
         curriculum = self.state.curriculum
         return self._order(number) if curriculum is None else curriculum.pick(number, self.state.flow.state.version)
 
     def live(self) -> LiveState:
-        """The present moment, for a view."""
-        return live_state(self.state)
+        """Return the present state of the run, for a view."""
+        state = self.state
+        return state.metrics.live(phase=state.phase, waits=state.board.table(), warnings=state.warnings)
 
     def stop(self, by: str = "") -> None:
-        """End after the steps that are ordered, with a checkpoint that the run can resume from; ``by`` is the signal
-        that asks for it."""
-        self.state.ask_to_stop(by)
+        """Stop the run after the steps that are ordered, with a checkpoint to resume from; ``by`` is the signal that
+        was received."""
+        self.state.request_stop(by)
 
     async def run(self, start: StartingPoint) -> Summary:
-        """The whole run, watched; :meth:`summary` tells what was reached where it raises."""
+        """Run from ``start`` to the last step, under the stall watchdog. If this raises, :meth:`summary` returns what
+        was reached."""
         async with asyncio.TaskGroup() as group:
             parts, timeout_s = self.state.parts, self.state.run.stall_timeout_s
-            watchdog = group.create_task(self.state.board.watch(timeout_s, parts.num_steps, parts.standing))
+            watchdog = group.create_task(self.state.board.watch(timeout_s, parts.num_steps, parts.standstills))
             try:
                 summary = await self._run(start)
             finally:
@@ -124,44 +125,48 @@ class Controller:
         self._note("start", f"step {start.step}")
         if start.fingerprint not in ("", self._fingerprint):
             state.warn("settings or rows differ from those the run was begun with: it goes on with the new ones")
-        state.tally.steps_done = start.step
-        state.tally.eval_before, state.tally.reward_first = start.memory.eval_before, start.memory.reward_first
+        memory = start.memory
+        state.metrics.resumed(start.step, eval_before=memory.eval_before, reward_first=memory.reward_first)
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
-        self._scoring.recall(self._ledger, start.step)
+        self._scoring.restore_pivots(self._ledger, start.step)
         if start.snapshot is not None:
-            self._saver.began_from(start.step)
+            self._saver.mark_saved(start.step)
         await self._publish_first(start.step)
         async with asyncio.TaskGroup() as group:
-            syncing = group.create_task(self._sync.run())  # engines may come at any time
-            cause = await self._first_to_last(start)
+            syncing = group.create_task(
+                self._sync.run()
+            )  # engines may join at any time, so this loop runs from the start
+            cause = await self._evaluate_and_train(start)
             syncing.cancel()
-        status = "finished" if cause or state.tally.steps_done >= state.run.steps else "stopped"
+        status = "finished" if cause or state.metrics.totals.steps_done >= state.run.steps else "stopped"
         state.flow.running_turns.record_all()
         self._note("end", status)
-        with state.board.asking("learner", "the last entries of the ledger", of="the disk"):
+        with state.board.requesting("learner", "the last entries of the ledger", provider="the disk"):
             await state.flow.flush()
         return self.summary(status, cause)
 
-    async def _first_to_last(self, start: StartingPoint) -> str:
-        """Everything that needs an engine with weights; why it ended before the last step, if it did."""
+    async def _evaluate_and_train(self, start: StartingPoint) -> str:
+        """Compare engine and learner, evaluate, and train to the last step. Return why the run ended before its last
+        step; empty otherwise."""
         state = self.state
         await self._probe(start.step)
         if start.memory.eval_before is None:
-            state.tally.eval_before = await self._evaluate("evaluating before training")
+            state.metrics.totals.eval_before = await self._evaluate("evaluating before training")
         await self._train()
         cause = self._rows_used_up()
-        if not state.stop_asked:
+        if not state.stop_requested:
             self._eval_after = await self._evaluate("evaluating after training")
         return cause
 
     def _rows_used_up(self) -> str:
-        """What there is to say where the rows did not last for all steps; empty otherwise."""
+        """Warn if the rows did not last for all steps, and return the warning; empty otherwise."""
         state, flow = self.state, self.state.flow.state
-        if state.stop_asked or not state.flow.used_up or state.tally.steps_done >= state.run.steps:
+        steps_done = state.metrics.totals.steps_done
+        if state.stop_requested or not state.flow.used_up or steps_done >= state.run.steps:
             return ""
         left = len(flow.ready)
         cause = (
-            f"data.epochs is used up after {state.tally.steps_done} of {state.run.steps} steps: {flow.num_submitted} "
+            f"data.epochs is used up after {steps_done} of {state.run.steps} steps: {flow.num_submitted} "
             f"groups were attempted, {sum(flow.dropped.values())} of them dropped, and {left} are left, fewer than a "
             f"batch of {state.flow_config.groups_per_step}; raise data.epochs and --resume to go on"
         )
@@ -169,30 +174,34 @@ class Controller:
         return cause
 
     def summary(self, status: str, cause: str = "") -> Summary:
-        """What the run came to, so far."""
-        return summarize(
-            self.state,
+        """Return the summary of the run so far."""
+        state = self.state
+        return state.metrics.summary(
             self._ledger.conservation(),
             status=status,
             cause=cause,
+            stopped_by=state.stopped_by if status == "stopped" else "",
             eval_after=self._eval_after,
+            warnings=state.warnings,
         )
 
     async def _publish_first(self, version: int) -> None:
         self.state.phase = "publishing the first weights"
         self.state.board.working("sync", f"version {version}")
         publication = await self.state.parts.learner.snapshot(version, await self._sync.free_slot())
-        await self._sync.bring(publication)
-        self.state.tally.commit_gaps_s.clear()  # nothing was running that could have waited
+        await self._sync.deliver(publication)
+        self.state.metrics.first_weights_committed()
 
     async def _probe(self, version: int) -> None:
+        """Compare the logprobs of engine and learner. Raises :class:`~headrace.base.errors.RunError` for a gap that
+        rounding does not explain."""
         state = self.state
         state.phase = "comparing engine and learner"
-        with state.board.asking("rollout", "a comparison of logprobs", of="engine, learner"):
+        with state.board.requesting("rollout", "a comparison of logprobs", provider="engine, learner"):
             mismatch = await measure_mismatch(state.parts, state.board, version=version, run_seed=state.run.seed)
         if mismatch is None:
             return
-        state.tally.mismatch_kl, state.tally.mismatch_abs = mismatch.gap.kl, mismatch.gap.mean_abs
+        state.metrics.compared(mismatch.gap)
         state.event(mismatch.text)
         allowed, explained = state.run.max_start_gap, self._largest_gap
         refuse_unexplained(mismatch, explained if allowed is None else allowed)
@@ -203,20 +212,19 @@ class Controller:
             )
 
     async def _evaluate(self, phase: str) -> float | None:
-        """The mean held-out reward; ``None`` without such tasks, or where the run was asked to stop meanwhile."""
+        """Return the mean held-out reward; ``None`` without held-out tasks, or if the run is to stop."""
         state = self.state
         state.phase = phase
         version = state.flow.state.version
-        with state.board.asking("rollout", "answers to the held-out tasks", of="engine, scoring workers"):
+        with state.board.requesting("rollout", "answers to the held-out tasks", provider="engine, scoring workers"):
             reward = await self._unless_stopped(self._evaluator.mean_reward(self._count_eval, state.warn))
         if reward is not None:
-            state.tally.evals[version] = reward
-            state.tally.fresh_eval = version if state.phase == "training" else None
+            state.metrics.evaluated(version, reward, training=state.phase == "training")
             state.event(f"held-out mean reward {reward:.3f} at version {version}")
         return reward
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T | None]) -> T | None:
-        """The result of ``work``; ``None`` if the run was asked to stop before it was done."""
+        """Return the result of ``work``; ``None`` if the run is to stop before it is done."""
         async with asyncio.TaskGroup() as group:
             stopped = group.create_task(self.state.stopping.wait())
             working = group.create_task(work)
@@ -228,29 +236,27 @@ class Controller:
     def _count_eval(self, tokens: int) -> None:
         self.state.board.progress()
         if self.state.phase == "training":
-            self.state.tally.eval_tokens += tokens
+            self.state.metrics.eval_sampled(tokens)
 
     async def _train(self) -> None:
-        """The loops, of which the sync runs already, until the learner has made its last step."""
+        """Run the loops until the learner has made its last step. The sync loop runs already."""
         state = self.state
         state.phase = "training"
-        state.training_from_s = state.parts.clock.now()
-        state.tally.recent.clear()  # evaluation and comparison were counted otherwise
-        state.engine_before = state.parts.engine.stats()
+        state.metrics.training_began()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(loop) for loop in (self._rollout.run(), self._scoring.run())]
                 if state.run.eval_every:
-                    tasks.append(group.create_task(self._evaluate_now_and_then()))
+                    tasks.append(group.create_task(self._evaluate_periodically()))
                 await self._learning.run()
                 for task in tasks:
                     task.cancel()
         finally:
-            state.training_until_s = state.parts.clock.now()
-            state.engine_after = state.parts.engine.stats()
+            state.metrics.training_ended()
 
-    async def _evaluate_now_and_then(self) -> None:
-        """Generation for training goes on meanwhile, and so do commits: the version is the one it began with."""
+    async def _evaluate_periodically(self) -> None:
+        """Evaluate every ``run.eval_every`` steps. Generation for training and commits continue in the meantime; the
+        version of an evaluation is the one at its start."""
         state = self.state
         due = state.flow.state.version + state.run.eval_every
         while True:
@@ -259,16 +265,16 @@ class Controller:
             due = state.flow.state.version + state.run.eval_every
             await self._evaluate("training")
 
-    def recovers(self, recovery: Recovery) -> None:
-        """A part has died and is started again, or serves again."""
+    def record_recovery(self, recovery: Recovery) -> None:
+        """Record that a part has died and is started again, or that it serves again."""
         state = self.state
         state.board.progress()
         if recovery.seconds is None:
             self._note(RECOVERY, str(recovery))
-            state.observers.event(Event(wall_s=state.wall_s, text=str(recovery), level="warning"))
+            state.observers.event(Event(wall_s=state.metrics.wall_s, text=str(recovery), level="warning"))
             return
         state.event(str(recovery))
-        state.tally.recoveries = [*state.tally.recoveries, recovery][-MAX_WARNINGS:]
+        state.metrics.recovered(recovery)
 
     def _note(self, kind: str, detail: str) -> None:
         self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))

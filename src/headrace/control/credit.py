@@ -1,12 +1,12 @@
-"""From the rewards of a batch to the advantage of each of its episodes, or of their turns.
+"""The credit of a batch: the advantages of its episodes, or of their turns, from the rewards.
 
-A row of the mathematics is a share: an episode, or where agents earned each their own, an agent in an episode. Rewards
-are compared within (group, role); what a share is credited with goes to its turns.
+The rows of the computation are shares. A share is an episode or, if agents have rewards of their own, one agent in an
+episode. Rewards are compared within (group, role), and the advantage of a share goes to its turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,47 +18,47 @@ from headrace.algo.config import AlgoConfig
 from headrace.base.errors import ConfigError
 from headrace.base.types.episode import EpisodeGraph, role_of
 from headrace.base.types.scored import Credit, ScoredGroup
+from headrace.base.types.tokens import Tokens
 from headrace.control.branches import with_branches
-from headrace.control.segments import of_segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditShare:
-    """What is compared with others and credited as one."""
+    """A row of the computation: it is compared with other shares and gets one advantage."""
 
     place: int
-    """Of its episode, among those that count in a baseline."""
+    """The index of its episode among those that count in a baseline."""
     episode: EpisodeGraph
     agent: str
-    """Whose it is; empty: the whole episode's."""
+    """The agent whose share this is; empty: the share is the whole episode."""
     reward: float
     turns: tuple[int, ...]
-    """Written by the policy under training, in order; none where an agent earned something and never answered: that
-    counts in the baseline alone."""
+    """The indices of the turns that the policy under training wrote, in order. There are none if an agent has a reward
+    and never answered; the share then counts in the baseline alone."""
 
     @property
     def baseline(self) -> tuple[int, str]:
-        """Shares of the same one are compared."""
+        """The (group, role) of the share; shares with the same one are compared."""
         return self.episode.key.group, role_of(self.agent)
 
     @property
     def length(self) -> int:
-        """Tokens that it answers for."""
+        """Number of tokens in the turns of the share."""
         return sum(len(self.episode.turns[turn].tokens) for turn in self.turns)
 
 
 def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: float = 1.0) -> Sequence[Credit]:
-    """The advantage of every episode of the batch that counts in a baseline, in order; not all of them are trained. One
-    number, or one per turn where ``algo.advantage.by_turn``, where agents earned each their own, and where turns are
-    segments or some of them branches.
+    """Return the credit of every episode of the batch that counts in a baseline, in order; not all of them are trained.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
+    An episode's credit is one advantage, or one for each turn if ``algo.advantage.by_turn`` is set, if agents have
+    rewards of their own, or if turns are segments or belong to branches. Raises
+    :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
     """
     return with_branches(algo, groups, _of_episodes(algo, groups), branch_weight)
 
 
 def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
-    """Without their branches."""
+    """Return the credit of the episodes without their branches."""
     shares = shares_of(groups)
     apart = any(share.agent for share in shares)
     if apart and algo.advantage.by_critic:
@@ -76,7 +76,7 @@ def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Cr
     if algo.advantage.by_turn:
         of_turns = _of_turns(algo, shares, scores)
     elif isinstance(algo.advantage, Prpo):
-        of_turns = of_segments(algo, shares, scores)
+        of_turns = _of_segments(algo, shares, scores)
     else:
         credit_E = algo.credit_of_episodes(scores).tolist()
         if not apart:
@@ -91,8 +91,8 @@ def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Cr
 
 
 def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
-    """Those of every episode that counts in a baseline. Where an episode of a group says what each agent earned, one
-    that does not says that all of them earned the same."""
+    """Return the shares of every episode that counts in a baseline. If one episode of a group has rewards by agent,
+    every other episode of that group counts as having given each agent its whole reward."""
     counted = [(episode, group) for group in groups for episode in group.counted]
     apart = {group.number for episode, group in counted if episode.agent_rewards}
     shares: list[CreditShare] = []
@@ -115,7 +115,8 @@ def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
 
 
 def _parts_EK(episodes: Sequence[EpisodeGraph]) -> Floats | None:
-    """The components of the rewards; ``None`` where there are none to tell apart."""
+    """Return the components of the rewards, one row for each episode; ``None`` if there are none, or if they differ
+    between episodes."""
     names = [list(episode.parts) for episode in episodes]
     if not names or not names[0] or any(each != names[0] for each in names):
         return None
@@ -123,13 +124,14 @@ def _parts_EK(episodes: Sequence[EpisodeGraph]) -> Floats | None:
 
 
 def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
-    """A row for each turn of a share: it earned what it is said to have earned, and the last one what is left of the
-    share's (shaped) reward. Its state is what was given to the policy before it."""
+    """Return the advantage of each turn. The reward of a turn is the one that its environment gives, and the last turn
+    of a share gets the rest of the share's (shaped) reward. The state of a turn is the observation before it."""
     shaped_E = algo.shaped(scores).rewards_E
     rewards: list[float] = []
     states: list[object] = []
     for share, reward in zip(shares, shaped_E.tolist(), strict=True):
         earned = [share.episode.turns[turn].reward or 0.0 for turn in share.turns]
+        # The rewards of a share's turns must add up to the reward of the share.
         if earned:
             earned[-1] += reward - sum(earned)
         rewards += earned
@@ -147,18 +149,53 @@ def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes)
     return [{turn: float(next(numbers)) for turn in share.turns} for share in shares]
 
 
+def _of_segments(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
+    """Return the advantage of each segment; each turn is one segment. ``scores`` has a row for every share.
+
+    The formula (:class:`~headrace.algo.advantages.tokens.Prpo`) is defined on tokens; all tokens of a segment get the
+    same advantage.
+    """
+    shaped = algo.shaped(scores)
+    segments = [(share.episode.turns[turn], turn) for share in shares for turn in share.turns]
+    counts = [len(turn.tokens) for turn, _ in segments]
+    credit_N = algo.advantage(
+        Outcomes(
+            rewards_E=shaped.rewards_E,
+            groups_E=scores.groups_E,
+            lengths_E=scores.lengths_E,
+            process_N=np.repeat([turn.process or 0.0 for turn, _ in segments], counts),
+            segments_N=np.repeat([index for _, index in segments], counts),
+        )
+    )
+    starts = iter(np.cumsum([0, *counts]).tolist())
+    found: list[dict[int, float]] = []
+    for share in shares:
+        places = [(turn, next(starts)) for turn in share.turns]
+        found.append({turn: float(credit_N[at]) for turn, at in places if len(share.episode.turns[turn].tokens)})
+    return found
+
+
 def _written(episode: EpisodeGraph) -> list[int]:
-    """The turns that the policy under training wrote, those of branches aside."""
+    """Return the indices of the turns that the policy under training wrote, without those of branches."""
     own = [index for index, turn in enumerate(episode.turns) if not turn.untrained and turn.branch is None]
     return [index for index in own if episode.turns[index].tokens.sampled_T.any()]
 
 
 def _state(episode: EpisodeGraph, index: int, place: int) -> object:
-    """What was observed before a turn: the tokens that were given between it and the turn before it. Where none were,
-    its place among the turns."""
+    """Return the observation before a turn: the tokens that were given since the sampled turn before it, or the turn's
+    place if there are none."""
     given: list[bytes] = []
     at = episode.turns[index].parent
     while at is not None and not episode.turns[at].tokens.sampled_T.any():
         given.append(episode.turns[at].tokens.ids_T.tobytes())
         at = episode.turns[at].parent
     return tuple(given) or place
+
+
+def cuts_of(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
+    """Return the function that finds the starts of a turn's segments, except for the first: the tokens at which the
+    policy was least certain. ``None`` for an advantage that credits no segments."""
+    advantage = algo.advantage
+    if not isinstance(advantage, Prpo):
+        return None
+    return lambda tokens: () if tokens.entropies_T is None else advantage.starts(tokens.entropies_T)

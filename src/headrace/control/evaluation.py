@@ -1,15 +1,22 @@
-"""Evaluation: the held-out tasks, attempted and scored like any others, process rewards included, outside the ledger.
+"""Evaluation: the held-out tasks are attempted and scored like training tasks, process rewards included, but not
+recorded in the ledger.
 
 tasks × samples ──▶ EpisodeRunner ──▶ scorer, and for each turn the turn scorer ──▶ rewards by task ──▶ estimates
+
+An estimate is a mean, over the tasks, of a figure that all attempts at a task give together. Its error is therefore
+that of a mean over tasks: attempts at the same task are not independent (Miller 2024, arXiv 2411.00640, "clustered"
+errors).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist, fmean, variance
 
 import msgspec
 import numpy as np
@@ -18,49 +25,52 @@ from headrace.base.errors import EnvError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.base.types.messages.scorer import TrainerState
 from headrace.base.types.tokens import IntColumn
-from headrace.control.estimates import mean_of
+from headrace.control.metrics.rewards import RewardCounts
 from headrace.control.parts import Serving
-from headrace.control.rewarding import RewardBook
-from headrace.control.turns import TurnScores, settle
+from headrace.control.turns import ProcessRewards, assign_reward
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT
 from headrace.rollout.runner import remedy_of
 from headrace.rollout.scoring import Graded, ScoringContext
 
 MAX_AT_ONCE = 512
-"""Attempts in flight: enough to keep any one engine full."""
+"""Number of attempts at the same time, which is enough to keep any single engine full."""
+CERTAINTY = 0.95
+"""Probability with which an interval contains the true mean."""
+_Z = NormalDist().inv_cdf((1 + CERTAINTY) / 2)
 
 Keep = Callable[[EpisodeGraph], Awaitable[None]]
-"""Told of an attempt that has been scored, or has failed; its key is the task's place and the attempt's."""
+"""Called with each attempt that was scored or has failed. Its key has the index of the task and that of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationListener:
-    """Who hears of an evaluation while it goes on."""
+    """The functions that an evaluation calls while it runs."""
 
     on_tokens: Callable[[int], None]
-    """How many tokens have arrived; 0 for progress of another kind."""
+    """Called with the number of tokens that have arrived; 0 for progress of another kind."""
     warn: Callable[[str], None]
-    """What people should know."""
+    """Called with warnings for users."""
     keep: Keep | None = None
-    """``None``: nobody looks at single attempts."""
+    """Called with each attempt; ``None``: single attempts are not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EvaluationRun:
-    """One evaluation."""
+    """The objects of one evaluation."""
 
-    told: EvaluationListener
+    listener: EvaluationListener
     runner: EpisodeRunner
-    turns: TurnScores | None
-    """Process rewards; ``None`` where there are none."""
+    turns: ProcessRewards | None
+    """The process rewards of its episodes; ``None``: turns are not scored."""
     gate: asyncio.Semaphore
-    book: RewardBook = field(default_factory=RewardBook)
-    """How often each component of the reward failed."""
+    """Limits the number of attempts at the same time."""
+    reward_counts: RewardCounts = field(default_factory=RewardCounts)
+    """Counts the failures of each component of the reward."""
 
 
 class Evaluator:
-    """Attempts the held-out tasks."""
+    """Attempts the held-out tasks and returns their rewards."""
 
     def __init__(
         self,
@@ -71,7 +81,7 @@ class Evaluator:
         run_seed: int,
         trainer: Callable[[int], TrainerState] = lambda version: TrainerState(global_step=version),
     ) -> None:
-        """``trainer`` says to rewards where the run is, at a version of the weights."""
+        """``trainer`` returns the trainer state at a version of the weights, for rewards that request it."""
         sampling = msgspec.structs.replace(
             parts.sampling, record_kept=False, record_routing=False, record_entropy=False
         )  # fmt: skip
@@ -84,34 +94,34 @@ class Evaluator:
         self._trainer = trainer
 
     async def mean_reward(self, on_tokens: Callable[[int], None], warn: Callable[[str], None]) -> float | None:
-        """The mean reward over all attempts; ``None`` where there are no held-out tasks. See :meth:`rewards`."""
+        """Return the mean reward over all attempts; ``None`` if there are no held-out tasks. See :meth:`rewards`."""
         if not self._parts.eval_tasks:
             return None
         rewards = await self.rewards(EvaluationListener(on_tokens=on_tokens, warn=warn))
         return mean_of([sum(task) / len(task) for task in rewards]).value
 
-    async def rewards(self, told: EvaluationListener) -> list[list[float]]:
-        """The reward of every attempt, by task. One that fails counts as 0, and is warned of; :class:`EnvError` if all
-        of them do."""
+    async def rewards(self, listener: EvaluationListener) -> list[list[float]]:
+        """Return the reward of every attempt, by task. An attempt that fails counts as 0, with a warning. Raises
+        :class:`~headrace.base.errors.EnvError` if all attempts fail."""
         parts = self._parts
         async with asyncio.TaskGroup() as group:
             turns = None
             if parts.turn_scorer is not None:
                 whole = parts if parts.segments is None else replace(parts, segments=lambda _: ())
-                turns = TurnScores(
+                turns = ProcessRewards(
                     whole, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._now()
-                )  # no entropies are there to cut by
+                )  # evaluation records no entropies, by which segments are cut
             gate = asyncio.Semaphore(MAX_AT_ONCE)
-            trial = _EvaluationRun(told=told, runner=self._runner(told, turns), turns=turns, gate=gate)
-            rows = [group.create_task(self._row(trial, row)) for row in range(len(parts.eval_tasks))]
+            run = _EvaluationRun(listener=listener, runner=self._runner(listener, turns), turns=turns, gate=gate)
+            rows = [group.create_task(self._row(run, row)) for row in range(len(parts.eval_tasks))]
         episodes = [row.result() for row in rows]
         failures = Counter(e.cause for row in episodes for e in row if e.status is not EpisodeStatus.SCORED)
-        self._tell_of(failures, len(rows) * self._samples, told.warn)
-        for label, counts in trial.book.failing().items():
-            told.warn(f"held-out attempts: the reward {label!r}, which counts as its default then, {counts}")
+        self._warn_of(failures, len(rows) * self._samples, listener.warn)
+        for label, counts in run.reward_counts.failing().items():
+            listener.warn(f"held-out attempts: the reward {label!r}, which counts as its default then, {counts}")
         return [[episode.reward or 0.0 for episode in row] for row in episodes]
 
-    def _tell_of(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
+    def _warn_of(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
         if not failures:
             return
         cause, times = failures.most_common(1)[0]
@@ -120,14 +130,14 @@ class Evaluator:
         failed = failures.total()
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 
-    def _runner(self, told: EvaluationListener, turns: TurnScores | None) -> EpisodeRunner:
+    def _runner(self, listener: EvaluationListener, turns: ProcessRewards | None) -> EpisodeRunner:
         parts = self._parts
         runner = EpisodeRunner(
             engine=parts.engine,
             env=parts.env,
             sampling=self._sampling,
             run_seed=self._run_seed + 1,  # other draws than training's
-            on_tokens=told.on_tokens,
+            on_tokens=listener.on_tokens,
             agents=parts.agents,
             chat=parts.chat,
             limits=parts.limits,
@@ -143,65 +153,131 @@ class Evaluator:
             ),
         )
 
-    async def _row(self, trial: _EvaluationRun, row: int) -> list[EpisodeGraph]:
-        """All attempts at one task."""
+    async def _row(self, run: _EvaluationRun, row: int) -> list[EpisodeGraph]:
+        """Make all attempts at one task."""
         async with asyncio.TaskGroup() as group:
-            attempts = [group.create_task(self._attempt(trial, row, sample)) for sample in range(self._samples)]
+            attempts = [group.create_task(self._attempt(run, row, sample)) for sample in range(self._samples)]
         episodes = [attempt.result() for attempt in attempts]
         left = [episode for episode in episodes if episode.status is EpisodeStatus.FINISHED]
-        if left:  # they are scored as a group
-            await self._score(trial, left)
+        if left:  # attempts that wait for their group are scored together
+            await self._score(run, left)
         return episodes
 
-    async def _attempt(self, trial: _EvaluationRun, row: int, sample: int) -> EpisodeGraph:
+    async def _attempt(self, run: _EvaluationRun, row: int, sample: int) -> EpisodeGraph:
         parts = self._parts
-        async with trial.gate:
-            episode = await trial.runner.run(EpisodeKey(row, sample), parts.eval_tasks[row])
+        async with run.gate:
+            episode = await run.runner.run(EpisodeKey(row, sample), parts.eval_tasks[row])
             if episode.status is not EpisodeStatus.FINISHED:
-                if trial.turns is not None:
-                    trial.turns.forget(episode.key)
-                await self._keep(trial, episode)
-            elif episode.reward is not None:  # its environment has said how much
-                await self._grade(trial, episode, Graded(reward=episode.reward))
+                if run.turns is not None:
+                    run.turns.forget(episode.key)
+                await self._keep(run, episode)
+            elif episode.reward is not None:  # the environment has given the reward
+                await self._grade(run, episode, Graded(reward=episode.reward))
             elif not parts.scorer.by_group:
-                await self._score(trial, [episode])
+                await self._score(run, [episode])
         return episode
 
-    async def _score(self, trial: _EvaluationRun, episodes: Sequence[EpisodeGraph]) -> None:
+    async def _score(self, run: _EvaluationRun, episodes: Sequence[EpisodeGraph]) -> None:
         texts = tuple(completion_text(self._parts, episode) for episode in episodes)
         ids = tuple(completion_ids(episode) for episode in episodes)
         context = ScoringContext(completion_ids=ids, trainer=self._now())
         scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts, context)
         for place, episode in enumerate(episodes):
-            await self._grade(trial, episode, scores.of(place))
+            await self._grade(run, episode, scores.of(place))
 
     def _now(self) -> TrainerState:
         return self._trainer(max(0, self._parts.engine.stats().version))
 
-    async def _grade(self, trial: _EvaluationRun, episode: EpisodeGraph, graded: Graded) -> None:
-        if trial.turns is not None:
-            graded = await trial.turns.add(episode, graded)
-        if graded.reward is not None:  # a failure that costs the attempt is told as such
-            trial.book.add(graded, lambda words, kind: None)  # told at the end, once
-        settle(episode, graded)
-        await self._keep(trial, episode)
+    async def _grade(self, run: _EvaluationRun, episode: EpisodeGraph, graded: Graded) -> None:
+        if run.turns is not None:
+            graded = await run.turns.add(episode, graded)
+        if graded.reward is not None:  # a component's failure that fails the attempt is reported as the attempt's
+            run.reward_counts.add(graded, lambda words, kind: None)  # reported once, at the end
+        assign_reward(episode, graded)
+        await self._keep(run, episode)
 
-    async def _keep(self, trial: _EvaluationRun, episode: EpisodeGraph) -> None:
-        trial.told.on_tokens(0)  # a reward is progress too
-        if trial.told.keep is not None:
-            await trial.told.keep(episode)
+    async def _keep(self, run: _EvaluationRun, episode: EpisodeGraph) -> None:
+        run.listener.on_tokens(0)  # a reward is progress too
+        if run.listener.keep is not None:
+            await run.listener.keep(episode)
         episode.turns.clear()  # thousands of attempts need not be held until the end
 
 
 def completion_ids(episode: EpisodeGraph) -> IntColumn:
-    """The tokens of the last turn that the policy wrote, as they were sampled, a stop token included."""
+    """Return the token ids of the policy's last turn, as they were sampled, including a stop token."""
     turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT and turn.stop_reason is not None]
     return turns[-1].tokens.ids_T if turns else np.zeros(0, np.int32)
 
 
 def completion_text(parts: Serving, episode: EpisodeGraph) -> str:
-    """What the policy wrote in the last of its turns, as text; the stop token is not part of it."""
+    """Return the text of the policy's last turn, without the stop token."""
     ids = completion_ids(episode).tolist()
     if ids and ids[-1] in parts.sampling.stop_ids:
         ids = ids[:-1]
     return parts.decode(ids)
+
+
+class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """An estimate of a mean over tasks, with its 95 % interval."""
+
+    value: float
+    """The mean over the tasks."""
+    low: float | None
+    """The lower end of the interval; ``None`` for a single task, which says nothing about others."""
+    high: float | None
+    """The upper end of the interval; ``None`` for a single task."""
+
+
+def pass_at_k(num_attempts: int, num_passed: int, k: int) -> float:
+    """Return the probability that at least one of ``k`` attempts passes, estimated without bias from the attempts that
+    were made: 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 4, 4)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - math.comb(num_attempts - num_passed, k) / math.comb(num_attempts, k)
+
+
+def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
+    """Return the probability that all of ``k`` attempts pass: C(c, k) / C(n, k) (pass^k of Yao et al. 2024, arXiv
+    2406.12045).
+
+    >>> pass_hat_k(4, 2, 1), pass_hat_k(4, 2, 2), pass_hat_k(4, 1, 2)
+    (0.5, 0.16666666666666666, 0.0)
+    """
+    return math.comb(num_passed, k) / math.comb(num_attempts, k)
+
+
+def mean_of(tasks: Sequence[float]) -> IntervalEstimate:
+    """Return the mean over tasks, with a 95 % interval (normal approximation) from their variance.
+
+    >>> mean_of([1.0, 2.0, 3.0])
+    IntervalEstimate(value=2.0, low=0.868..., high=3.131...)
+    """
+    value = fmean(tasks)
+    if len(tasks) == 1:
+        return IntervalEstimate(value=value, low=None, high=None)
+    half = _Z * math.sqrt(variance(tasks) / len(tasks))
+    return IntervalEstimate(value=value, low=value - half, high=value + half)
+
+
+def share_of(tasks: Sequence[float]) -> IntervalEstimate:
+    """Return the mean over tasks of figures between 0 and 1, with Wilson's interval (1927), which stays within these
+    bounds.
+
+    The interval uses the effective number of tasks, which follows from their variance (Korn and Graubard 1998). If all
+    tasks have the same figure, it is their number.
+
+    >>> share_of([0.0] * 10)
+    IntervalEstimate(value=0.0, low=0.0, high=0.277...)
+    """
+    value, count = fmean(tasks), float(len(tasks))
+    if len(tasks) == 1:
+        return IntervalEstimate(value=value, low=None, high=None)
+    spread = variance(tasks) / count
+    if spread > 0 and 0 < value < 1:
+        count = value * (1 - value) / spread
+    middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
+    half = _Z / (1 + _Z**2 / count) * math.sqrt(value * (1 - value) / count + (_Z / (2 * count)) ** 2)
+    low = 0.0 if value == 0 else max(0.0, middle - half)  # exactly 0, which rounding could miss
+    return IntervalEstimate(value=value, low=low, high=1.0 if value == 1 else min(1.0, middle + half))

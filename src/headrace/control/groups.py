@@ -1,15 +1,25 @@
-"""Groups while their episodes come in."""
+"""Groups whose episodes are still running or being scored, and the count of groups that filters drop in a row."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.base.errors import NothingToLearn
 from headrace.base.types.episode import EpisodeGraph, EpisodeStatus
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.task import Task
-from headrace.flow.filters import REDUNDANT, FilterContext, FilterSection, apply_filters, compared, reopened, rewards_of
+from headrace.flow.filters import (
+    REDUNDANT,
+    FilterContext,
+    FilterSection,
+    apply_filters,
+    comparable_rewards,
+    rewards_of,
+    unfiltered,
+)
 from headrace.rollout import Withdrawal
 
 
@@ -20,55 +30,57 @@ class OpenGroup:
     number: int
     task: Task
     size: int
-    """Episodes it will have."""
+    """Number of episodes that the group will have."""
     first: int | None = None
-    """How many that have finished are enough: the others are withdrawn then. ``None``: all of them are needed."""
+    """Number of finished episodes that are enough, so that the others are withdrawn; ``None``: all are needed."""
     episodes: dict[int, EpisodeGraph] = field(default_factory=dict)
-    """Those that have ended (or, where a group is scored as a whole, have finished), by place."""
+    """The episodes that have ended (or, if the group is scored as a whole, have finished), by their place in the
+    group."""
     running: dict[int, Withdrawal] = field(default_factory=dict)
-    """How to withdraw those that run, by place."""
+    """The means to withdraw the episodes that run, by place."""
     num_finished: int = 0
-    """Episodes that came to their end and belong to the group."""
+    """Number of episodes that came to their end and belong to the group."""
 
     @property
     def complete(self) -> bool:
-        """Whether all of its episodes are there."""
+        """Whether all episodes of the group have ended."""
         return len(self.episodes) == self.size
 
     @property
     def has_enough(self) -> bool:
-        """Whether those that have finished are enough."""
+        """Whether enough episodes have finished, so that the others are not needed."""
         return self.first is not None and self.num_finished >= self.first
 
     @property
     def in_order(self) -> tuple[EpisodeGraph, ...]:
-        """Its episodes by place."""
+        """The episodes of the group, by place."""
         return tuple(self.episodes[place] for place in sorted(self.episodes))
 
     def finished(self, episode: EpisodeGraph) -> None:
-        """An episode has come to its end. It belongs to the group unless enough did before it; the last that belongs
-        sends the others away."""
+        """Add an episode that has come to its end. It belongs to the group unless enough episodes finished before it.
+        The last one that belongs to the group withdraws the others."""
         if self.has_enough:
             episode.status, episode.cause = EpisodeStatus.LEFT_OUT, REDUNDANT
             return
         self.num_finished += 1
+        # This episode may be the last that was needed: then the others need not run on.
         if self.has_enough:
             for withdrawal in self.running.values():
                 withdrawal.withdraw(REDUNDANT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """What becomes of a group whose episodes have all ended."""
+class ClosedGroup:
+    """The result for a group whose episodes have all ended: it is trained or dropped."""
 
     group: ScoredGroup
-    """As the filters have left it."""
+    """The group after the filters."""
     reason: str = ""
-    """Why it cannot be trained; empty where it can."""
+    """The reason why the group cannot be trained; empty if it can."""
     dropped_by: FilterSection | None = None
-    """The filter that dropped it; ``None`` where none did."""
+    """The filter that dropped the group; ``None`` if no filter did."""
     changed: tuple[EpisodeGraph, ...] = ()
-    """The episodes that have another status than the one they ended with."""
+    """The episodes whose status the filters have changed."""
 
 
 def close_group(
@@ -78,28 +90,93 @@ def close_group(
     min_episodes: int,
     filters: Sequence[FilterSection],
     context: FilterContext,
-) -> Closed:
-    """Look at a group whose episodes have all ended, and ask the filters."""
-    whole = ScoredGroup(number=number, episodes=reopened(episodes))
+) -> ClosedGroup:
+    """Decide whether a group whose episodes have all ended is trained or dropped, by the number of its scored episodes
+    and by the filters."""
+    whole = ScoredGroup(number=number, episodes=unfiltered(episodes))
     if len(whole.scored) < min_episodes:
-        return Closed(group=whole, reason=commonest_cause(episodes))
+        return ClosedGroup(group=whole, reason=commonest_cause(episodes))
     left = apply_filters(whole, filters, min_episodes=min_episodes, context=context)
     if left.dropped:
-        return Closed(group=whole, reason=left.dropped, dropped_by=left.by)
+        return ClosedGroup(group=whole, reason=left.dropped, dropped_by=left.by)
+    # The filters return the episodes in the same order, with a new status where they left one out or masked it.
     both = zip(episodes, left.group.episodes, strict=True)
     changed = tuple(now for then, now in both if (then.status, then.cause) != (now.status, now.cause))
-    return Closed(group=left.group, changed=changed)
+    return ClosedGroup(group=left.group, changed=changed)
 
 
 def commonest_cause(episodes: Sequence[EpisodeGraph]) -> str:
-    """The reason, without its words, that most of the failed episodes give."""
+    """Return the reason of most of the failed episodes, without the words that follow it."""
     causes = Counter(episode.cause.partition(":")[0] for episode in episodes if episode.status is EpisodeStatus.FAILED)
     return causes.most_common(1)[0][0] if causes else "too_few_episodes"
 
 
 def have_signal(groups: Sequence[ScoredGroup]) -> bool:
-    """Whether rewards that are compared differ within a group, or between groups of one: otherwise there is nothing to
-    prefer. A group of which every episode is masked trains nothing, whatever its rewards."""
+    """Return whether any rewards that are compared with each other differ, within a group or between groups with one
+    episode. Otherwise there is nothing to learn. A group whose episodes are all masked gives no signal, whatever its
+    rewards."""
     groups = [group for group in groups if group.scored]
+    # Groups of one episode are compared with each other, as one group of the whole batch.
     alone = {reward for group in groups if len(group.counted) == 1 for reward in rewards_of(group.counted)}
-    return len(alone) > 1 or any(len(set(rewards)) > 1 for group in groups for rewards in compared(group.counted))
+    return len(alone) > 1 or any(
+        len(set(rewards)) > 1 for group in groups for rewards in comparable_rewards(group.counted)
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ZeroSignalCounter:
+    """Counts the groups that filters dropped since the last group that was kept."""
+
+    most: int
+    """Number of groups in a row that end the run."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of dropped groups, by reason."""
+    num_rewards: int = 0
+    """Number of rewards in those groups."""
+    reward_sum: float = 0.0
+    """The sum of these rewards."""
+    lowest: float = math.inf
+    """The lowest of these rewards."""
+    highest: float = -math.inf
+    """The highest of these rewards."""
+    advice: dict[str, str] = field(default_factory=dict)
+    """The advice of the filters to a user, by reason."""
+
+    @property
+    def length(self) -> int:
+        """Number of groups that were dropped in a row."""
+        return self.reasons.total()
+
+    def kept(self) -> None:
+        """Reset the count, since a group was kept."""
+        self.reasons.clear()
+        self.num_rewards, self.reward_sum, self.lowest, self.highest = 0, 0.0, math.inf, -math.inf
+
+    def dropped(self, reason: str, by: FilterSection, rewards: Sequence[float]) -> None:
+        """Count a group with these rewards that the filter ``by`` dropped. Raise
+        :class:`~headrace.base.errors.NothingToLearn` when ``most`` groups in a row were dropped."""
+        self.reasons[reason] += 1
+        self.num_rewards += len(rewards)
+        self.reward_sum += sum(rewards)
+        self.lowest, self.highest = min(self.lowest, *rewards), max(self.highest, *rewards)
+        self.advice[reason] = by.advice
+        if self.length >= self.most:
+            raise NothingToLearn(self.in_words(), remedy=self._remedy())
+
+    def in_words(self) -> str:
+        """Return a sentence with the number of dropped groups, the filters, and the rewards."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
+        return f"filters dropped {self.length} groups in a row and kept none: {reasons}; {self._rewards()}"
+
+    def _rewards(self) -> str:
+        if self.lowest == self.highest:
+            return f"all {self.num_rewards} rewards were {self.lowest:g}"
+        mean = self.reward_sum / self.num_rewards
+        return f"{self.num_rewards} rewards between {self.lowest:g} and {self.highest:g}, {mean:.3g} on average"
+
+    def _remedy(self) -> str:
+        (reason, _), *_ = self.reasons.most_common(1)
+        first = "look at completions and reward; "
+        if self.lowest == self.highest:
+            first = "look whether the reward function works: it told no answer from another; "
+        return f"{first}{self.advice[reason]}; or take the filter away, or raise flow.max_idle_batches; then --resume"

@@ -1,52 +1,55 @@
-"""Who watches a run."""
+"""The observers of a run, and the lanes of its trace that many tasks share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Protocol
 
+from headrace.base.clock import Clock
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
 
-MOST_KEPT = 4096
-"""Spans that wait to be told."""
+MAX_KEPT_SPANS = 4096
+"""Number of spans that are collected at most before the observers get them."""
 
 
 class Observer(Protocol):
-    """Is told what happens. Must return at once; what it raises ends the run."""
+    """Receives the events of a run. Its methods must return at once; an exception that they raise ends the run."""
 
     def step(self, record: StepRecord) -> None:
-        """An optimizer step is done."""
+        """Receive the record of an optimizer step that is done."""
         ...
 
     def event(self, event: Event) -> None:
-        """Something worth a line."""
+        """Receive an event that is worth a line."""
         ...
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Parts were busy."""
+        """Receive spans: times in which parts of the run were busy."""
         ...
 
     def update(self, state: LiveState) -> None:
-        """The present moment, once a second."""
+        """Receive the present state of the run, once a second."""
         ...
 
 
 class Observers:
-    """Several observers as one.
+    """Several observers in one.
 
-    Spans, of which a run has thousands a second, are kept and told together: before the end of a step is told, and
-    before the present moment is. Whoever closes an observer tells it with :meth:`flush` what is left.
+    Spans, of which a run has thousands a second, are collected and passed on together: before the record of a step, and
+    before a state of the run. Call :meth:`flush` before an observer is closed, so that it gets the last ones.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
         self._spans: list[Span] = []
-        self._lasting: list[Callable[[], list[Span]]] = []
+        self._sources: list[Callable[[], list[Span]]] = []
 
-    def ask(self, lasting: Callable[[], list[Span]]) -> None:
-        """``lasting`` says what a lane has been at since it was last asked: it is, whenever spans are told."""
-        self._lasting.append(lasting)
+    def add_span_source(self, source: Callable[[], list[Span]]) -> None:
+        """Call ``source`` whenever spans are passed on. It returns the spans of a lane since its last call."""
+        self._sources.append(source)
 
     def step(self, record: StepRecord) -> None:
         self.flush()
@@ -58,14 +61,14 @@ class Observers:
             observer.event(event)
 
     def span(self, span: Span) -> None:
-        """Keep one."""
+        """Collect one span, to pass it on with others."""
         self._spans.append(span)
-        if len(self._spans) >= MOST_KEPT:
+        if len(self._spans) >= MAX_KEPT_SPANS:
             self.flush()
 
     def spans(self, spans: Sequence[Span]) -> None:
         self._spans += spans
-        if len(self._spans) >= MOST_KEPT:
+        if len(self._spans) >= MAX_KEPT_SPANS:
             self.flush()
 
     def update(self, state: LiveState) -> None:
@@ -74,10 +77,52 @@ class Observers:
             observer.update(state)
 
     def flush(self) -> None:
-        """Tell the spans that are kept."""
+        """Pass on the spans that are collected."""
         spans, self._spans = self._spans, []
-        for lasting in self._lasting:
-            spans += lasting()
+        for source in self._sources:
+            spans += source()
         if spans:
             for observer in self._observers:
                 observer.spans(spans)
+
+
+class BusyLane:
+    """A lane of the trace that many tasks share; its spans are the times in which at least one task worked.
+
+    Each task enters it as a context manager, and several may be inside at the same time, so that thousands of short
+    spans become a few long ones. A span that lasts is reported in pieces, whenever the observers receive something.
+    """
+
+    def __init__(self, lane: str, name: str, observers: Observers, clock: Clock) -> None:
+        self._lane = lane
+        self._name = name
+        self._observers = observers
+        self._clock = clock
+        self._num_working = 0
+        self._since_s = 0.0
+        observers.add_span_source(self._spans_so_far)
+
+    def __enter__(self) -> None:
+        if not self._num_working:
+            self._since_s = self._clock.now()
+        self._num_working += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._num_working == 1:
+            self._observers.spans(self._spans_so_far())
+        self._num_working -= 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count a task that has entered the lane as not working, inside this context."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def _spans_so_far(self) -> list[Span]:
+        if not self._num_working:
+            return []
+        since_s, self._since_s = self._since_s, self._clock.now()
+        return [Span(lane=self._lane, name=self._name, start_s=since_s, end_s=self._since_s)]

@@ -1,4 +1,4 @@
-"""What a controller controls."""
+"""The components that a controller drives: engine, learner, environment, scorers and tasks, behind their contracts."""
 
 from __future__ import annotations
 
@@ -24,59 +24,62 @@ from headrace.rollout.scoring import Scorer, TurnScorer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What it takes to attempt a task and to score the attempt."""
+    """The components that attempt tasks and score the attempts."""
 
     engine: Engine
     scorer: Scorer
     env: Environment
     clock: Clock
     eval_tasks: Sequence[Task]
-    """Held-out rows; empty: no evaluation."""
+    """The held-out rows; empty: there is no evaluation."""
     sampling: Sampling
-    """How training samples; its seed is replaced for every turn."""
+    """The sampling settings of training; the seed is replaced for every turn."""
     max_context: int
-    """Prompt and completion together may be this long."""
+    """Number of tokens that prompt and completion may have together."""
     decode: Callable[[Sequence[int]], str]
-    """Ids of a completion to the text that is scored."""
+    """Converts the token ids of a completion into the text that is scored."""
     agents: Agents = POLICY_ALONE
-    """Who answers under which name; those with frozen weights have engines of their own."""
+    """The agents that answer, by name; agents with fixed weights have engines of their own."""
     chat: Chat | None = None
-    """Writes and reads the messages of the model; ``None``: the environment asks in tokens."""
+    """Renders and parses the model's messages; ``None``: the environment uses token ids."""
     limits: EpisodeLimits = UNLIMITED
-    """What one episode may have."""
+    """The limits of one episode, in turns, tokens and tool calls."""
     episode_timeout_s: float | None = None
-    """How long an attempt may take; ``None``: no limit."""
+    """Seconds that an attempt may take; ``None``: no limit."""
     turn_scorer: TurnScorer | None = None
-    """Scores turns while their episode goes on; ``None``: nobody does."""
+    """Scores turns while their episode goes on; ``None``: turns are not scored."""
     segments: Callable[[Tokens], Sequence[int]] | None = None
-    """Where the segments of a turn begin that process rewards grade, the first aside; ``None``: they grade turns."""
+    """Returns the starts of a turn's segments, except for the first, to which process rewards are given; ``None``:
+    process rewards are given to whole turns."""
     episode_retries: int = 0
-    """How often an episode whose environment failed is attempted again."""
-    signs: Callable[[], int] = lambda: 0
-    """Signs of work of processes that tell nobody else of it: while their number grows, something moves."""
-    standing: Callable[[], Sequence[Standstill]] = tuple
-    """Processes that do not go on."""
+    """Number of times that an episode whose environment failed is attempted again."""
+    work_signs: Callable[[], int] = lambda: 0
+    """Returns a count that grows while processes work that report it in no other way; growth shows that the run is
+    alive."""
+    standstills: Callable[[], Sequence[Standstill]] = tuple
+    """Returns the processes that do not go on."""
 
     def num_steps(self) -> int:
-        """Steps of all engines, and signs of work of the learner: while it grows, answers are on their way."""
-        return self.signs() + sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
+        """Return the steps of all engines plus the signs of work; while this grows, the run is alive."""
+        return self.work_signs() + sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components(Serving):
-    """The parts of one run, behind their contracts: fakes, processes of this machine, or a cluster's."""
+    """The components of one run, behind their contracts: fakes, processes of this machine, or processes of a
+    cluster."""
 
     learner: Learner
     tasks: Sequence[Task]
     """The rows to train on, by row index."""
     advantages: Callable[[Sequence[ScoredGroup]], Sequence[Credit]]
-    """The groups of a batch to the advantage of every episode that counts in a baseline, in order: a number, or one for
-    each of its turns."""
+    """Computes the credit of every episode of a batch that counts in a baseline, in order: one advantage, or one for
+    each turn."""
     run_dir: Path
-    """Where checkpoints go."""
+    """The run's directory, in which checkpoints are written."""
     teachers: Teachers | None = None
-    """Who is asked about answers while they are scored; ``None``: nobody."""
-    crew: EngineSet | None = None
-    """Of engines that come and go behind ``engine``; ``None``: it is there, and stays."""
+    """The teachers that read answers while these are scored; ``None``: there are none."""
+    engine_set: EngineSet | None = None
+    """The set of engines behind ``engine``, which may leave and join; ``None``: there is one engine, which stays."""
     interrupt: Interrupt = Interrupt.INFLIGHT
-    """What becomes of running sequences when new weights are committed."""
+    """How running sequences continue when new weights are committed."""

@@ -1,10 +1,11 @@
-"""Pivot resampling: failed episodes go on from within, several times, and keep what came of it as branches.
+"""Pivot resampling: failed episodes are resampled from positions inside them, several times each, and the new ends are
+kept as branches.
 
     failed episode ─▶ pivots ─▶ per pivot k attempts that repeat the episode up to there ─▶ scored ─▶ branches of the
                                 (its cache forked, its weights pinned, other draws)                  episode's graph
 
-An attempt is an episode of the same environment: what the episode had sampled before the pivot is answered as it was,
-and counts in budgets and deadlines as it did.
+An attempt is an episode of the same environment. What the episode had sampled before the pivot is given as answers
+again, and counts in budgets and deadlines as it did.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
-from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.task import Task
-from headrace.base.types.tokens import IntColumn, Tokens
+from headrace.base.types.tokens import IntColumn
 from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
 from headrace.flow.ledger import Ledger
@@ -26,113 +28,113 @@ from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, outcomes_of
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
 
-Judge = Callable[[OpenGroup, Sequence[EpisodeGraph]], Awaitable[None]]
-"""Scores attempts that have finished."""
+ScoreAttempts = Callable[[OpenGroup, Sequence[EpisodeGraph]], Awaitable[None]]
+"""Scores the attempts that have finished."""
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
+"""Called with each turn that was sampled, and the tokens of its prompt."""
 
 ENV_DIFFERS = "branch_env_differs"
-"""Why an attempt is no branch: its environment did not repeat the episode up to the pivot."""
+"""The reason of an attempt that becomes no branch, since its environment did not repeat the episode up to the pivot."""
 OTHER_VERSION = "branch_other_version"
-"""Why a branch carries no loss that other weights sampled than those of its pivot."""
+"""The reason of a branch without loss that was sampled by other weights than the other branches of its pivot."""
 TOO_FEW = "branch_alone"
-"""Why a branch carries no loss that has no other one to be compared with."""
+"""The reason of a branch without loss that has no other branch to be compared with."""
 FAILED = "branch_failed"
-"""Why a branch carries no loss that has no reward."""
+"""The reason of a branch without loss that has no reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PivotPoint:
-    """A pivot, as its episode knows it."""
+    """A pivot, located in its episode."""
 
     number: int
-    """Which of the episode's pivots."""
+    """The number of the pivot in its episode."""
     pivot: Pivot
     turn: int
-    """Index of the turn that is left."""
-    begun: tuple[TurnPart, ...]
-    """What was sampled up to the pivot."""
+    """The index of the turn from which the branches start."""
+    begun: tuple[TokenChunk, ...]
+    """The tokens that were sampled up to the pivot."""
     parent: int | None
-    """The request that sampled the turn; ``None`` where it is not known."""
+    """The id of the request that sampled the turn; ``None`` if it is not known."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _PivotAttempt:
-    """One way on."""
+    """One attempt to continue from a pivot."""
 
     episode: EpisodeGraph
     untrained: str = ""
+    """The reason why it carries no loss; empty if it does."""
 
 
 @dataclass(slots=True)
-class Trails:
-    """The sampled turns of the episodes that run, whole, and which requests they were."""
+class SampledTurns:
+    """The sampled turns of the episodes that run, with the ids of their requests."""
 
-    _turns: dict[EpisodeKey, dict[int, list[TurnPart]]] = field(default_factory=dict)
+    _turns: dict[EpisodeKey, dict[int, list[TokenChunk]]] = field(default_factory=dict)
 
-    def add(self, part: TurnPart) -> None:
-        """A turn has grown."""
+    def add(self, part: TokenChunk) -> None:
+        """Append tokens that have arrived for a turn."""
         turns = self._turns.setdefault(part.key, {})
         if part.lost:
             turns[part.turn] = []
         turns.setdefault(part.turn, []).append(part)
 
-    def take(self, key: EpisodeKey) -> list[TurnPart]:
-        """The turns of an episode, by their numbers; it is forgotten."""
+    def pop(self, key: EpisodeKey) -> list[TokenChunk]:
+        """Remove and return the turns of an episode, in the order of their numbers."""
         turns = self._turns.pop(key, {})
-        return [_joined(turns[number]) for number in sorted(turns)]
-
-
-def _joined(parts: Sequence[TurnPart]) -> TurnPart:
-    first, last = parts[0], parts[-1]
-    tokens = Tokens.concat([part.tokens for part in parts])
-    return replace(first, tokens=tokens, stop_reason=last.stop_reason, lost="", request_id=last.request_id)
+        joined = (TokenChunk.joined(turns[number]) for number in sorted(turns))
+        return [msgspec.structs.replace(chunk, lost="") for chunk in joined]
 
 
 class PivotResampler:
-    """Grows the branches of failed episodes."""
+    """Adds branches to failed episodes."""
 
-    def __init__(self, state: RunState, config: PivotConfig, *, judge: Judge, on_turn: OnTurn) -> None:
+    def __init__(self, state: RunState, config: PivotConfig, *, score_attempts: ScoreAttempts, on_turn: OnTurn) -> None:
         self._state = state
         self._config = config
-        self._judge = judge
+        self._score_attempts = score_attempts
         self._on_turn = on_turn
         self._chooser = PivotChooser(config)
         self._outcomes: dict[int, list[tuple[float, bool]]] = {}
-        """Of pivots that nothing has been learned from yet, by their groups."""
-        self.trails = Trails()
+        """Outcomes (depth of the pivot, success) that the chooser has not learned from yet, by group."""
+        self.sampled_turns = SampledTurns()
 
-    async def grow(self, group: OpenGroup, episode: EpisodeGraph) -> None:
-        """Add branches to an episode that has been scored, if it has failed; it ends with them."""
-        trail = self.trails.take(episode.key)
+    async def add_branches(self, group: OpenGroup, episode: EpisodeGraph) -> None:
+        """Add branches to a scored episode if its reward is that of a failure."""
+        sampled = self.sampled_turns.pop(episode.key)
         reward = episode.reward
         if episode.status is not EpisodeStatus.SCORED or reward is None or reward > self._config.threshold:
             return
-        places = self._places(episode, trail)
+        places = self._pivot_points(episode, sampled)
         if not places:
             return
-        with self._state.board.asking("scoring", "branches of a failed episode", of="engine, scoring workers"):
+        with self._state.board.requesting(
+            "scoring", "branches of a failed episode", provider="engine, scoring workers"
+        ):
             async with asyncio.TaskGroup() as tasks:
                 grown = [tasks.create_task(self._attempts(group, episode, place)) for place in places]
         original = list(episode.turns)
         self._count("chosen", len(places))
         both = zip(places, (attempts.result() for attempts in grown), strict=True)
+        # From the last pivot to the first, since a graft splits a turn and moves the indices of later ones.
         for place, attempts in sorted(both, key=lambda pair: (pair[0].turn, pair[0].pivot.at), reverse=True):
-            self._hang(episode, original, place, attempts)
+            self._graft_branches(episode, original, place, attempts)
         self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
 
     def ended(self, episode: EpisodeGraph) -> None:
-        """An episode has ended, with the branches it has."""
-        self.trails.take(episode.key)
+        """Note an episode that has ended, with its branches."""
+        self.sampled_turns.pop(episode.key)
         if outcomes := outcomes_of(episode, self._config.threshold):
             self._outcomes.setdefault(episode.key.group, []).extend(outcomes)
 
     def dropped(self, number: int) -> None:
-        """A group will not be trained: nothing is learned from its pivots."""
+        """Forget the outcomes of a group that will not be trained, so that nothing is learned from its pivots."""
         self._outcomes.pop(number, None)
 
-    def recall(self, ledger: Ledger, step: int) -> None:
-        """Learn from the pivots of all groups that a checkpoint at ``step`` has trained, and remember those of the
-        groups that are ready."""
+    def restore(self, ledger: Ledger, step: int) -> None:
+        """Learn from the pivots of all groups that were trained before a checkpoint at ``step``, and keep the outcomes
+        of the groups that are ready."""
         if self._config.choose != "utility":
             return
         trained = [number for at, numbers in ledger.steps().items() if at < step for number in numbers]
@@ -141,47 +143,49 @@ class PivotResampler:
             for episode in ledger.episodes(number):
                 self.ended(episode)
 
-    def _learn(self) -> None:
-        """From the groups that have been taken: what a synchronous run knows does not depend on who was first."""
+    def _learn_from_taken_groups(self) -> None:
+        """Learn from the groups that were taken for a batch. Only these count, so that the state of a synchronous run
+        does not depend on the order in which episodes end."""
         groups = self._state.flow.state.groups
         for number in sorted(self._outcomes):
             if number not in groups or groups[number].state in (GroupState.TAKEN, GroupState.TRAINED):
                 for depth, success in self._outcomes.pop(number):
                     self._chooser.learn(depth, success)
 
-    def _places(self, episode: EpisodeGraph, trail: Sequence[TurnPart]) -> list[_PivotPoint]:
-        """The pivots of an episode, in its turns that carry loss."""
+    def _pivot_points(self, episode: EpisodeGraph, sampled: Sequence[TokenChunk]) -> list[_PivotPoint]:
+        """Choose the pivots of an episode, in its turns that carry loss."""
         turns = episode.turns
-        answers: list[tuple[int, TurnPart]] = []
+        answers: list[tuple[int, TokenChunk]] = []
         for index, turn in enumerate(turns):
-            part = next((part for part in trail if np.array_equal(part.tokens.ids_T, turn.tokens.ids_T)), None)
+            part = next((part for part in sampled if np.array_equal(part.tokens.ids_T, turn.tokens.ids_T)), None)
             if part is not None and turn.stop_reason is not None and not turn.untrained:
                 answers.append((index, part))
         entropies = [
             np.zeros(len(part.tokens)) if part.tokens.entropies_T is None else part.tokens.entropies_T
             for _, part in answers
         ]
-        self._learn()
+        self._learn_from_taken_groups()
         rng = np.random.default_rng([self._state.run.seed, *episode.key])
         places: list[_PivotPoint] = []
         for number, pivot in enumerate(self._chooser.choose(entropies, rng)):
             index, left = answers[pivot.answer]
-            before = tuple(part for part in trail if part.turn < left.turn)
-            kept = replace(left, tokens=left.tokens[: pivot.at], stop_reason=None)
+            before = tuple(part for part in sampled if part.turn < left.turn)
+            kept = msgspec.structs.replace(left, tokens=left.tokens[: pivot.at], stop_reason=None)
             begun = (*before, kept)
-            places.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=begun, parent=left.request_id))
+            parent = None if left.request_id < 0 else left.request_id
+            places.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=begun, parent=parent))
         return places
 
     async def _attempts(self, group: OpenGroup, episode: EpisodeGraph, place: _PivotPoint) -> list[_PivotAttempt]:
-        """What came of the branches of one pivot."""
+        """Make, score and check the attempts at one pivot."""
         async with asyncio.TaskGroup() as tasks:
             made = [
                 tasks.create_task(self._attempt(group.task, episode, place, branch))
                 for branch in range(self._config.branches)
             ]
         attempts = [_PivotAttempt(episode=task.result()) for task in made]
-        await self._judge(group, [one.episode for one in attempts])
-        self._sort_out(episode, place, attempts)
+        await self._score_attempts(group, [attempt.episode for attempt in attempts])
+        self._mark_untrained(episode, place, attempts)
         self._count("branches", len(attempts))
         return attempts
 
@@ -189,7 +193,7 @@ class PivotResampler:
         state, parts = self._state, self._state.parts
         own, name = self._key(episode, place, branch), f"{place.number}/{branch}"
         runner = EpisodeRunner(
-            engine=Forking(parts.engine, parent=place.parent, name=name, on_prefix=self._by_prefix),
+            engine=Forking(parts.engine, parent=place.parent, name=name, on_prefix=self._count_prefix_sampling),
             env=parts.env,
             sampling=parts.sampling,
             run_seed=state.run.seed,
@@ -206,50 +210,54 @@ class PivotResampler:
         return attempt
 
     def _key(self, episode: EpisodeGraph, place: _PivotPoint, branch: int) -> EpisodeKey:
-        """A name for an attempt that no episode of the group has."""
+        """Return a key for an attempt that differs from those of all episodes of the group."""
         pivot = episode.key.place * self._config.per_episode + place.number
         return EpisodeKey(episode.key.group, -1 - pivot * self._config.branches - branch)
 
-    def _by_prefix(self) -> None:
+    def _count_prefix_sampling(self) -> None:
+        """Count a branch that had to be sampled from the tokens of its prefix, and warn."""
         self._count("by_prefix", 1)
         text = "branches are sampled from the tokens of their prefix: its cache is gone, or of other weights"
         self._state.warn(text, kind=text)
 
-    def _sort_out(self, episode: EpisodeGraph, place: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
-        """Which of them are compared with each other; of the others, why not."""
+    def _mark_untrained(self, episode: EpisodeGraph, place: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
+        """Give each attempt that cannot be compared with the others the reason why it carries no loss."""
         index, at = place.turn, place.pivot.at
-        for one in attempts:
-            if not repeats(episode.turns, index, at, one.episode.turns):
-                one.untrained = ENV_DIFFERS if one.episode.status is EpisodeStatus.SCORED else FAILED
-            elif one.episode.status is not EpisodeStatus.SCORED:
-                one.untrained = FAILED
-        good = [one for one in attempts if not one.untrained]
+        for attempt in attempts:
+            if not repeats(episode.turns, index, at, attempt.episode.turns):
+                attempt.untrained = ENV_DIFFERS if attempt.episode.status is EpisodeStatus.SCORED else FAILED
+            elif attempt.episode.status is not EpisodeStatus.SCORED:
+                attempt.untrained = FAILED
+        good = [attempt for attempt in attempts if not attempt.untrained]
+        # Branches are comparable only if the same weights sampled them: those of the first branch count.
         pinned = good[0].episode.turns[index].tokens.versions_T[at] if good else None
-        for one in good:
-            if (one.episode.turns[index].tokens.versions_T[at:] != pinned).any():
-                one.untrained = OTHER_VERSION
-        good = [one for one in attempts if not one.untrained]
+        for attempt in good:
+            if (attempt.episode.turns[index].tokens.versions_T[at:] != pinned).any():
+                attempt.untrained = OTHER_VERSION
+        good = [attempt for attempt in attempts if not attempt.untrained]
         if len(good) == 1:
             good[0].untrained = TOO_FEW
 
-    def _hang(
+    def _graft_branches(
         self, episode: EpisodeGraph, original: Sequence[Turn], place: _PivotPoint, attempts: Sequence[_PivotAttempt]
     ) -> None:  # fmt: skip
-        """Bring the branches of one pivot into the episode's graph. Pivots behind it are there already."""
+        """Add the branches of one pivot to the episode's graph. The pivots behind it are added before it."""
         index, at = place.turn, place.pivot.at
         fitting = [pair for pair in enumerate(attempts) if repeats(original, index, at, pair[1].episode.turns)]
         if fitting:
             split(episode.turns, index, [at])
-        for branch, one in fitting:
-            name = Branch(pivot=place.number, number=branch, reward=None if one.untrained else one.episode.reward)
-            turns = [replace(turn, untrained=one.untrained or turn.untrained) for turn in one.episode.turns]
+        for branch, attempt in fitting:
+            name = Branch(
+                pivot=place.number, number=branch, reward=None if attempt.untrained else attempt.episode.reward
+            )
+            turns = [replace(turn, untrained=attempt.untrained or turn.untrained) for turn in attempt.episode.turns]
             graft(episode.turns, index, at, turns, name)
-        for one in attempts:
-            if one.untrained:
-                self._count(one.untrained, 1)
-                why = one.episode.cause or one.untrained
-                self._state.warn(f"branches carry no loss: {why}", kind=f"branches carry no loss: {one.untrained}")
+        for attempt in attempts:
+            if attempt.untrained:
+                self._count(attempt.untrained, 1)
+                why = attempt.episode.cause or attempt.untrained
+                self._state.warn(f"branches carry no loss: {why}", kind=f"branches carry no loss: {attempt.untrained}")
 
     def _count(self, name: str, by: int) -> None:
         if by:
-            self._state.tally.fresh_pivots[name] += by
+            self._state.metrics.count(f"pivots/{name}", by)

@@ -1,4 +1,4 @@
-"""Engine and learner are asked the same question before the first rollout: how far apart are their logprobs?"""
+"""The comparison of engine and learner before the first rollout: the gap between their logprobs at equal weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
 
 NUM_PROBES = 8
+"""Number of answers that are compared."""
 MAX_PROBE_TOKENS = 64
+"""Number of tokens of each answer, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,11 @@ class Mismatch:
 
     gap: Gap
     worst: str
-    """Which token the largest difference is at."""
+    """The token with the largest difference, in words."""
 
     @property
     def text(self) -> str:
-        """The numbers, in a sentence without its end."""
+        """The gap as text, for the beginning of a sentence."""
         gap = self.gap
         return (
             f"engine and learner at equal weights: mean |Δ logprob| {gap.mean_abs:.2g}, KL {gap.kl:.2g}, over "
@@ -43,7 +45,7 @@ class Mismatch:
 
 
 def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a gap that is not within what rounding explains."""
+    """Raise :class:`~headrace.base.errors.RunError` for a gap that is larger than rounding explains."""
     if mismatch.gap.within(largest):
         return
     raise RunError(
@@ -56,11 +58,13 @@ def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
 
 
 async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: int, run_seed: int) -> Mismatch | None:
-    """Sample a few short answers, of each adapter in turn; the learner computes their logprobs. ``None`` if no task
-    fits the context."""
+    """Sample a few short answers, by each adapter in turn, and let the learner compute their logprobs. Return ``None``
+    if no task fits the context."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
     sampling = msgspec.structs.replace(parts.sampling, max_new_tokens=length)
-    if sampling.truncated and not sampling.record_kept:  # the learner takes the whole vocabulary, so the engine has to
+    if (
+        sampling.truncated and not sampling.record_kept
+    ):  # without kept-sets the learner normalises over the whole vocabulary, so the engine must too
         sampling = msgspec.structs.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
     prompts = [task for task in parts.tasks if len(task.prompt_ids_T)]
     runner = EpisodeRunner(
@@ -70,27 +74,27 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
         run_seed=run_seed + 2,  # other draws than training's and evaluation's
         on_tokens=lambda _: board.progress(),
         chat=parts.chat,
-        limits=replace(parts.limits, max_turns=1),  # whatever becomes of the episode then
+        limits=replace(parts.limits, max_turns=1),  # one answer is enough, whether the episode ends with it or not
         timeout_s=parts.episode_timeout_s,
     )
     tasks = prompts or parts.tasks
     fitting = [task for task in tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]
     agents, samples = parts.agents.adapters, list[TrainSample]()
     for index, (task, agent) in enumerate(zip(fitting, cycle(("", *agents)), strict=False)):
-        asked = replace(runner, agents=Agents(posing=agent))
-        episode = await asked.run(EpisodeKey(index, 0), task)
+        agent_runner = replace(runner, agents=Agents(stand_in=agent))
+        episode = await agent_runner.run(EpisodeKey(index, 0), task)
         if episode.num_sampled:
             samples += [replace(sample, roles=((agent, len(sample.tokens)),)) for sample in paths(episode, 0.0)]
     if not samples:
         return None
     batch = Batch.collate(version, samples, agents)
-    with board.asking("learner", "logprobs to compare", of="the learner"):
+    with board.requesting("learner", "logprobs to compare", provider="the learner"):
         logprobs_N = await parts.learner.logprobs(batch)
-    return _compared(batch, logprobs_N)
+    return _gap_of(batch, logprobs_N)
 
 
-def _compared(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
-    """``None`` where the engine gave no number for any token: such tokens are left out of every loss, and counted."""
+def _gap_of(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
+    """Return the gap; ``None`` if the engine gave no finite logprob, since such tokens are left out of every loss."""
     (places,) = np.nonzero(batch.mask_N & np.isfinite(batch.logprobs_N))
     if not len(places):
         return None

@@ -1,8 +1,8 @@
-"""How a run goes on after it ended, however it ended.
+"""Resuming of a run after it ended, for whatever cause.
 
-The newest snapshot says which step the weights have behind them. The ledger is rolled back to it: groups of later
-steps are ready again and remember their step, so the same batches are trained again in the same order and give the same
-weights; groups that were running keep the episodes that had ended, and the rest is asked again.
+The newest snapshot says how many steps its weights have. The ledger is rolled back to that step. Groups of later steps
+are ready again and keep their step, so the same batches are trained again in the same order, with the same weights as
+result. Groups that were running keep the episodes that had ended, and their other episodes are sampled again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.base.types.group import GroupState
-from headrace.control.memory import ControllerMemory
-from headrace.control.saving import CHECKPOINTS
+from headrace.control.saving import CHECKPOINTS, ControllerMemory
 from headrace.control.state import RunState
 from headrace.flow.ledger import Ledger
 from headrace.flow.policies.deadlines import age_needed
@@ -23,26 +22,26 @@ from headrace.rollout.environments.curriculum import CurriculumState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
-    """What a life of a run begins from."""
+    """The state from which a life of a run starts."""
 
     step: int
-    """Optimizer steps that the weights have behind them; also their version."""
+    """Number of optimizer steps behind the weights, which is also their version."""
     snapshot: Path | None
-    """Where the weights are; ``None``: the model directory of the run file."""
+    """The directory of the weights; ``None``: the model directory of the run file."""
     fingerprint: str = ""
-    """Of the settings and rows that the snapshot was made with."""
+    """The fingerprint of the settings and rows with which the snapshot was made."""
     memory: ControllerMemory = field(default_factory=ControllerMemory)
-    """What the controller remembered."""
+    """The controller's state in the snapshot."""
     sealed: bool = True
-    """Whether the files of the snapshot had checksums to be compared with."""
+    """Whether the files of the snapshot had checksums, so that they could be verified."""
 
 
 def starting_point(run_dir: Path) -> StartingPoint:
-    """Where the run in ``run_dir`` can go on; step 0 where it has no snapshot yet.
+    """Return the point from which the run in ``run_dir`` can continue: step 0 if it has no snapshot yet.
 
     Every file of the newest snapshot is compared with its checksum. Raises
-    :class:`~headrace.base.errors.CheckpointError` where one is missing or has changed: an older snapshot is offered
-    there, and never taken without a word.
+    :class:`~headrace.base.errors.CheckpointError` if a file is missing or has changed; the remedy names an older
+    snapshot, which is used only if the user decides so.
     """
     snapshot = checkpoint.latest(run_dir / CHECKPOINTS)
     if snapshot is None:
@@ -58,16 +57,16 @@ def starting_point(run_dir: Path) -> StartingPoint:
 
 
 def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:
-    """Put the groups back where the ledger remembers them; returns the hashes of versions committed before."""
-    recalled = ledger.recall(start.step)
-    if start.step * state.flow_config.groups_per_step != recalled.num_released:
+    """Restore the groups from the ledger. Return the hashes of the versions that were committed before, by version."""
+    resumed = ledger.roll_back(start.step)
+    if start.step * state.flow_config.groups_per_step != resumed.num_released:
         raise CheckpointError(
-            f"the snapshot is of step {start.step}, but the ledger knows {recalled.num_released} trained groups before "
+            f"the snapshot is of step {start.step}, but the ledger knows {resumed.num_released} trained groups before "
             f"it (flow.groups_per_step={state.flow_config.groups_per_step})",
             remedy="restore ledger and checkpoints from the same moment, or start a new run directory",
         )
     config = state.flow_config
-    state.flow.restore(start.step, recalled)
+    state.flow.restore(start.step, resumed)
     if state.curriculum is not None:
         known = start.memory.curriculum or CurriculumState()
         state.curriculum.restore(known, ledger.attempts(known.first_unknown))
@@ -80,9 +79,7 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
             f"be trained at an age of {needed} versions",
             remedy=f"set flow.max_age >= {needed}, or start a new run directory",
         )
-    ready = sum(group.state is GroupState.READY for group in recalled.groups)
-    if recalled.num_submitted:
-        state.event(
-            f"resumed at step {start.step}: {ready} groups are ready, {len(recalled.groups) - ready} more go on"
-        )
-    return recalled.checksums
+    ready = sum(group.state is GroupState.READY for group in resumed.groups)
+    if resumed.num_submitted:
+        state.event(f"resumed at step {start.step}: {ready} groups are ready, {len(resumed.groups) - ready} more go on")
+    return resumed.checksums

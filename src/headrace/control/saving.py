@@ -1,18 +1,53 @@
-"""Snapshots of a run, at the controller's side."""
+"""Snapshots of a run: the controller's state beside the learner's files, and the order in which they are written."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from headrace.base.clock import off_loop
-from headrace.control.memory import ControllerMemory
+from headrace.base.errors import CheckpointError
 from headrace.control.state import RunState
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint import SnapshotState
+from headrace.rollout.environments.curriculum import CurriculumState
 
 CHECKPOINTS = "checkpoints"
+"""The folder in a run's directory that holds its snapshots."""
+
+
+class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The controller's state in a snapshot, which a later life of the run needs beside weights and ledger."""
+
+    eval_before: float | None = None
+    """The held-out mean reward before the first life's training; ``None``: there was no evaluation."""
+    reward_first: float | None = None
+    """The mean reward of the run's first batch; ``None`` before that batch."""
+    max_age: int | None = None
+    """The staleness bound at that time, in versions; ``None`` for a new run."""
+    curriculum: CurriculumState | None = None
+    """The curriculum's statistics of the rows; ``None`` without a curriculum."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state as plain values, for a file."""
+        plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> ControllerMemory:
+        """Read a state from a file. Raises :class:`~headrace.base.errors.CheckpointError` for values that no controller
+        has written."""
+        try:
+            return msgspec.convert(plain, cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(
+                f"the controller's part of a snapshot cannot be read: {error}",
+                remedy="resume from an older snapshot beside it, or copy this one again, whole",
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +56,14 @@ class Saving:
 
     step: int
     unfinished: Path
-    """Its directory, under a temporary name."""
+    """The directory of the snapshot, which has a temporary name."""
     written: asyncio.Task[None]
-    """Done when the learner's files are there."""
+    """The task that ends when the learner has written its files."""
 
 
 class Saver:
-    """Writes snapshots: the learner its files, then the state and the name. Generation goes on meanwhile."""
+    """Writes snapshots: first the learner's files, then the controller's state and the final name. Generation goes
+    on."""
 
     def __init__(self, state: RunState, *, fingerprint: str) -> None:
         self._state = state
@@ -35,31 +71,31 @@ class Saver:
         self._saved: set[int] = set()
         self.directory = state.parts.run_dir / CHECKPOINTS
 
-    def began_from(self, step: int) -> None:
-        """The run resumes from the snapshot of ``step``: there is no need to write it again."""
+    def mark_saved(self, step: int) -> None:
+        """Note that the snapshot of ``step`` exists, since the run resumes from it, so that it is not written again."""
         self._saved.add(step)
 
     def begin(self, step: int, orders: asyncio.TaskGroup) -> Saving:
-        """Order the snapshot of ``step``: the learner writes when it comes to it."""
+        """Order the snapshot of ``step``. The learner writes it after the orders before it."""
         unfinished = checkpoint.begin(self.directory, step)
         written = orders.create_task(self._state.parts.learner.save(unfinished))
         return Saving(step=step, unfinished=unfinished, written=written)
 
     async def finish(self, saving: Saving) -> None:
-        """Wait for the learner's files, add the state and give the snapshot its name.
+        """Wait for the learner's files, add the controller's state, and give the snapshot its name.
 
-        :class:`~headrace.base.errors.CheckpointError` if it cannot be written; none is left then.
+        Raises :class:`~headrace.base.errors.CheckpointError` if it cannot be written; then nothing of it is left.
         """
         state = self._state
         state.board.working("learner", f"snapshot of step {saving.step}")
         start_s = state.parts.clock.now()
         try:
-            with state.board.asking("learner", f"the snapshot of step {saving.step}", of="the learner"):
+            with state.board.requesting("learner", f"the snapshot of step {saving.step}", provider="the learner"):
                 await saving.written
-            state.tally.learner_busy_s += state.parts.clock.now() - start_s
-            memory = self._memory()  # the ledger below knows of all that it holds
-            with state.board.asking("learner", "a ledger that is safe on disk", of="the disk"):
-                await state.flow.flush(durable=True)  # it must know of every step that the snapshot contains
+            state.metrics.snapshot_saved(state.parts.clock.now() - start_s)
+            memory = self._memory()  # taken before the flush, so that the ledger contains everything that it refers to
+            with state.board.requesting("learner", "a ledger that is safe on disk", provider="the disk"):
+                await state.flow.flush(durable=True)  # the ledger must contain every step of the snapshot
         except BaseException:
             checkpoint.abandon(saving.unfinished)
             raise
@@ -77,14 +113,14 @@ class Saver:
     def _memory(self) -> ControllerMemory:
         state = self._state
         return ControllerMemory(
-            eval_before=state.tally.eval_before,
-            reward_first=state.tally.reward_first,
+            eval_before=state.metrics.totals.eval_before,
+            reward_first=state.metrics.totals.reward_first,
             max_age=state.flow.state.limits.max_age,
             curriculum=None if state.curriculum is None else state.curriculum.state(),
         )
 
     async def save_if_new(self, step: int) -> None:
-        """A snapshot of ``step``, unless this life of the run has written it or began from it."""
+        """Write a snapshot of ``step``, unless this life of the run has written it or started from it."""
         if step not in self._saved:
             async with asyncio.TaskGroup() as orders:
                 await self.finish(self.begin(step, orders))

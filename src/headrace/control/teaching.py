@@ -1,9 +1,9 @@
-"""Teachers with engines of their own: asked about answers while their rewards are computed.
+"""Teachers with engines of their own, which read answers while the rewards of these are computed.
 
-    finished episode ──▶ ask ──▶ its teacher, by a prefill of every path ──▶ add ──▶ columns of its turns
-                                 too late, or dead: asked again, `retries` times; then the episode has failed
+    finished episode ──▶ start ──▶ its teacher, by a prefill of every path ──▶ finish ──▶ columns of its turns
+                                   too late, or dead: called again, `retries` times; then the episode has failed
 
-What they say lies in the ledger with the tokens that it is about, and goes to the learner in the batch.
+The ledger stores the teacher's scores with the tokens that they belong to, and the batch brings them to the learner.
 
 Shape legend: T tokens of one turn or path.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from headrace.base.errors import ComponentDied, HeadraceError
@@ -25,132 +26,141 @@ from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import Engine
 from headrace.rollout.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
-AT_ONCE = 2
-"""Calls of one teacher: its engine answers one after the other, and the next is there when it is done."""
+CALLS_AT_ONCE = 2
+"""Calls of one teacher at the same time. Its engine answers one after the other, and the second call is ready when the
+first is done."""
 OTHER_PROMPT = "teacher_error: the episode does not begin with the prompt of its row, in whose place the teacher's is"
+"""The cause of an episode that fails because its first tokens are not those that the teacher's prompt replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherTerms:
-    """What is wanted of a teacher."""
+class TeacherCallConfig:
+    """The content and the limits of a call to a teacher."""
 
     version: int
-    """Its weights: a version of the run, or ``FROZEN``."""
+    """The version of the teacher's weights: one of the run, or ``FROZEN``."""
     num_entries: int = 0
-    """How many of its likeliest entries are wanted at each token."""
+    """Number of the likeliest vocabulary entries that it returns for each token."""
     below: int = 0
-    """Only those of ids below this one: those that the policy has; 0: all."""
+    """Entries with this id or a greater one are not returned, since they are not in the policy's vocabulary; 0: all
+    entries may be."""
     prompts: Sequence[IntColumn] | None = None
-    """What it reads in the place of each row's prompt; ``None``: what the policy read."""
+    """The prompts that it reads in place of the rows' own, by row index; ``None``: it reads the policy's prompts."""
     timeout_s: float = 60.0
-    """It has failed when it has not answered this long after its turn came."""
+    """Seconds after which a call has failed."""
     retries: int = 2
-    """How often a call that failed is made again."""
+    """Number of times that a failed call is made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherClient:
-    """One teacher."""
+    """A teacher: its engine, and the settings of calls to it."""
 
     engine: Engine
-    """With its weights, which stay."""
+    """The engine, whose weights do not change."""
     name: str
-    """By which rows ask for it; empty where it is the only one."""
-    terms: TeacherTerms
-    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    """The name by which rows choose this teacher; empty if it is the only one."""
+    config: TeacherCallConfig
+    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CALLS_AT_ONCE))
+    """Limits the number of calls at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teachers:
-    """Those of a run."""
+    """The teachers of a run."""
 
     by_name: Mapping[str, TeacherClient]
     column: str
-    """Of a row, that names its teacher where there are several."""
+    """The column of a row that names its teacher, if there are several."""
     temperature: float
-    """Of the sampling."""
+    """The sampling temperature, at which the teacher's logprobs are computed too."""
 
     def of(self, task: Task) -> TeacherClient:
-        """Who is asked about answers to ``task``."""
+        """Return the teacher that reads answers to ``task``."""
         if len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
         return self.by_name[task.row[self.column]]
 
 
 class Teaching:
-    """What teachers say of the episodes that are scored. How much of it is on its way is bounded by the episodes that
-    run."""
+    """Collects the teachers' scores of the episodes that are scored. The number of calls is bounded by the episodes
+    that run."""
 
     def __init__(
-        self, teachers: Teachers, tasks: asyncio.TaskGroup, asking: Callable[[], AbstractContextManager[None]]
+        self, teachers: Teachers, tasks: asyncio.TaskGroup, show_request: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """``asking`` is entered while a teacher is waited for."""
+        """``show_request`` returns a context that is entered while a teacher computes."""
         self._teachers = teachers
         self._tasks = tasks
-        self._asking = asking
-        self._asked: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, Taught] | str]]] = {}
+        self._show_request = show_request
+        self._calls: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, Taught] | str]]] = {}
 
-    def ask(self, task: Task, episode: EpisodeGraph) -> None:
-        """An episode has come to its end."""
+    def start(self, task: Task, episode: EpisodeGraph) -> None:
+        """Send an episode that has come to its end to its teacher."""
         teacher = self._teachers.of(task)
-        self._asked[episode.key] = teacher, self._tasks.create_task(self._lessons(teacher, task, episode))
+        self._calls[episode.key] = teacher, self._tasks.create_task(self._read_episode(teacher, task, episode))
 
-    async def add(self, episode: EpisodeGraph) -> str:
-        """Give the turns of an episode what was said of them, once it is there. Why it has failed; empty where it has
-        not."""
-        teacher, asked = self._asked.pop(episode.key)
-        lessons = await asked
-        if isinstance(lessons, str):
-            return lessons
-        for place, taught in lessons.items():
+    async def finish(self, episode: EpisodeGraph) -> str:
+        """Wait for the teacher, and add its scores to the turns of the episode. Return why the teacher failed; empty if
+        it did not."""
+        teacher, call = self._calls.pop(episode.key)
+        taught_by_turn = await call
+        if isinstance(taught_by_turn, str):
+            return taught_by_turn
+        for place, taught in taught_by_turn.items():
             turn = episode.turns[place]
-            episode.turns[place] = replace(turn, tokens=replace(turn.tokens, taught=taught), teacher=teacher.name)
+            episode.turns[place] = replace(
+                turn, tokens=msgspec.structs.replace(turn.tokens, taught=taught), teacher=teacher.name
+            )
         return ""
 
-    async def _lessons(self, teacher: TeacherClient, task: Task, episode: EpisodeGraph) -> dict[int, Taught] | str:
-        """What is said of every turn that carries loss, or why there is no saying."""
+    async def _read_episode(self, teacher: TeacherClient, task: Task, episode: EpisodeGraph) -> dict[int, Taught] | str:
+        """Return the teacher's scores of every turn that carries loss, by the turn's index, or why the teacher
+        failed."""
         found: dict[int, Taught] = {}
         for leaf in episode.leaves():
             path = episode.path(leaf)
-            wanted = [place for place in path if place not in found and _carries_loss(episode, place)]
-            if not wanted:
+            # Paths share their first turns; each turn is scored once, in the first path that contains it.
+            new_places = [place for place in path if place not in found and _carries_loss(episode, place)]
+            if not new_places:
                 continue
-            parts = [_bare(episode.turns[place].tokens) for place in path]
-            if teacher.terms.prompts is not None:
+            parts = [_without_routing(episode.turns[place].tokens) for place in path]
+            if teacher.config.prompts is not None:
                 if not np.array_equal(parts[0].ids_T, task.prompt_ids_T):
                     return OTHER_PROMPT
-                parts[0] = Tokens.observed(teacher.terms.prompts[task.row_index])
-            scores = await self._patiently(teacher, Tokens.concat(parts))
+                parts[0] = Tokens.observed(teacher.config.prompts[task.row_index])
+            scores = await self._call_with_retries(teacher, Tokens.concat(parts))
             if isinstance(scores, str):
                 return scores
+            # The scores are those of the whole path: each turn gets its own slice.
             ends = np.cumsum([len(part) for part in parts])
             for place, part, end in zip(path, parts, ends.tolist(), strict=True):
-                if place in wanted:
-                    found[place] = _said(scores, slice(end - len(part), end), teacher.terms.version)
+                if place in new_places:
+                    found[place] = _taught_of(scores, slice(end - len(part), end), teacher.config.version)
         return found
 
-    async def _patiently(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
-        """What the teacher says; why it does not, when it was asked as often as it may be."""
-        pause_s, left = FIRST_PAUSE_S, teacher.terms.retries
+    async def _call_with_retries(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
+        """Call the teacher until it answers or the retries are used up. Return its answer, or why it failed."""
+        pause_s, left = FIRST_PAUSE_S, teacher.config.retries
         while True:
-            scores, again = await self._once(teacher, tokens)
+            scores, again = await self._call_once(teacher, tokens)
             if not isinstance(scores, str) or not (again and left):
                 return scores
             await asyncio.sleep(pause_s)
             pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
 
-    async def _once(self, teacher: TeacherClient, tokens: Tokens) -> tuple[TopScores | str, bool]:
-        """One call; where it failed, why, and whether another may do better."""
-        terms = teacher.terms
+    async def _call_once(self, teacher: TeacherClient, tokens: Tokens) -> tuple[TopScores | str, bool]:
+        """Call the teacher once. Return its answer, or why it failed; and whether another call may succeed."""
+        config = teacher.config
         try:
-            async with teacher.gate, asyncio.timeout(terms.timeout_s):
-                with self._asking():
+            async with teacher.gate, asyncio.timeout(config.timeout_s):
+                with self._show_request():
                     scores = await teacher.engine.top_scores(
-                        tokens, terms.num_entries, below=terms.below, temperature=self._teachers.temperature
+                        tokens, config.num_entries, below=config.below, temperature=self._teachers.temperature
                     )
             return scores, False
         except TimeoutError:
-            return f"teacher_timeout: no answer for {terms.timeout_s:g} s", True
+            return f"teacher_timeout: no answer for {config.timeout_s:g} s", True
         except ComponentDied as death:
             return f"teacher_died: {death.problem}", True
         except HeadraceError as error:
@@ -162,12 +172,13 @@ def _carries_loss(episode: EpisodeGraph, place: int) -> bool:
     return not turn.untrained and bool(turn.tokens.sampled_T.any())
 
 
-def _bare(tokens: Tokens) -> Tokens:
-    """What the teacher is told of: it chooses its own experts."""
+def _without_routing(tokens: Tokens) -> Tokens:
+    """Return the tokens without their recorded experts, since the teacher's model routes tokens by itself."""
     return Tokens(ids_T=tokens.ids_T, logprobs_T=tokens.logprobs_T, versions_T=tokens.versions_T, kept=tokens.kept)
 
 
-def _said(scores: TopScores, span: slice, version: int) -> Taught:
+def _taught_of(scores: TopScores, span: slice, version: int) -> Taught:
+    """Return the scores of the tokens in ``span``."""
     return Taught(
         logprobs_T=scores.logprobs_T[span],
         versions_T=np.full(span.stop - span.start, version, np.int32),

@@ -1,4 +1,4 @@
-"""Process rewards: turns are scored while their episode goes on, and wait for nobody."""
+"""Process rewards: turns are scored while their episode goes on, and the episode does not wait for the scores."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from headrace.rollout.branches import split
 from headrace.rollout.scoring import Graded, ScoringContext, TurnScorer
 
 REWARD_NONE = "reward_none: the reward was None, which means that the answer does not count"
-"""Why an episode without a reward is not trained."""
+"""The cause of an episode that is not trained because its reward is ``None``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TurnQuery:
+    """A turn, or a segment of one, that is being scored."""
+
     ids_T: IntColumn
-    """Of the turn, by which it is known again."""
+    """The tokens of the turn, by which the turn is found in the episode."""
     start: int
-    """Which of them is the first of the segment that is scored; 0 where it is the turn as a whole."""
+    """The first token of the segment that is scored; 0 for a whole turn."""
     scoring: asyncio.Task[Graded]
+    """The task that returns the score."""
 
 
-class TurnScores:
+class ProcessRewards:
     """The process rewards of the episodes that run.
 
-    A turn is scored as soon as it has been sampled; its episode is told nothing of it. When the episode has come to its
-    end, :meth:`add` waits for those that are still on their way. How many are at once is bounded by the episodes that
-    run; how many of them are computed, by the workers.
+    A turn is scored as soon as it has been sampled, while its episode goes on. When the episode has come to its end,
+    :meth:`add` waits for the scores that are still missing. The episodes that run bound the number of turns that wait
+    for a score, and the workers bound the number that are scored at the same time.
 
-    Where turns are cut into segments (``parts.segments``), each of these is scored and becomes a turn of its own, and
-    their process rewards do not count in the episode's: they stand beside it.
+    If turns are cut into segments (``parts.segments``), each segment is scored and becomes a turn of its own. The
+    process rewards are then kept beside the episode's reward and do not count in it.
     """
 
     def __init__(
@@ -48,35 +51,36 @@ class TurnScores:
         parts: Serving,
         scorer: TurnScorer,
         tasks: asyncio.TaskGroup,
-        asking: Callable[[], AbstractContextManager[None]],
+        show_request: Callable[[], AbstractContextManager[None]],
         *,
         trainer: Callable[[EpisodeKey], TrainerState] = lambda _: TrainerState(),
     ) -> None:
-        """``asking`` is entered while a score is waited for. ``trainer`` says where the run is, for an episode."""
+        """``show_request`` returns a context that is entered while a score is waited for. ``trainer`` returns the
+        trainer state for an episode."""
         self._parts = parts
         self._scorer = scorer
         self._tasks = tasks
-        self._asking = asking
+        self._show_request = show_request
         self._trainer = trainer
-        self._asked: dict[EpisodeKey, list[_TurnQuery]] = {}
+        self._queries: dict[EpisodeKey, list[_TurnQuery]] = {}
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """A turn has been sampled after ``prompt_ids_T``."""
-        asked, ids_T = self._asked.setdefault(key, []), turn.tokens.ids_T
+        """Begin to score a turn that has been sampled after ``prompt_ids_T``."""
+        queries, ids_T = self._queries.setdefault(key, []), turn.tokens.ids_T
         cuts = () if self._parts.segments is None else self._parts.segments(turn.tokens)
         bounds = [0, *cuts, len(ids_T)]
         for start, end in itertools.pairwise(bounds):
             history_T = np.concatenate([prompt_ids_T, ids_T[:start]])
-            scoring = self._tasks.create_task(self._score(key, task, history_T, ids_T[start:end], number=len(asked)))
-            asked.append(_TurnQuery(ids_T=ids_T, start=start, scoring=scoring))
+            scoring = self._tasks.create_task(self._score(key, task, history_T, ids_T[start:end], number=len(queries)))
+            queries.append(_TurnQuery(ids_T=ids_T, start=start, scoring=scoring))
 
     def forget(self, key: EpisodeKey) -> None:
-        """Nobody needs the scores of that episode any more."""
-        for asked in self._asked.pop(key, ()):
-            asked.scoring.cancel()
+        """Cancel the scores of an episode that is not needed any more."""
+        for queries in self._queries.pop(key, ()):
+            queries.scoring.cancel()
 
     async def add(self, episode: EpisodeGraph, graded: Graded) -> Graded:
-        """What a whole episode earned, and what its turns did."""
+        """Return the reward of a whole episode combined with the rewards of its turns."""
         turns = await self._join(episode)
         both = turns.beside(graded)
         parts = {label: both.parts[label] for label in self._scorer.labels if label in both.parts}
@@ -87,33 +91,35 @@ class TurnScores:
         return replace(both, reward=graded.reward + turns.reward)
 
     async def _join(self, episode: EpisodeGraph) -> Graded:
-        """Add to the turns of an episode what they earned, and say what became of its components.
+        """Add the process rewards to the turns of an episode, and return them combined, with the results of their
+        components.
 
-        Turns that it does not hold any more, of an attempt that was made again for one, do not count.
+        Turns that the episode no longer has, such as those of an attempt that was made again, do not count.
         """
+        # The identity of the token array names a turn: two turns may have equal tokens.
         held = {id(turn.tokens.ids_T): place for place, turn in enumerate(episode.turns)}
-        asked = [one for one in self._asked.pop(episode.key, ()) if id(one.ids_T) in held]
-        graded = [await one.scoring for one in asked]
-        said = Graded(reward=0.0)
-        for one, scored in zip(asked, graded, strict=True):
-            said = Graded(reward=0.0, calls=scored.calls, metrics=scored.metrics).beside(said)
+        queries = [one for one in self._queries.pop(episode.key, ()) if id(one.ids_T) in held]
+        graded = [await one.scoring for one in queries]
+        combined = Graded(reward=0.0)
+        for one, scored in zip(queries, graded, strict=True):
+            combined = Graded(reward=0.0, calls=scored.calls, metrics=scored.metrics).beside(combined)
             place = held[id(one.ids_T)]
             if scored.extra:
                 turn = episode.turns[place]
                 episode.turns[place] = replace(turn, extra={**turn.extra, **scored.extra})
         failed = next((one for one in graded if one.reward is None), None)
         if failed is not None:
-            return replace(said, reward=None, failure=failed.failure or REWARD_NONE, parts=failed.parts)
+            return replace(combined, reward=None, failure=failed.failure or REWARD_NONE, parts=failed.parts)
         if self._parts.segments is not None:
-            places = [(held[id(one.ids_T)], one.start) for one in asked]
+            places = [(held[id(one.ids_T)], one.start) for one in queries]
             _cut(episode.turns, [(*place, one.reward or 0.0) for place, one in zip(places, graded, strict=True)])
-            return replace(said, parts=self._scorer.parts_of_turns(graded))
+            return replace(combined, parts=self._scorer.parts_of_turns(graded))
         shares = self._scorer.over_turns(graded)
-        for one, share in zip(asked, shares, strict=True):
+        for one, share in zip(queries, shares, strict=True):
             place = held[id(one.ids_T)]
             turn = episode.turns[place]
             episode.turns[place] = replace(turn, reward=(turn.reward or 0.0) + share)
-        return replace(said, reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
+        return replace(combined, reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
 
     async def _score(
         self, key: EpisodeKey, task: Task, history_T: IntColumn, ids_T: IntColumn, *, number: int
@@ -123,13 +129,16 @@ class TurnScores:
         ids = ids_T.tolist()
         if ids and ids[-1] in parts.sampling.stop_ids:
             ids = ids[:-1]
+        # Decoding a long history takes milliseconds, which the event loop must not lose.
         history, text = await off_loop(lambda: (parts.decode(history_T.tolist()), parts.decode(ids)))
-        with self._asking():
+        with self._show_request():
             return await self._scorer.score_turn(task, text, history, number, context=context)
 
 
 def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
-    """Cut turns into their segments: ``graded`` has the turn, the first token and the process reward of each."""
+    """Cut turns into their segments; ``graded`` has the turn, the first token and the process reward of each
+    segment."""
+    # From the last turn to the first, since a cut moves the indices of all later turns.
     for place in sorted({place for place, _, _ in graded}, reverse=True):
         segments = [(start, reward) for turn, start, reward in graded if turn == place]
         split(turns, place, [start for start, _ in segments[1:]])
@@ -137,8 +146,9 @@ def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
             turns[number] = replace(turns[number], process=reward)
 
 
-def settle(episode: EpisodeGraph, graded: Graded) -> None:
-    """It is scored, or has failed. What rewards logged of it stands with the last turn that was sampled."""
+def assign_reward(episode: EpisodeGraph, graded: Graded) -> None:
+    """Give an episode its reward, or the cause of its failure. Values that rewards logged go to its last sampled
+    turn."""
     sampled = [place for place, turn in enumerate(episode.turns) if turn.stop_reason is not None]
     if graded.extra and sampled:
         turn = episode.turns[sampled[-1]]

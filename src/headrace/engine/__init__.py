@@ -1,6 +1,8 @@
 """Engines: they turn requests into tokens that carry logprob and version."""
 
-from headrace.engine.base import PLAIN, Engine, EngineCore, EngineSet, RequestOptions, TokenChunk, TokenSource
+from headrace.base.types.episode import TokenChunk
+from headrace.base.types.messages.engine import PLAIN, RequestOptions
+from headrace.engine.base import Engine, EngineCore, EngineSet, TokenSource
 from headrace.engine.config import EngineConfig
 
 __all__ = ["PLAIN", "Engine", "EngineConfig", "EngineCore", "EngineSet", "RequestOptions", "TokenChunk", "TokenSource"]

@@ -1,76 +1,38 @@
-"""What an engine is.
+"""The contracts of an engine.
 
-Two faces of one thing. :class:`EngineCore` is the machine: a plain synchronous step loop drives it, in its own process
-or thread. :class:`Engine` is what the rest of the system holds: asynchronous, wherever the core may run.
+An engine has two contracts. :class:`EngineCore` is the machine itself: a synchronous step loop drives it, in a process
+or thread of its own. :class:`Engine` is the asynchronous interface that the rest of the system uses, wherever the core
+runs.
 
-A version is *staged* while decoding goes on and *committed* between two steps, so that a forward pass sees one version.
+A version is *staged* while decoding goes on and *committed* between two steps, so that every forward pass uses one
+version.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk, EngineStats
-from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens
-from headrace.base.types.recorded import Routing
+from headrace.base.types.episode import TokenChunk
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.messages.engine import PLAIN, GenerateRequest, RequestOptions, ScoreTokens
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.taught import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChunk:
-    """Tokens of one sequence, in the order sampled."""
-
-    tokens: Tokens
-    stop_reason: StopReason | None = None
-    """Set on the last chunk only."""
-    request_id: int = -1
-    """Names the sequence for a later :class:`~headrace.base.types.messages.engine.ForkRequest`."""
-    prompt_routing: Routing | None = None
-    """The experts of the prompt's tokens, on the first chunk, if asked for."""
-    restarted: bool = False
-    """The sequence has begun again: forget its tokens before this chunk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """What may be said of a request beyond its prompt and its sampling."""
-
-    priority: int = 0
-    """Higher ones join first and are preempted last."""
-    deadline_s: float | None = None
-    """Seconds after which it ends with what it has."""
-    fork: ForkRequest | None = None
-    """Continue another sequence; the prompt is empty then."""
-    pinned: bool = False
-    """Stay under the weights it begins with."""
-    answer_ids_T: IntColumn | None = None
-    """What it has sampled before, in this engine or another, and its reader has: it goes on behind that, with the
-    draws, penalties and limits it would have had. ``None``: it begins."""
-    session: str = ""
-    """Names requests that belong together: of several engines, the one that served the last of them gets the next."""
-    agent: str = ""
-    """Whose adapter samples it, of several in training (``model.lora.agents``); empty: the policy's."""
-
-
-PLAIN = RequestOptions()
-
-
 class TokenSource(Protocol):
-    """What answers."""
+    """An object that generates tokens for a prompt."""
 
     def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence; chunks arrive while it grows, the last one has a stop reason.
+        """Sample one sequence. Chunks arrive while it grows, and the last one has a stop reason.
 
-        Requests made in one turn of the event loop join the batch together, in that order. Leaving the iterator early
-        withdraws the request. Raises :class:`~headrace.base.errors.RequestError` for a request that cannot be served.
+        Requests that are made in one iteration of the event loop join the batch together, in that order. Leaving the
+        iterator early withdraws the request. Raises :class:`~headrace.base.errors.RequestError` for a request that
+        cannot be served.
         """
         ...
 
@@ -79,111 +41,118 @@ class Engine(TokenSource, Protocol):
     """An engine as the rollouts see it."""
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """The logprob of each token but the first under the weights in use, by one prefill; under the tokens' own
-        kept-sets and routing where they have them."""
+        """Return the logprob of each token but the first, computed by one prefill with the weights in use. Kept-sets
+        and routing that the tokens carry are applied."""
         ...
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """The same, with the ``num`` likeliest entries in the place of each token, of those with ids ``below`` that (0:
-        of all)."""
+        """Return the logprobs of the tokens, and at each position the ``num`` most likely entries. Only entries with
+        ids below ``below`` are considered (0: all)."""
         ...
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Bring ``update`` next to the engine and verify its checksums, while decoding goes on; seconds it took.
+        """Bring ``update`` next to the engine and verify its checksums while decoding goes on. Return the seconds that
+        it took.
 
-        Raises :class:`~headrace.base.errors.WeightsError` if it does not fit, is corrupt or is older than the weights
-        in use; nothing has changed then.
+        Raises :class:`~headrace.base.errors.WeightsError` if the update does not fit the model, is corrupt or is older
+        than the weights in use; nothing has changed then.
         """
         ...
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Use the staged ``version``; ``mode`` says from when on, and what becomes of the running sequences."""
+        """Use the staged ``version``. ``mode`` decides when it comes into use and what happens to the running
+        sequences."""
         ...
 
     async def pause(self, *, release: bool = False) -> None:
-        """Stand still after the present step; with ``release`` the cache's memory is given back."""
+        """Stop after the present step; with ``release``, also free the memory of the key-value cache."""
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue after :meth:`pause`."""
         ...
 
     def stats(self) -> EngineStats:
-        """The latest counters."""
+        """Return the latest counters."""
         ...
 
 
 class EngineSet(Protocol):
-    """Engines that come and go behind one :class:`Engine`: what those who bring weights have to know of them."""
+    """A changing set of engines behind one :class:`Engine`, as the code that distributes weights sees it.
 
-    async def manned(self) -> None:
-        """Until an engine is there, with weights or without, that the newest version has not missed; or until all are
-        there: those that are not come soon, or the run ends."""
+    An engine *misses* a version if the version cannot reach it. It gets no new requests until it receives a later one.
+    """
+
+    async def wait_for_any(self) -> None:
+        """Wait until an engine is present that has not missed the newest version, with weights or without, or until all
+        engines are present."""
         ...
 
-    def spare(self, version: int, why: str) -> bool:
-        """Go on without the engines that lack ``version``, until a later one reaches them, if others have brought it;
-        whether others have."""
+    def drop_lagging(self, version: int, why: str) -> bool:
+        """Mark the engines that lack ``version`` as having missed it, if at least one other engine has staged it.
+        Return whether one has; if not, nothing changes."""
         ...
 
-    async def behind(self) -> None:
-        """Until an engine is there that lacks the version that was committed last: it wants to be staged and committed
-        once more, which leaves the others as they are."""
+    async def wait_for_lagging(self) -> None:
+        """Wait until an engine is present that lacks the version committed last. The caller then stages and commits
+        that version once more, which does not affect the other engines."""
         ...
 
 
 class EngineCore(Protocol):
-    """The machine behind an engine: not thread-safe but for :meth:`stage`, never blocking but for :meth:`step`,
-    :meth:`score` and :meth:`top_scores`."""
+    """The machine behind an engine.
+
+    It is not thread-safe, except for :meth:`stage`. Only :meth:`step`, :meth:`score` and :meth:`top_scores` may block.
+    """
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises :class:`~headrace.base.errors.RequestError` if it can never be served, or if the
-        queue is
-        full."""
+        queue is full."""
         ...
 
-    def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
-        """Withdraw requests; their last chunks hold what was sampled and not yet returned. Unknown ids are ignored:
-        they have just ended."""
+    def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
+        """Withdraw requests and return their last chunks, which hold the tokens that were sampled and not yet returned.
+        Unknown ids are ignored, since a request may just have ended."""
         ...
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Return whether a step would do anything."""
         ...
 
-    def step(self) -> list[Chunk]:
-        """Schedule, run one forward pass, sample; return the chunks that are due."""
+    def step(self) -> list[TokenChunk]:
+        """Schedule, run one forward pass, sample, and return the chunks that are due."""
         ...
 
     def score(self, request: ScoreTokens) -> FloatColumn:
-        """One prefill between two steps."""
+        """Return the logprobs of given tokens, by one prefill between two steps."""
         ...
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
-        """The same, with the likeliest entries that are asked for."""
+        """Return the logprobs of given tokens and the most likely entries at each position, as many as the request
+        sets."""
         ...
 
     def stage(self, update: WeightUpdate) -> None:
-        """Verify an update; may run in another thread while :meth:`step` runs."""
+        """Verify an update. May run in another thread while :meth:`step` runs."""
         ...
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-        """Begin to use a staged version; called between two steps. Its report comes from :meth:`take_swaps`, at once
-        or, where ``mode`` lets sequences finish first, after a later step."""
+        """Begin to use a staged version; called between two steps. :meth:`take_swaps` returns its report, at once or,
+        where ``mode`` lets sequences finish first, after a later step."""
         ...
 
     def take_swaps(self) -> list[SwapReport]:
-        """The commits that have been completed since the last call, in their order."""
+        """Return the reports of the commits completed since the last call, in their order."""
         ...
 
     def pause(self, *, release: bool = False) -> None:
-        """Have no work until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``."""
+        """Stop working until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``."""
         ...
 
     def resume(self) -> None:
-        """Have work again."""
+        """Start working again."""
         ...
 
     def stats(self) -> EngineStats:
-        """Counters since the start."""
+        """Return the counters since the start."""
         ...

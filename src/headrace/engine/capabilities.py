@@ -1,11 +1,11 @@
-"""What each engine can do, as one record that settings are held against before anything is started or imported.
+"""The capabilities of an engine, as one record that settings are checked against before anything is started or
+imported.
 
-What an engine lacks is refused by name when a run is loaded: nothing is left out in silence.
+A run file that needs a missing capability is refused with an error that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from headrace.base.types.weights import Interrupt
@@ -14,104 +14,50 @@ from headrace.models.devices import CPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Of one kind of engine, as this version of Headrace uses it."""
+    """The capabilities of one kind of engine, as this version of Headrace uses it."""
 
     interrupts: frozenset[Interrupt]
-    """The ways in which it commits new weights."""
+    """The modes in which the engine can commit new weights."""
     truncates: bool
-    """Under top-k, top-p or min-p the logprob of a token is that among what could still be drawn."""
+    """Whether the logprob of a token under top-k, top-p or min-p is that of the renormalised, truncated
+    distribution."""
     kept_sets: bool
-    """Under top-k, top-p or min-p each token comes with what it could have been."""
+    """Whether each token comes with its kept-set under top-k, top-p or min-p."""
     routing: bool
-    """The tokens of a mixture of experts come with their experts."""
+    """Whether the tokens of a mixture of experts come with their routing."""
     adapters: bool
-    """It takes adapters alone from a learner (LoRA), several where several agents train one."""
+    """Whether a learner can send LoRA adapters without the base weights, one per agent where several agents are
+    trained."""
     max_rank: int | None
-    """Of adapters; ``None``: any."""
+    """The highest rank of an adapter; ``None``: unlimited."""
     any_adapters: bool
-    """Those with norms of their own (DoRA) too, and of experts."""
+    """Whether adapters of experts and adapters with norms of their own (DoRA) are supported."""
     entropies: bool
-    """Each token comes with the entropy of what it was drawn from."""
+    """Whether each token comes with the entropy of its distribution."""
     scores: bool
-    """It gives the logprobs of tokens that it did not sample, at temperature 1."""
+    """Whether the engine computes the logprobs of given tokens, at temperature 1."""
     exact_scores: bool
-    """The same at any temperature, and under given kept-sets and experts."""
+    """Whether it does so at any temperature, and under given kept-sets and routing."""
     forks: bool
-    """It continues the beginning of an earlier answer of its own."""
+    """Whether a request can fork an earlier one of the same engine."""
     reuses_stale: bool
-    """A fork may share the cache that older weights have computed."""
+    """Whether a fork may share cache blocks that older weights computed."""
     pins: bool
-    """A sequence may stay under the weights it begins with."""
+    """Whether a sequence can be pinned to the weights that it begins with."""
     seeds: bool
-    """A seed fixes the draws of a sequence, whatever else is in the batch."""
+    """Whether a seed determines the draws of a sequence, whatever else is in the batch."""
     deterministic: bool
-    """The same requests give the same bits, whatever the batch."""
+    """Whether the same requests give the same bits, whatever else is in the batch."""
     releases: bool
-    """It gives the memory of its cache back while it stands still."""
+    """Whether the engine can free the memory of its cache while it is paused."""
     embedded: bool
-    """It can compute in the process that asks: a loop of the user's own, ``headrace serve``."""
+    """Whether the engine can compute in the caller's process, as a training loop of the user's own and ``headrace
+    serve`` need."""
+    other_models: bool
+    """Whether it can serve agents and teachers that have weights of their own, beside the policy."""
 
-
-_BY_ABORT = frozenset({Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY, Interrupt.DRAIN, Interrupt.BATCH})
-"""Those after which an answer lies under one version, so that nobody has to ask which of its tokens is whose."""
-_SERVED = Capabilities(
-    interrupts=_BY_ABORT,
-    truncates=False,
-    kept_sets=False,
-    routing=False,
-    adapters=False,
-    max_rank=None,
-    any_adapters=False,
-    entropies=False,
-    scores=True,
-    exact_scores=False,
-    forks=True,
-    reuses_stale=False,
-    pins=False,
-    seeds=False,
-    deterministic=False,
-    releases=False,
-    embedded=False,
-)
-CAPABILITIES: Mapping[str, Capabilities] = {
-    "native": Capabilities(
-        interrupts=frozenset(Interrupt),
-        truncates=True,
-        kept_sets=True,
-        routing=True,
-        adapters=True,
-        max_rank=None,
-        any_adapters=True,
-        entropies=True,
-        scores=True,
-        exact_scores=True,
-        forks=True,
-        reuses_stale=True,
-        pins=True,
-        seeds=True,
-        deterministic=True,
-        releases=True,
-        embedded=True,
-    ),
-    # its answers end with the spans of their versions, so that they may go on across a commit
-    "vllm": replace(
-        _SERVED,
-        interrupts=_BY_ABORT | {Interrupt.INFLIGHT, Interrupt.INFLIGHT_RECOMPUTE, Interrupt.SLEEP},
-        releases=True,
-        truncates=True,
-        kept_sets=True,
-        routing=True,
-        adapters=True,
-        max_rank=512,
-    ),
-    "sglang": replace(_SERVED, interrupts=_BY_ABORT | {Interrupt.SLEEP}, routing=True, releases=True),
-}
-"""By ``engine.kind``."""
-
-
-def capabilities(kind: str, device: str) -> Capabilities:
-    """Of an engine of ``kind`` on ``device``: servers give no memory back on processors."""
-    can = CAPABILITIES[kind]
-    if not can.embedded and device == CPU:
-        return replace(can, releases=False, interrupts=can.interrupts - {Interrupt.SLEEP})
-    return can
+    def on(self, device: str) -> Capabilities:
+        """Return the capabilities on ``device``. On a processor, engines that are servers cannot free their cache."""
+        if not self.embedded and device == CPU:
+            return replace(self, releases=False, interrupts=self.interrupts - {Interrupt.SLEEP})
+        return self

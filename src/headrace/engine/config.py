@@ -1,122 +1,247 @@
-"""Settings of the engine."""
+"""Settings of the engine, and the description of a kind of engine: its settings, its capabilities and how it is
+opened."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
-from headrace.base.config import Section
+from headrace.base.config import Section, validate
+from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.engine.capabilities import Capabilities, capabilities
+from headrace.base.plugins import Registry
+from headrace.engine.capabilities import Capabilities
 from headrace.models.devices import AUTO, CPU, DeviceName
-from headrace.wings.servers.client.config import ServerConfig
 
-LEAST_TEMPERATURE = 0.01
-"""Of what is sampled: below, 32 bits do not hold what becomes of the logits. 0 takes the most likely token."""
+if TYPE_CHECKING:
+    # a run file is read without torch
+    from torch import Tensor
 
-SHARE = 0.3
-"""Of the free memory: the most that the cache takes if nothing is said. A learner, which has its optimizer's state yet
-to make, may have to live beside it."""
-OWN_SHARE = 0.9
-"""The same on a GPU that the engine has to itself; the rest is for what a pass makes."""
+    from headrace.engine.base import EngineCore
+    from headrace.models.config import ModelConfig
+
+MIN_TEMPERATURE = 0.01
+"""The lowest sampling temperature other than 0: below it, scaled logits overflow 32-bit floats. Temperature 0 always
+takes the most likely token."""
+
+SHARED_CACHE_SHARE = 0.3
+"""The share of the free memory that the cache takes by default. The rest is left for a learner on the same device,
+whose optimizer state is not allocated yet."""
+EXCLUSIVE_CACHE_SHARE = 0.9
+"""The default share on a GPU that no learner uses. The rest is for the activations of a forward pass."""
 
 
-_NATIVE_ONLY = ("cache_tokens", "max_pinned_versions", "stream_steps", "kernels")
-"""Settings that a server knows nothing of."""
+class EngineSettings(Section):
+    """The settings of one kind of engine: its table ``[engine.server]``. This base class has none."""
+
+    def for_engine(self, place: int) -> EngineSettings:
+        """Return the settings of the engine with index ``place`` in a run of several engines."""
+        return self
+
+    def refuse_run(self, *, count: int, start_timeout_s: float) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings that conflict with ``engine.count`` or
+        ``launch.start_timeout_s``."""
+
+    def sentence(self, kind: str) -> str:
+        """Return a sentence that says where an engine of this ``kind`` runs, for the summary of a run; empty for
+        none."""
+        return ""
+
+    @property
+    def quantises(self) -> bool:
+        """Whether these settings make the engine compute in 8 bits or fewer."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """The arguments that an engine is opened with, in its own process."""
+
+    config: EngineConfig
+    model: ModelConfig
+    max_context: int
+    """The most tokens of a prompt and its completion together."""
+    deadline_s: float
+    """The longest time to wait for new weights."""
+    record_kept: bool
+    """Whether requests will ask for the kept-set of each token."""
+    record_routing: bool
+    """Whether requests will ask for the routing of each token."""
+    sleeps: bool
+    """Whether the engine has to free its memory while a learner computes."""
+    own_weights: bool
+    """Whether the engine serves the weights of its model directory as version 0, without a learner that sends
+    others."""
+    receive: Callable[[Mapping[str, Tensor]], Any]
+    """Open the :class:`~headrace.sync.receiver.Receiver` that brings new versions of these tensors. It stays open until
+    the engine's process ends."""
+    adopt: Callable[[EngineCore, Mapping[str, Tensor]], None]
+    """Stage and commit these tensors as version 0, as if a learner had sent them. Used with ``own_weights``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedEngine:
+    """An opened engine, ready to be driven by a step loop."""
+
+    core: EngineCore
+    device: str
+    """The device that it computes on."""
+    address: str = ""
+    """The address to which a learner sends new weights; empty where the learner does not need one."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about the engine that are recorded in the run directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """A kind of engine: everything that Headrace needs to know of it before one is opened.
+
+    A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.engines"]``. The
+    module of this object is imported when a run file names it, so it should import the engine itself only in ``open``.
+    """
+
+    capabilities: Capabilities
+    open: Callable[[EngineSetup], AbstractContextManager[OpenedEngine]]
+    """Open an engine, and close it when the context ends. Raises :class:`~headrace.base.errors.ConfigError` if the
+    machine cannot provide what the settings require."""
+    settings: type[EngineSettings] = EngineSettings
+    """The section that ``[engine.server]`` is validated as."""
+    unread: frozenset[str] = frozenset()
+    """The settings of ``[engine]`` that this kind does not use. A run file that sets one of them is refused."""
+
+
+def _problem(made: Any) -> str | None:
+    return (
+        None if isinstance(made, EngineKind) else f"is a {type(made).__name__}, not a headrace.engine.config.EngineKind"
+    )
+
+
+ENGINES = Registry[EngineKind](
+    group="headrace.engines",
+    setting="engine.kind",
+    rows={"native": "headrace.engine.embedded:NATIVE"},
+    check=_problem,
+)
+"""The registry behind ``engine.kind``. The wing ``servers`` registers vLLM and SGLang."""
 
 
 class EngineConfig(Section):
-    """How sequences are sampled, and how many at once."""
+    """Settings of sampling and of the batch."""
 
-    kind: Literal["native", "vllm", "sglang"] = "native"
-    """``native``: the embedded engine. ``vllm``, ``sglang``: a server of those, beside this machine's other parts; what
-    each can do stands in docs/engines.md, and what it cannot is refused."""
-    server: ServerConfig = ServerConfig()
-    """The server, where ``kind`` names one."""
+    kind: Annotated[str, NameOf(ENGINES)] = "native"
+    """``native``: the embedded engine. ``vllm``, ``sglang``: a server of that kind, started on this machine. An
+    installed package can offer others. docs/engines.md lists the capabilities of each; a run that needs a missing one
+    is refused."""
+    server: SerializeAsAny[EngineSettings] = EngineSettings()
+    """The settings that only this ``kind`` of engine has; for ``vllm`` and ``sglang``, those of the server."""
     device: DeviceName = AUTO
-    """Where it computes: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the last of the GPUs that torch sees, the processor
-    where there is none."""
+    """The device of the engine: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the last GPU that torch sees, or the
+    processor where there is none."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Longest completion, in tokens."""
-    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
-    """Sampling temperature while training; the learner uses the same."""
+    """The longest completion, in tokens."""
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
+    """The sampling temperature during training. The learner uses the same."""
     top_k: int = Field(default=0, ge=0)
-    """Only this many of the most likely tokens, and those exactly as likely as the last of them, can be drawn; 0 for
+    """Sample only from this many most likely tokens, and from those exactly as likely as the last of them; 0: from
     all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Only the most likely tokens whose probabilities together reach this can be drawn; 1 for all."""
+    """Sample only from the most likely tokens whose probabilities together reach this value; 1: from all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Only tokens at least this fraction as likely as the most likely one can be drawn; 0 for all."""
+    """Sample only from tokens at least this fraction as likely as the most likely one; 0: from all."""
     max_sequences: int = Field(default=64, ge=1)
-    """Sequences in the batch at once."""
+    """The most sequences in the batch at once."""
     max_context: int | None = Field(default=None, ge=2)
-    """Longest prompt plus completion, in tokens. Unset: the longest prompt of the data plus ``max_new_tokens``."""
+    """The most tokens of a prompt and its completion together. Unset: the longest prompt of the data plus
+    ``max_new_tokens``."""
     max_step_tokens: int = Field(default=2048, ge=1)
-    """Tokens of one step: those of decoding sequences come first, pieces of prompts get the rest."""
+    """The most tokens of one step. Decoding sequences come first; pieces of prompts fill the rest."""
     max_waiting: int = Field(default=65_536, ge=1)
-    """Requests that may wait to join the batch; one more is refused."""
+    """The most requests that may wait to join the batch; a further request is refused."""
     cache_tokens: int | None = Field(default=None, ge=1)
-    """Tokens whose keys and values fit the cache. Unset: all that ``max_sequences`` of ``max_context`` could need, but
-    at most ``cache_share`` of the free memory."""
+    """The number of tokens whose keys and values fit the cache. Unset: as many as ``max_sequences`` sequences of
+    ``max_context`` tokens could need, but at most ``cache_share`` of the free memory."""
     cache_share: float | None = Field(default=None, gt=0, le=1)
-    """Of the memory that is free when the engine has loaded, the most that the cache takes. Unset: 0.9 of a GPU that no
-    learner computes on, else 0.3, which leaves the rest to the learner."""
+    """The largest share of the memory that is free after the engine has loaded which the cache may take. Unset: 0.9 on
+    a GPU that no learner uses, else 0.3, which leaves the rest to the learner."""
     fork_memory: int = Field(default=256, ge=0)
-    """How many ended sequences can still be forked: the tokens of that many are kept."""
+    """The number of ended sequences that can still be forked: the tokens of that many are kept."""
     max_pinned_versions: int = Field(default=2, ge=1)
-    """Older versions that sequences may stay under at once: each is a copy of the model. Those that would need one
-    more wait until one is free."""
+    """The most older versions that sequences may be pinned to at once; each needs a copy of the model. Sequences that
+    would need one more wait until one is free."""
     stream_steps: int = Field(default=8, ge=1)
-    """Steps over which the commit mode ``stream`` spreads the exchange of the parameters."""
+    """The number of steps over which the commit mode ``stream`` spreads the exchange of the parameters."""
     kernels: Literal["auto", "off"] = "auto"
-    """Whether parts of the model run as fused kernels where there are any for this machine."""
+    """``auto``: parts of the model run as fused kernels where this machine has them. ``off``: none does."""
     flush_tokens: int = Field(default=64, ge=1)
-    """A running sequence's tokens are reported each time there are this many of them, and when it ends."""
+    """The tokens of a running sequence are reported each time there are this many new ones, and when it ends."""
 
     @property
     def can(self) -> Capabilities:
-        """What engines of that kind can do there."""
-        return capabilities(self.kind, self.device)
+        """The capabilities of this kind of engine on this device."""
+        return ENGINES.load(self.kind).capabilities.on(self.device)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether this kind of engine has fused kernels, and they are not switched off."""
+        return self.kernels == "auto" and "kernels" not in ENGINES.load(self.kind).unread
 
     def refuse_server(self, what: str) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` unless it can compute in the process of ``what``."""
+        """Raise :class:`~headrace.base.errors.ConfigError` unless the engine can compute in the process of ``what``."""
         if not self.can.embedded:
             raise ConfigError(
                 f"engine.kind={self.kind!r} is a server of its own, and {what} computes in its own process",
                 remedy="set engine.kind = 'native'",
             )
 
+    @field_validator("server", mode="before")
+    @classmethod
+    def _fits_the_kind(cls, given: Any, info: ValidationInfo) -> EngineSettings:
+        """Validate ``[engine.server]`` as the section of this kind of engine."""
+        kind = info.data.get("kind", "native")  # one that is not known has been refused
+        section = ENGINES.load(kind).settings
+        tree = given.model_dump() if isinstance(given, EngineSettings) else given
+        if section is EngineSettings and tree:
+            _refuse_server_of_none(kind, tree)
+            return section()
+        return validate(section, tree, "engine.server")
+
     @model_validator(mode="after")
     def _settings_act(self) -> Self:
         fields = type(self).model_fields
-        if self.kind == "native":
-            if self.server != ServerConfig():
-                raise ConfigError(
-                    "engine.server is set, and engine.kind='native' has none",
-                    remedy="set engine.kind = 'vllm' or 'sglang', or leave [engine.server] out",
-                )
-            return self
-        if self.kind != "vllm" and self.server.weights_by != "files":
-            raise ConfigError(
-                f"engine.server.weights_by={self.server.weights_by!r} is of engine.kind='vllm', and this is another",
-                remedy="set it to 'files', and engine.server.weights_dir to a folder that both machines see",
-            )
-        for name in _NATIVE_ONLY:
+        for name in sorted(ENGINES.load(self.kind).unread):
             given = self.__dict__[name]
             if given != fields[name].default:
                 raise ConfigError(
-                    f"engine.{name}={given!r} is of engine.kind='native': a server decides that by itself",
-                    remedy=f"leave it out, or say it in the words of {self.kind}: engine.server.args",
+                    f"engine.{name}={given!r} is of engine.kind='native': engine.kind={self.kind!r} decides that by "
+                    "itself",
+                    remedy=f"leave it out, or say it in the words of {self.kind}, below [engine.server]",
                 )
         return self
 
     def on(self, device: str, *, shared: bool) -> Self:
-        """The same, on ``device``, with a cache that leaves room for the learner if it is ``shared`` with one.
+        """Return these settings for ``device``. The default cache leaves room for a learner if the device is ``shared``
+        with one.
 
         >>> EngineConfig().on("cuda:1", shared=False).cache_share, EngineConfig().on("cuda:0", shared=True).cache_share
         (0.9, 0.3)
         """
         alone = device != CPU and not shared
-        share = self.cache_share or (OWN_SHARE if alone else SHARE)
+        share = self.cache_share or (EXCLUSIVE_CACHE_SHARE if alone else SHARED_CACHE_SHARE)
         return self.model_copy(update={"device": device, "cache_share": share})
+
+
+def _refuse_server_of_none(kind: str, tree: Any) -> None:
+    """Refuse settings of another kind of engine, unless all of them are at their defaults: run files that Headrace
+    wrote before each kind had a section of its own say so much."""
+    owners = {name: ENGINES.load(name).settings for name in ENGINES.own_names()}
+    owners = {name: section for name, section in owners.items() if section is not EngineSettings}
+    if any(validate(section, tree, "engine.server") == section() for section in owners.values()):
+        return
+    raise ConfigError(
+        f"engine.server is set, and engine.kind={kind!r} has none",
+        remedy=f"set engine.kind = {' or '.join(map(repr, owners))}, or leave [engine.server] out",
+    )

@@ -1,5 +1,6 @@
-"""An engine behind an endpoint of OpenAI's completions: vLLM, SGLang, ``headrace serve``. It is asked in token ids and
-answers in token ids; its weights are its own, so that it can be measured and not trained.
+"""A client of an engine behind an OpenAI-compatible completions endpoint: vLLM, SGLang or ``headrace serve``.
+
+Requests and answers are token ids. The server has its own weights, so it can be evaluated but not trained.
 """
 
 from __future__ import annotations
@@ -18,42 +19,47 @@ import numpy as np
 
 from headrace.base.config.addresses import is_loopback
 from headrace.base.errors import ConfigError, EngineFull, RequestError, RunError, SequenceFailed
-from headrace.base.types.episode import StopReason
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.messages.engine import PLAIN, RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import IntColumn, Tokens
-from headrace.engine.base import PLAIN, RequestOptions, TokenChunk
 
 if TYPE_CHECKING:
     import httpx
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before an engine that is full is asked again."""
+"""The pauses before a request is sent again to a full engine."""
 CONNECT_S = 20.0
-"""Longest that a connection may take; how long an answer takes, whoever waits for it says."""
+"""The longest time to open a connection. The time for an answer is limited by the caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """Where an engine is that somebody else runs."""
+class RemoteEndpoint:
+    """The address of an engine that another party runs."""
 
     url: str
-    """Of its API, with ``/v1``."""
+    """The URL of its API, with ``/v1``."""
     model: str = ""
-    """What it calls the model; empty: the first that it lists."""
+    """The server's name for the model; empty: the first model that it lists."""
     token: str = ""
-    """Sent as ``Authorization: Bearer TOKEN``; empty: none is."""
+    """The token sent as ``Authorization: Bearer TOKEN``; empty: none is sent."""
 
 
 @asynccontextmanager
-async def reached(where: Elsewhere) -> AsyncIterator[RemoteEngine]:
-    """The engine at ``where``; :class:`~headrace.base.errors.ConfigError` if it is none that can be asked in tokens."""
+async def connect(endpoint: RemoteEndpoint) -> AsyncIterator[RemoteEngine]:
+    """Connect to the engine at ``endpoint``.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if it does not list a model.
+    """
     import httpx
 
-    local = is_loopback(urlsplit(where.url).hostname or "")  # a proxy of the environment is not meant for it
+    local = is_loopback(
+        urlsplit(endpoint.url).hostname or ""
+    )  # proxies of the environment do not apply to this machine
     async with httpx.AsyncClient(
-        base_url=where.url.rstrip("/") + "/",
-        headers={"Authorization": f"Bearer {where.token}"} if where.token else {},
+        base_url=endpoint.url.rstrip("/") + "/",
+        headers={"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {},
         timeout=httpx.Timeout(None, connect=CONNECT_S),
         limits=httpx.Limits(max_connections=None),
         trust_env=not local,
@@ -61,35 +67,40 @@ async def reached(where: Elsewhere) -> AsyncIterator[RemoteEngine]:
         try:
             answer = await client.get("models", timeout=CONNECT_S)
             listed: Any = answer.json()["data"] if answer.status_code == 200 else None
-            model = where.model or listed[0]["id"]
+            model = endpoint.model or listed[0]["id"]
             is_ours = listed[0].get("owned_by") == "headrace"
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"the engine at {where.url} does not tell its models: {type(error).__name__}: {error}",
+                f"the engine at {endpoint.url} does not tell its models: {type(error).__name__}: {error}",
                 remedy="give the URL of an OpenAI-compatible API, with /v1, and the token that it wants",
             ) from None
         yield RemoteEngine(client, model, is_ours=is_ours)
 
 
 class RemoteEngine:
-    """A :class:`~headrace.engine.TokenSource`. Made by :func:`reached`."""
+    """A :class:`~headrace.engine.TokenSource` behind an HTTP endpoint. :func:`connect` makes one."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, *, is_ours: bool) -> None:
         self._client = client
         self._model = model
-        self._extra: dict[str, Any] = {} if is_ours else {"return_token_ids": True}  # ours always tells them
+        self._extra: dict[str, Any] = (
+            {} if is_ours else {"return_token_ids": True}
+        )  # headrace serve always returns token ids
         self._stats = EngineStats(version=0)
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """See :class:`~headrace.engine.TokenSource`. An answer that was begun elsewhere goes on behind its tokens, with
-        other draws than it would have had."""
+        """Sample one sequence; see :class:`~headrace.engine.TokenSource`.
+
+        An answer that began on another engine is continued after its tokens; its further draws differ from those that
+        the first engine would have made.
+        """
         import httpx
 
         begun = [] if options.answer_ids_T is None else options.answer_ids_T.tolist()
         body = {**self._body(sampling, len(begun)), "prompt": [*prompt_ids_T.tolist(), *begun]}
-        body["model"] = options.agent or self._model  # servers have the adapters of agents under their names
+        body["model"] = options.agent or self._model  # a server lists each agent's adapter as a model
         self._count(running=1)
         try:
             async with aclosing(await self._ask(body)) as answer:
@@ -99,32 +110,32 @@ class RemoteEngine:
         except httpx.ConnectError as error:
             raise RunError(f"the engine cannot be reached: {error}", remedy="is it still running?") from None
         except httpx.HTTPError as error:
-            words = f"the engine's answer broke off: {type(error).__name__}: {error}"
-            raise SequenceFailed(words, remedy="look at the engine's log") from None
+            text = f"the engine's answer broke off: {type(error).__name__}: {error}"
+            raise SequenceFailed(text, remedy="look at the engine's log") from None
         finally:
             self._count(running=-1)
 
     def stats(self) -> EngineStats:
-        """What can be seen of it from here."""
+        """Return the counters that the client can observe."""
         return self._stats
 
     async def _ask(self, body: dict[str, Any]) -> httpx.Response:
-        """The answer, which has begun; one that is full is asked again."""
+        """Send the request until the engine accepts it, and return the response, whose stream has begun."""
         for pause_s in (*PAUSES_S, None):
             request = self._client.build_request("POST", "completions", json=body)
             answer = await self._client.send(request, stream=True)
             if answer.status_code == 200:
                 return answer
-            words = (await answer.aread())[:500].decode("utf-8", "replace")
+            text = (await answer.aread())[:500].decode("utf-8", "replace")
             await answer.aclose()
             if answer.status_code not in (429, 503) or pause_s is None:
-                raise _refused(answer.status_code, words)
+                raise _refused(answer.status_code, text)
             await asyncio.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
 
     def _body(self, sampling: Sampling, num_begun: int) -> dict[str, Any]:
-        asked, usual = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling(max_new_tokens=1))
-        own = {name: asked[name] for name in _OPTIONAL if asked[name] != usual[name]}
+        given, default = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling(max_new_tokens=1))
+        own = {name: given[name] for name in _OPTIONAL if given[name] != default[name]}
         if sampling.logit_bias:
             own["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
         return {
@@ -149,7 +160,7 @@ class RemoteEngine:
 
 
 async def _chunks(answer: httpx.Response) -> AsyncIterator[TokenChunk]:
-    """Up to the one with a reason to stop."""
+    """Yield the chunks of the stream, up to the one with a stop reason."""
     async for line in answer.aiter_lines():
         chunk = _chunk(line)
         if chunk is None:
@@ -161,7 +172,7 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[TokenChunk]:
 
 
 def _chunk(line: str) -> TokenChunk | None:
-    """What an event of the stream adds; ``None`` for one that adds nothing."""
+    """Return the chunk that an event of the stream adds; ``None`` for an event that adds nothing."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return None
     try:
@@ -173,13 +184,13 @@ def _chunk(line: str) -> TokenChunk | None:
         choice = tree["choices"][0]
         reason = choice.get("finish_reason")
         ids = choice.get("token_ids") or []
-        told = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        if not ids and (choice.get("text") or told):
+        token_logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if not ids and (choice.get("text") or token_logprobs):
             raise RequestError(
                 "the engine does not tell the ids of its tokens",
                 remedy="take one that knows return_token_ids: vLLM from 0.10.2 on, or headrace serve",
             )
-        logprobs = [math.nan if value is None else value for value in told] or [math.nan] * len(ids)
+        logprobs = [math.nan if value is None else value for value in token_logprobs] or [math.nan] * len(ids)
         if not ids and reason is None:
             return None
         tokens = Tokens(
@@ -195,12 +206,12 @@ def _chunk(line: str) -> TokenChunk | None:
 
 
 _OPTIONAL = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""What not every endpoint knows: said only where it asks for something."""
+"""Options that not every endpoint knows. They are sent only where they differ from the default."""
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
-def _refused(status: int, words: str) -> RequestError:
-    problem = f"the engine answered {status}: {words}"
+def _refused(status: int, text: str) -> RequestError:
+    problem = f"the engine answered {status}: {text}"
     if status in (429, 503):
         return EngineFull(problem, remedy="ask for less at once")
     return RequestError(problem, remedy="look at the request, the model's name and the token")

@@ -1,7 +1,7 @@
-"""From token ids to text, piece by piece.
+"""Incremental conversion of token ids to text.
 
-A character may be spread over several tokens; until its last one is there it would decode to U+FFFD, so it is held
-back. So is text that may be the beginning of a stop string.
+A character may be spread over several tokens. Until its last token has arrived it would decode to U+FFFD, so it is held
+back. Text that may be the beginning of a stop string is held back as well.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from typing import Protocol
 
 BROKEN = "\ufffd"
 MAX_HELD = 16
-"""Tokens that are held back as parts of one character at most: beyond, they are broken text, and are shown as such."""
+"""The most tokens that are held back as parts of one character. Beyond that the text is broken, and is shown as
+such."""
 SPLIT = 3
-"""The last tokens that may be parts of an incomplete character: it has up to three bytes."""
+"""How many of the last tokens may be parts of an incomplete character, which has at most three bytes."""
 
 
 class Decode(Protocol):
-    """The text of token ids, special tokens left out."""
+    """A function that returns the text of token ids, without special tokens."""
 
     def __call__(self, ids: Sequence[int], /) -> str: ...
 
 
 class Detokenizer:
-    """The text that each token adds.
+    """A converter that returns the text which new tokens add.
 
     >>> table = ["a", "b"]
     >>> detokenizer = Detokenizer(lambda ids: "".join(table[token] for token in ids))
@@ -38,7 +39,7 @@ class Detokenizer:
         self._held: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """Append tokens, and return the text that has become certain."""
         self._held += ids
         for end in range(len(self._held), max(0, len(self._held) - SPLIT - 1), -1):
             text = self._text(end)
@@ -50,11 +51,11 @@ class Detokenizer:
         return self._show(self._text(end), end)
 
     def end(self) -> str:
-        """What was held back: an incomplete character, as U+FFFD."""
+        """Return the text held back: an incomplete character, as U+FFFD."""
         return self._show(self._text(len(self._held)), len(self._held))
 
     def _text(self, end: int) -> str:
-        """What the first ``end`` held tokens add."""
+        """Return the text that the first ``end`` held tokens add."""
         before = self._decode(self._context) if self._context else ""
         return self._decode([*self._context, *self._held[:end]])[len(before) :]
 
@@ -67,15 +68,15 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What may be shown."""
+    """A piece of text that may be shown."""
 
     text: str
     stopped: bool
-    """Whether a stop string was completed; nothing follows."""
+    """Whether a stop string was completed; no text follows then."""
 
 
 class StopFinder:
-    """Holds text back as long as it may begin a stop string.
+    """A filter that removes a stop string and the text after it; it holds text back while it may begin a stop string.
 
     >>> finder = StopFinder(["END"])
     >>> [finder.push(text).text for text in ("one E", "N", "E")], finder.push("ND two")
@@ -87,7 +88,7 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> Cut:
-        """Text that arrives, to text that may be shown."""
+        """Append text, and return the text that may be shown."""
         self._held += text
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
@@ -99,12 +100,12 @@ class StopFinder:
         return Cut(shown, False)
 
     def last(self, cut: Cut) -> Cut:
-        """``cut`` and what was held back, now that nothing follows."""
+        """Return ``cut`` followed by the text held back, for the end of an answer."""
         text, self._held = cut.text + self._held, ""
         return Cut(text, False)
 
 
 def overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` begin ``stop``."""
+    """Return how many characters at the end of ``text`` are a beginning of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

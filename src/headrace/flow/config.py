@@ -1,93 +1,99 @@
-"""Settings of the flow."""
+"""The settings of the flow (``[flow]`` in a run file)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from headrace.base.config import Section
 from headrace.base.config.addresses import refuse_secret
 from headrace.base.errors import ConfigError
-from headrace.flow.age_tuning import AgeTuning
 from headrace.flow.filters import FiltersConfig, refuse_impossible
 from headrace.flow.pivots import PivotConfig
-from headrace.flow.policies import AnyPolicy, Bounded, PolicyConfig
+from headrace.flow.policies import POLICIES, Bounded, PolicyConfig
 from headrace.flow.state import FlowLimits
+from headrace.flow.tuning import AgeTuning
 
 LedgerKind = Literal["sqlite", "memory", "redis"]
 
 
 class FlowConfig(Section):
-    """How much is in flight, how old a token may be, and what makes a batch."""
+    """The settings that say how much is in flight, how old a token may be when it is trained, and what makes a
+    batch."""
 
     groups_per_step: int = Field(default=16, ge=1)
-    """Groups that one optimizer step trains."""
+    """Number of groups that one optimizer step trains."""
     group_size: int = Field(default=8, ge=1)
-    """Episodes per group: attempts at one task that share a baseline. 1 is for an ``algo.advantage`` with another
-    baseline: ``gae``, ``reinforce_pp``."""
+    """Number of episodes in a group, all attempts at one task that share a baseline. 1 needs an ``algo.advantage`` with
+    another baseline: ``gae`` or ``reinforce_pp``."""
     policy: PolicyConfig = Bounded()
-    """When a group may start, which groups make the next batch, and what becomes of those that are too old. A name
-    alone stands for its table: ``policy = "windowed"`` is ``[flow.policy] kind = "windowed"``."""
+    """The staleness policy: it decides when a group may start, which groups make the next batch, and what happens to
+    groups that are too old. A name alone stands for its table: ``policy = "windowed"`` means ``[flow.policy] kind =
+    "windowed"``."""
     max_age: NonNegativeInt | Literal["auto"] = 1
     """The staleness bound: no token is trained by a learner more than this many versions newer than the weights that
-    sampled it. 0 is synchronous. ``"auto"``: found while the run goes on, see ``age_tuning``. Unset: what the policy
-    fixes, or 1."""
+    sampled it. 0 makes the run synchronous. ``"auto"`` tunes the bound during the run (see ``age_tuning``). Unset: the
+    value that the policy requires, or 1."""
     age_tuning: AgeTuning = AgeTuning()
-    """Only with ``max_age = "auto"``: how far the bound may go, and what moves it."""
+    """The limits and thresholds of ``max_age = "auto"``; it has no effect otherwise."""
     lead: int | None = Field(default=None, ge=0)
-    """How many batches generation may run ahead of training; unset: ``max_age``. Less than ``max_age`` leaves the bound
-    as slack for stragglers."""
+    """How many batches generation may run ahead of training. Unset: ``max_age``. A smaller value leaves the rest of the
+    bound as slack for stragglers."""
     order: Literal["ready_first", "strict"] = "ready_first"
-    """``ready_first``: a batch is made of what is ready, as long as every group still meets its bound; ``strict``:
-    groups are trained in the order they were admitted."""
+    """The order of training. ``ready_first`` makes a batch of groups that are ready, as long as every other group still
+    meets its bound; ``strict`` trains groups in the order in which they were admitted."""
     capacity: PositiveInt | Literal["auto"] | None = None
-    """Most groups being generated or scored at once; unset: no limit but the lead. ``"auto"``: found while the run goes
-    on, between one batch and what the lead allows, from how full the engine's cache is, what waits, and whether
-    sequences had to leave it."""
+    """Greatest number of groups that are generated or scored at once. Unset: only the lead limits it. ``"auto"`` tunes
+    it during the run, between one batch and what the lead allows, from the fill level of the engine's cache, the number
+    of waiting requests, and the number of preempted sequences."""
     min_episodes: int = Field(default=2, ge=1)
-    """A group with fewer scored episodes than this is dropped: it has no baseline. Unset: 2, or 1 where ``group_size``
-    is 1."""
+    """A group with fewer scored episodes than this is dropped, because it has no useful baseline. Unset: 2, or 1 where
+    ``group_size`` is 1."""
     ledger: LedgerKind = "sqlite"
-    """Where the record of the run is kept: a file of the run directory; the memory of the run, which ends with it; or
-    a Redis server (``ledger_url``)."""
+    """Where the record of the run is kept: in a file of the run directory (``sqlite``), in memory, where it ends with
+    the run (``memory``), or on a Redis server (``redis``, see ``ledger_url``)."""
     ledger_url: str = ""
-    """Of the Redis server: ``redis://host:6379/0``, ``rediss://...`` for TLS, or ``unix:///path/of/socket``; without a
-    password."""
+    """URL of the Redis server, without a password: ``redis://host:6379/0``, ``rediss://...`` for TLS, or
+    ``unix:///path/of/socket``."""
     ledger_password_env: str = ""
-    """Environment variable that holds the password of the Redis server; unset: it wants none."""
+    """Name of the environment variable that holds the password of the Redis server. Empty: the server needs no
+    password."""
     record_tokens: int = Field(default=256, ge=0)
-    """Tokens of each running answer that a crash may cost, at most (or ``engine.flush_tokens``, if that is more): the
-    others are recorded, and a resumed run continues from them. 0: answers are recorded when they end."""
+    """Greatest number of tokens of each running answer that a crash may lose (or ``engine.flush_tokens``, if that is
+    more). The tokens before them are recorded, and a resumed run continues from them. 0 records answers only when they
+    end."""
     max_failed_groups: int = Field(default=32, ge=1)
     """The run stops when this many groups in a row were dropped because their episodes failed."""
     max_idle_batches: int = Field(default=20, ge=1)
-    """The run stops when this many batches in a row carry no signal: every group's rewards are all equal; and when
-    filters drop as many groups in a row as make that many batches."""
+    """The run stops when this many batches in a row carry no signal, because all rewards of each group are equal, or
+    when filters drop as many groups in a row as make that many batches."""
     filters: FiltersConfig = ()
-    """Which scored groups, and which of their episodes, are trained: one table after the other, each sees what the one
-    before it left. A dropped group is made up for by another."""
+    """The filters that decide which scored groups, and which of their episodes, are trained. They are applied in order;
+    each gets what the filter before it left. A dropped group is replaced by another."""
 
     pivots: PivotConfig | None = None
-    """Resample failed episodes from within, and train the branches too; unset: no branches."""
+    """Settings of the branches that are sampled from within failed episodes and trained too. Unset: no branches are
+    sampled."""
 
     @property
     def first(self) -> int | None:
-        """How many episodes of a group that have finished are enough; ``None``: all are needed."""
+        """Return how many finished episodes complete a group; ``None``: all of them are needed."""
         return next((each.first for each in self.filters if each.first is not None), None)
 
     @property
     def greatest_age(self) -> int:
-        """The age that no token will ever be trained above."""
+        """The greatest age that a token can have in this run when it is trained, in versions."""
         return self.age_tuning.limit if self.max_age == "auto" else self.max_age
 
     @property
     def effective_lead(self) -> int:
-        """How far generation may ever run ahead: ``lead``, or the bound where it is not set."""
+        """Return the greatest number of batches that generation may run ahead: ``lead``, or the bound where it is not
+        set."""
         return self.greatest_age if self.lead is None else self.lead
 
     def limits(self) -> FlowLimits:
-        """What a run begins with."""
+        """Return the limits that hold when a run begins."""
         return FlowLimits(
             batch_size=self.groups_per_step,
             max_age=self.age_tuning.start if self.max_age == "auto" else self.max_age,
@@ -99,7 +105,8 @@ class FlowConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, tree: Any) -> Any:
-        """A policy's name becomes its table, and what the policy and the group's size fix is filled in."""
+        """Turn the name of a policy into its table, and fill in the settings that the policy and the group size
+        determine."""
         if not isinstance(tree, dict):
             return tree
         tree = dict(tree)
@@ -107,12 +114,8 @@ class FlowConfig(Section):
             tree = {"min_episodes": 1, **tree}
         if isinstance(tree.get("policy"), str):
             tree["policy"] = {"kind": tree["policy"]}
-        policy = tree.get("policy", Bounded())
-        for choice in get_args(AnyPolicy):
-            named = isinstance(policy, dict) and policy.get("kind") == choice.model_fields["kind"].default
-            if named or isinstance(policy, choice):
-                tree = {**choice.fixes, **tree}
-        return tree
+        choice = POLICIES.of(tree.get("policy", Bounded()))
+        return tree if choice is None else {**choice.fixes, **tree}
 
     @model_validator(mode="after")
     def _policy_fits(self) -> Self:

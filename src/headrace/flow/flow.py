@@ -1,54 +1,55 @@
-"""The flow: the state machine, the buffer of scored groups and the ledger, kept in step with each other.
+"""The flow: the state machine of the groups, the buffer of scored groups and the ledger, which always agree.
 
-Methods that decide are plain functions: they act at once or say "not yet". Whoever waits, waits for ``changed``.
+Methods that decide are plain functions: they act at once or return that nothing can be done yet. A loop that cannot go
+on waits for the signal ``changed``.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.base.clock import Clock
-from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import Learned, ScoredGroup
 from headrace.flow.config import FlowConfig
-from headrace.flow.ledger import LedgerWriter, Recalled
-from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, RecalledGroup, Submit
+from headrace.flow.ledger import LedgerWriter, ResumeState
+from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, ResumedGroup, Submit
 from headrace.flow.ledger.streams import RunningTurns
-from headrace.flow.signal import Signal
 from headrace.flow.state import FlowState, GroupEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A group that may start."""
+    """A group that may start now."""
 
     number: int
     row: int
-    """The dataset row it attempts."""
+    """Row of the dataset that the group attempts."""
     ended: tuple[EpisodeGraph, ...] = ()
-    """Episodes that had ended before a crash: they are not asked again."""
-    begun: tuple[TurnPart, ...] = ()
-    """What the ledger holds of the turns of the others: they go on from there."""
+    """Episodes that had ended before a crash and are not sampled again."""
+    partial_turns: tuple[TokenChunk, ...] = ()
+    """Recorded parts of the turns of the other episodes, which continue from there after a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
-    """What the next step trains."""
+    """The batch that the next step trains."""
 
     step: int
     groups: list[ScoredGroup]
-    """In the order they are laid out."""
+    """The groups of the batch, in the order in which they are laid out."""
     oldest_version: int | None
-    """Tokens of older versions carry no loss; ``None``: every token carries it."""
+    """Tokens of older versions carry no loss; ``None``: every token carries loss."""
 
 
 class Flow:
-    """Where every group is. ``pick_row`` says which dataset row a group attempts, asked once for each number in order;
-    ``None``: the rows are used up."""
+    """The state of every group, with the operations that change it. ``pick_row`` returns the dataset row that the group
+    of a number attempts, and ``None`` when no rows are left; it is called once for each number, in order."""
 
     def __init__(
         self,
@@ -70,15 +71,15 @@ class Flow:
         self._pick_row = pick_row
         self._out_of_rows = False
         self._buffer: dict[int, ScoredGroup] = {}
-        self._recalled: dict[int, RecalledGroup] = {}
+        self._resumed: dict[int, ResumedGroup] = {}
         self._unreleased: dict[int, tuple[int, ...]] = {}
         self.wasted_tokens: Counter[str] = Counter()
-        """Tokens of groups that were ready and left untrained, in this life of the run, by reason."""
+        """Number of tokens of groups that were ready and then dropped since this process began, by reason."""
 
     # --- generation's side
 
     def admit(self) -> list[Admission]:
-        """The groups that may start now; those that a crash interrupted come first."""
+        """Return the groups that may start now; those that a crash interrupted come first."""
         needed = self._last_step * self.config.groups_per_step
         room = needed - self.state.counts[GroupState.RELEASED] - self.state.num_held
         count = self._policy.admit(self.state)
@@ -86,21 +87,21 @@ class Flow:
             count = min(count, room)
         waiting = self.state.counts[GroupState.SUBMITTED]
         rows = self._pick_rows(count - waiting)
-        numbers = self.state.call_up(max(0, min(count, waiting + len(rows))))
+        numbers = self.state.next_submitted(max(0, min(count, waiting + len(rows))))
         if rows:
             self._writer.write(Submit(numbers=tuple(rows), rows=tuple(rows.values()), at_s=self._clock.wall()))
         self._move(numbers, GroupState.ADMITTED, versions=(self.state.version, self.state.version))
         return [self._admission(number, rows.get(number)) for number in numbers]
 
     def _pick_rows(self, count: int) -> dict[int, int]:
-        """The rows of up to ``count`` groups that do not exist yet, by number: fewer where the rows are used up."""
+        """Return the rows of up to ``count`` new groups, by group number; fewer if no rows are left."""
         rows: dict[int, int] = {}
         while len(rows) < count and not self._out_of_rows:
             number = self.state.num_submitted + len(rows)
             row = self._pick_row(number)
             if row is None:
                 self._out_of_rows = True
-                self.changed.ring()  # who waits for a batch may wait in vain
+                self.changed.notify()  # a loop that waits for a batch checks whether it waits in vain
             else:
                 rows[number] = row
         return rows
@@ -108,37 +109,37 @@ class Flow:
     def _admission(self, number: int, fresh_row: int | None) -> Admission:
         if fresh_row is not None:
             return Admission(number=number, row=fresh_row)
-        recalled = self._recalled.pop(number)
-        return Admission(number=number, row=recalled.row, ended=recalled.episodes, begun=recalled.begun)
+        resumed = self._resumed.pop(number)
+        return Admission(number=number, row=resumed.row, ended=resumed.episodes, partial_turns=resumed.partial_turns)
 
     def start(self, number: int) -> None:
-        """Its first episode runs."""
+        """Record that the first episode of the group has started."""
         self._move([number], GroupState.RUNNING)
 
     def end_episode(self, episode: EpisodeGraph) -> None:
-        """One of its episodes has ended."""
+        """Record an episode that has ended."""
         self.running_turns.ended(episode.key)
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))
 
     def drop_episodes(self, number: int, places: Sequence[int], *, status: EpisodeStatus, reason: str) -> None:
-        """Episodes of a group that goes on have another status than the one they ended with."""
+        """Give episodes of a group that stays another status than the one with which they ended."""
         at_s = self._clock.wall()
         self._writer.write(
             DropEpisodes(number=number, places=tuple(places), status=status, reason=reason, at_s=at_s)
         )  # fmt: skip
 
-    def scored(self, group: ScoredGroup) -> None:
-        """Every episode has ended and there is a baseline: the group may be trained."""
+    def add_scored(self, group: ScoredGroup) -> None:
+        """Put a group whose episodes have all ended and have a baseline into the buffer: it may be trained."""
         self._move([group.number], GroupState.SCORED)
         entry = self.state.groups[group.number]
         assert entry.oldest_version is not None
         versions = group.versions() or (entry.oldest_version, entry.oldest_version)
         self._buffer[group.number] = group
         self._move([group.number], GroupState.READY, versions=versions)
-        self._let_go(self._policy.leave(self.state))
+        self._drop_all(self._policy.leave(self.state))
 
     def drop(self, number: int, reason: str) -> None:
-        """The group leaves untrained; its slot is free."""
+        """Drop a group without training it, which frees its slot."""
         ready = self._buffer.pop(number, None)
         if ready is not None:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
@@ -147,12 +148,13 @@ class Flow:
     # --- the learner's side
 
     def take(self) -> TakenBatch | None:
-        """The next batch; ``None``: not yet. What has become too old leaves first, where the policy says so."""
+        """Return the next batch, or ``None`` if there is none yet. Groups that have become too old are dropped before,
+        if the policy says so."""
         if self.state.next_step >= self._last_step:
             return None
         selection = self._policy.select(self.state)
         while selection.leave:
-            self._let_go(selection.leave)
+            self._drop_all(selection.leave)
             selection = self._policy.select(self.state)
         if not selection.take:
             return None
@@ -162,14 +164,14 @@ class Flow:
         groups = [self._buffer.pop(number) for number in selection.take]
         return TakenBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
 
-    def _let_go(self, leave: Mapping[int, str]) -> None:
+    def _drop_all(self, leave: Mapping[int, str]) -> None:
         for number, reason in leave.items():
             self.drop(number, reason)
 
-    def trained(
+    def record_trained(
         self, groups: Sequence[ScoredGroup], report: StepReport, ages: dict[int, int], learned: Learned | None = None
     ) -> None:
-        """The optimizer has stepped on them."""
+        """Record that the optimizer has trained on ``groups``. ``ages`` is the number of trained tokens by age."""
         numbers = tuple(group.number for group in groups)
         self._writer.write(
             EndStep(
@@ -185,10 +187,10 @@ class Flow:
         for number in numbers:
             self.state.move(number, GroupState.TRAINED)
         self._unreleased[report.step + 1] = numbers
-        self.changed.ring()
+        self.changed.notify()
 
-    def committed(self, version: int, checksum: str) -> None:
-        """The engines use ``version``: the groups of every step up to it give their slots back."""
+    def record_commit(self, version: int, checksum: str) -> None:
+        """Record that the engines use ``version``, and free the slots of the groups of every step up to it."""
         self.state.version = version
         made_by = [made for made in self._unreleased if made <= version]
         numbers = tuple(number for made in made_by for number in self._unreleased.pop(made))
@@ -196,58 +198,58 @@ class Flow:
             self.state.move(number, GroupState.RELEASED)
         self._writer.write(CommitVersion(version=version, numbers=numbers, checksum=checksum, at_s=self._clock.wall()))
         assert self.state.conserved(), f"groups are not conserved at version {version}: {self.state.counts}"
-        self.changed.ring()
+        self.changed.notify()
 
     # --- both
 
     def set_max_age(self, max_age: int) -> None:
-        """The bound from now on; what was admitted under a higher one keeps it."""
+        """Change the staleness bound from now on; groups that were admitted under a higher bound keep that one."""
         self.state.set_max_age(max_age)
-        self.changed.ring()
+        self.changed.notify()
 
     def resume_max_age(self, max_age: int | None) -> None:
-        """Go on with the tuned bound of an earlier life (``None``: with the first), while what that life left may
-        become as old as any bound allows."""
+        """Continue with the tuned bound of the run before its restart (``None``: with the initial one). Tokens from
+        before the restart may reach the greatest bound that the settings allow."""
         kept = [group.oldest_version for group in self.state.groups.values() if group.oldest_version is not None]
         limit = self.config.greatest_age
         if max_age is not None:
             self.state.set_max_age(min(max_age, limit))
-        self.state.promise(max(kept, default=-1) + 1, limit)
+        self.state.extend_bound(max(kept, default=-1) + 1, limit)
 
     def set_capacity(self, capacity: int) -> None:
-        """How many groups may be generated or scored at once from now on."""
+        """Set how many groups may be generated or scored at once from now on."""
         self.state.limits = replace(self.state.limits, capacity=capacity)
-        self.changed.ring()
+        self.changed.notify()
 
     @property
     def finished(self) -> bool:
-        """Whether the last step has taken its batch."""
+        """Return whether the last step of the run has taken its batch."""
         return self.state.next_step >= self._last_step
 
     @property
     def starts_groups(self) -> bool:
-        """Whether a group may still be admitted."""
+        """Return whether the run may still admit groups."""
         return not self.finished or self._policy.recorded
 
     @property
     def used_up(self) -> bool:
-        """Whether the rows are used up and nothing is left that could fill a batch."""
+        """Return whether no rows are left and the groups in flight cannot fill another batch."""
         waiting = self.state.counts[GroupState.SUBMITTED]
         return self._out_of_rows and not waiting and self.state.num_held == self.state.counts[GroupState.READY]
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Wait until everything that happened is recorded; if ``durable``, so that it outlasts a loss of power."""
+        """Wait until all operations are recorded; if ``durable``, until the record would survive a power failure."""
         await self._writer.flush(durable=durable)
 
-    def restore(self, step: int, recalled: Recalled) -> None:
-        """Go on from a checkpoint at ``step``."""
+    def restore(self, step: int, resumed: ResumeState) -> None:
+        """Continue from a checkpoint at ``step`` with the groups of the ledger."""
         self.state.version = self.state.next_step = step
-        self.state.num_submitted = recalled.num_submitted
-        self.state.counts[GroupState.RELEASED] = recalled.num_released
-        for reason, count in recalled.dropped.items():
+        self.state.num_submitted = resumed.num_submitted
+        self.state.counts[GroupState.RELEASED] = resumed.num_released
+        for reason, count in resumed.dropped.items():
             self.state.dropped[reason] += count
             self.state.counts[GroupState.DROPPED] += count
-        for group in recalled.groups:
+        for group in resumed.groups:
             episodes = ScoredGroup(number=group.number, episodes=group.episodes)
             newest = None
             if group.state is GroupState.READY:
@@ -255,11 +257,11 @@ class Flow:
                 oldest: int | None = group.oldest_version
                 self._buffer[group.number] = episodes
             else:
-                oldest = group.kept_version()  # what is kept goes on ageing
-                self._recalled[group.number] = group
+                oldest = group.kept_version()  # tokens from before the crash keep their age
+                self._resumed[group.number] = group
             entry = GroupEntry(state=group.state, oldest_version=oldest, newest_version=newest, step=group.step)
             self.state.restore(group.number, entry)
-        assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {recalled.dropped}"
+        assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {resumed.dropped}"
 
     def _move(
         self,
@@ -284,4 +286,21 @@ class Flow:
                 reason=reason,
             )
         )
-        self.changed.ring()
+        self.changed.notify()
+
+
+class Signal:
+    """A signal that wakes every waiting task at each :meth:`notify`. A task must check the state first and then
+    wait."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all tasks that wait now."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        """Wait until the next :meth:`notify`."""
+        await self._event.wait()

@@ -1,4 +1,4 @@
-"""Pivots: the places in failed answers from which others are sampled, and how they are chosen.
+"""Pivots: positions in failed answers from which branches are sampled, and how they are chosen.
 
 Source: Guo et al. (DEEP-GRPO), arXiv 2602.14169: dense resampling from deep, recoverable states of failed trajectories.
 
@@ -23,32 +23,34 @@ from headrace.base.types.episode import EpisodeGraph
 Floats = npt.NDArray[np.float64]
 
 WINDOW = 10_000
-"""Earlier pivots that say how likely success is; older ones are forgotten."""
+"""Number of earlier pivots from which the probability of success is estimated; older ones are forgotten."""
 FEWEST_OUTCOMES = 10
-"""With fewer, every place is taken to be equally likely to succeed."""
+"""With at most this many outcomes, every position is taken to be equally likely to succeed."""
 
 
 class PivotConfig(Section):
-    """Episodes that failed are resampled from within: at some of their tokens, several branches go on from there under
+    """The settings of resampling from within failed episodes. At some of their tokens, several branches continue under
     one version of the weights, and are compared with each other."""
 
     threshold: float = 0.0
-    """An episode that earned this or less has failed."""
+    """An episode whose reward is at most this value has failed."""
     per_episode: int = Field(default=1, ge=1)
-    """Pivots in each failed episode, where it is long enough."""
+    """Number of pivots in each failed episode, if it is long enough."""
     branches: int = Field(default=8, ge=2)
-    """Branches sampled at each pivot: a group of their own, which ``algo.advantage`` compares."""
+    """Number of branches at each pivot. They are a group of their own, which ``algo.advantage`` compares."""
     choose: Literal["utility", "uniform", "entropy"] = "utility"
-    """``utility``: drawn in proportion to P(success | depth)·depth^γ, where P is a logistic regression over the pivots
-    so far and depth is the fraction of the episode's sampled tokens before the pivot. ``uniform``: drawn. ``entropy``:
-    before the tokens that were drawn from the highest entropies."""
+    """How pivots are chosen. ``utility`` draws them in proportion to P(success | depth)·depth^γ, where P is a logistic
+    regression over earlier pivots and depth is the fraction of the episode's sampled tokens before the pivot.
+    ``uniform`` draws them with equal probability. ``entropy`` takes the positions before the tokens with the highest
+    entropies."""
     depth_bias: float = Field(default=0.1, ge=0)
-    """γ of ``utility``: 0 prefers no depth."""
+    """The exponent γ of ``utility``; 0 prefers no depth."""
     gap: int = Field(default=16, ge=1)
-    """Pivots are this many tokens apart at least, and from the beginning of a turn. ``utility`` and ``uniform`` choose
-    among every ``gap``-th token."""
+    """Least number of tokens between two pivots, and between a pivot and the beginning of its turn. ``utility`` and
+    ``uniform`` choose among every ``gap``-th token."""
     weight: float = Field(default=1.0, ge=0)
-    """λ: the loss is that of the episodes plus λ times that of the branches, each reduced by itself."""
+    """The weight λ of the branches: the loss is that of the episodes plus λ times that of the branches, each reduced
+    separately."""
 
     @model_validator(mode="after")
     def _depth_counts(self) -> Self:
@@ -61,31 +63,31 @@ class PivotConfig(Section):
 
 
 class Pivot(NamedTuple):
-    """A place between two tokens."""
+    """A position between two tokens, from which branches are sampled."""
 
     answer: int
-    """Which of the episode's answers."""
+    """Index of the answer among those of the episode."""
     at: int
-    """How many of its tokens are kept; at least one is not."""
+    """Number of tokens of the answer before the pivot; at least one token follows."""
     depth: float
-    """Fraction of the episode's sampled tokens that stand before it."""
+    """Fraction of the episode's sampled tokens that come before the pivot."""
 
 
 class Recoverability:
-    """P(success | depth): logistic regression of whether a branch succeeded on the depth of its pivot, with the slope
-    drawn to 0 by ½·slope². It learns from all pivots that it is told of, the latest :data:`WINDOW`."""
+    """An estimate of P(success | depth): a logistic regression of the success of a pivot's branches on its depth, with
+    the regulariser ½·slope². It uses the latest :data:`WINDOW` pivots."""
 
     def __init__(self) -> None:
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=WINDOW)
         self._fitted: tuple[float, float] | None = None
 
     def learn(self, depth: float, success: bool) -> None:
-        """What became of a pivot."""
+        """Add the outcome of a pivot: whether one of its branches succeeded."""
         self._outcomes.append((depth, success))
         self._fitted = None
 
     def __call__(self, depths_C: Floats) -> Floats:
-        """The probability at each depth; all the same while too little is known.
+        """Return the probability of success at each depth, ``[C]``; 1 for all while there are too few outcomes.
 
         >>> found = Recoverability()
         >>> for place in range(100):
@@ -103,7 +105,8 @@ class Recoverability:
 
 
 def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
-    """Intercept and slope, by Newton's method from 0: the loss is convex, and its Hessian is never singular."""
+    """Return intercept and slope of the regression, computed by Newton's method from 0. The loss is convex, and its
+    Hessian is never singular."""
     inputs_O2 = np.stack([np.ones(len(outcomes_O2)), outcomes_O2[:, 0]], axis=1)
     ridge = np.diag([0.0, 1.0])
     weights = np.zeros(2)
@@ -119,8 +122,8 @@ def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
 
 
 def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
-    """What became of the pivots of an episode: the depth of each, and whether a branch earned more than ``threshold``.
-    Those of which no branch has a reward say nothing."""
+    """Return the outcome of each pivot of an episode: its depth, and whether a branch earned more than ``threshold``.
+    Pivots without a rewarded branch are left out."""
     own = [turn.branch is None and not turn.untrained for turn in episode.turns]
     lengths = [turn.tokens.num_sampled for turn in episode.turns]
     found: dict[int, tuple[float, bool]] = {}
@@ -137,19 +140,19 @@ def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bo
 
 
 class PivotChooser:
-    """Chooses pivots, and learns from what became of them."""
+    """A chooser of pivots that learns from the outcomes of earlier ones."""
 
     def __init__(self, config: PivotConfig) -> None:
         self._config = config
         self._recoverability = Recoverability()
 
     def learn(self, depth: float, success: bool) -> None:
-        """What became of a pivot."""
+        """Add the outcome of a pivot: whether one of its branches succeeded."""
         self._recoverability.learn(depth, success)
 
     def choose(self, entropies: Sequence[npt.NDArray[np.floating]], rng: np.random.Generator) -> list[Pivot]:
-        """Pivots of an episode, in order: ``entropies`` are those of each token of each of its answers, zeros where
-        they were not recorded. None where no answer is long enough."""
+        """Return the pivots of an episode, in order; none if no answer is long enough. ``entropies`` has the entropy of
+        each token of each answer, 0 where it was not recorded."""
         lengths = [len(entropies_T) for entropies_T in entropies]
         starts = np.cumsum([0, *lengths])
         places = self._at_spikes(entropies) if self._config.choose == "entropy" else self._drawn(starts, rng)
@@ -160,7 +163,8 @@ class PivotChooser:
         ]
 
     def _at_spikes(self, entropies: Sequence[npt.NDArray[np.floating]]) -> list[int]:
-        """The first tokens of an answer are no pivots: nothing would be kept, or too little."""
+        """Return the positions before the tokens with the highest entropies. The first tokens of an answer are
+        excluded, because too little of it would be kept."""
         known_T = np.concatenate([np.zeros(0), *entropies])
         start = 0
         for entropies_T in entropies:
@@ -170,6 +174,7 @@ class PivotChooser:
         return [place for place in found if np.isfinite(known_T[place])]
 
     def _drawn(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:
+        """Draw positions among every ``gap``-th token of each answer."""
         gap = self._config.gap
         bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         candidates_C = np.array([place for start, end in bounds for place in range(start + gap, end, gap)], np.int64)

@@ -1,9 +1,12 @@
-"""Where the parts of a run live: processes of this machine, or of the nodes of a Ray cluster; supervised.
+"""Starts and supervises the processes of a run, on this machine or on the nodes of a Ray cluster.
 
-Every process of a run imports from here when it starts, so this file imports nothing.
+Every process of a run imports this package when it starts, so this file imports nothing.
 
-    config.py · order.py    what is asked for
-    local.py · processes.py the parts of one run, started and watched
-    child.py · starters.py  one process, and who starts it: here.py on this machine, ray/ on a cluster
-    clients/ · hosts/       both ends of every conversation, one file per role
+    config.py · order.py    the settings of the launch, and the order that a session gives a launcher
+    local.py · processes.py all processes of one run: started, watched, ended
+    child.py · starters.py  one process, and what starts it: local_process.py on this machine, ray/ on a cluster
+    channel.py              the sockets between the controller and one process
+    clients/ · hosts/       the controller's end and the process's end of each conversation, one file per role;
+                            clients/pool.py keeps the workers that run user code (rewards, environments), and
+                            hosts/worker.py has the loop that all these workers share
 """

@@ -1,17 +1,18 @@
-"""Messages between the controller and its parts: pyzmq, two one-way sockets per part, so that a part may send from any
-of its threads while its main thread waits for orders.
+"""Messages between the controller and its parts. Each part has two one-way sockets (pyzmq), so that it may send from
+any of its threads while its main thread waits for orders.
 
-    on this machine    sockets of a directory that only this user can enter. Who receives binds, who sends connects: a
-                       socket that connects holds its messages until the other end is there.
-    between machines   TCP under CURVE (encrypted; both ends prove who they are). The controller binds, with a key made
-                       for this one part: who has not been told the key is not even answered. A connection that breaks
-                       is not made again, for what was on its way would be missing unnoticed: the part ends.
-    carried over       the same from socket to socket of a directory, where something else carries the bytes from one
-                       machine to the other (joining/relay.py).
+    on this machine    Sockets in a directory that only this user can enter. The receiver binds, the sender connects: a
+                       socket that connects holds its messages until the other end exists.
+    between machines   TCP under CURVE: encrypted, and both ends prove their identity. The controller binds, with a key
+                       made for this one part; connections without the key are not even answered. A connection that
+                       breaks is not made again, since messages might be missing unnoticed: the part ends.
+    relayed            Sockets in a directory, as on this machine, and under CURVE, as between machines; a relay carries
+                       the bytes from one machine to the other (joining/relay.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -31,73 +32,121 @@ from headrace.base.errors import RunError
 from headrace.base.types.messages.codec import MessageCodec
 
 MAX_AT_ONCE = 256
-"""Messages that are taken before others have their turn."""
+"""Number of messages that are received before other tasks of the event loop run."""
 MAX_QUEUED = 100_000
-"""Messages that may wait in one direction; more means that the reader has stopped reading."""
+"""Number of messages that may wait in one direction; more means that the reader has stopped reading."""
 MAX_BYTES = 1 << 30
-"""Of one message between machines: what claims to be longer is refused before there is room made for it."""
+"""Largest message between machines, in bytes. A longer one is refused before memory is allocated for it."""
 CONNECT_S = 20.0
-"""How long a part tries to reach a controller on another machine."""
+"""Seconds for which a part tries to reach a controller on another machine."""
 HEARTBEAT_S = 5
-"""How often each end of a connection between machines shows that it is there."""
+"""Seconds between the heartbeats of a connection between machines."""
 SILENCE_S = 60
-"""A connection between machines on which nothing was heard for so long is broken."""
-TOLD_S = 2
-"""How long a message waits for a connection that may be broken."""
-_BROKEN = (
+"""Seconds without a message or heartbeat after which a connection between machines counts as broken."""
+DELIVERY_MS = 2000
+"""Milliseconds for which a message from part to part is kept while the receiver does not answer; then it is dropped."""
+SEND_TIMEOUT_S = 2
+"""Seconds for which a message waits for a connection that may be broken."""
+_LIVES = itertools.count()
+_BROKEN_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )  # fmt: skip
-_WATCHED = _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
+_WATCHED_EVENTS = _BROKEN_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
 
 
-class Ends(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the two sockets of one part are."""
+class ChannelAddresses(msgspec.Struct, frozen=True, kw_only=True):
+    """The addresses of the two sockets of one part."""
 
     orders: str
-    """To the part."""
+    """The address of messages to the part, from the controller and from other parts of this machine."""
     reports: str
-    """From it."""
+    """The address of messages from the part to the controller."""
     key: str = ""
-    """Between machines: the controller's, which nobody else is told. Empty: both are on this machine."""
+    """The controller's public key, which is a secret of this one part, between machines; empty on one machine."""
 
 
-def ends_in(directory: Path, part: str) -> Ends:
-    """Of a part on this machine."""
-    return Ends(orders=f"ipc://{directory / part}.orders", reports=f"ipc://{directory / part}.reports")
+def local_addresses(directory: Path, part: str) -> ChannelAddresses:
+    """Return the addresses of the sockets of a part on this machine."""
+    return ChannelAddresses(orders=f"ipc://{directory / part}.orders", reports=f"ipc://{directory / part}.reports")
+
+
+class OrdersEnd(Protocol):
+    """The controller's end of a channel to one part, as a client uses it."""
+
+    @property
+    def local_orders(self) -> str:
+        """The address at which other parts of this machine can send orders to the part; empty if they cannot."""
+        ...
+
+    def send(self, message: Any) -> None:
+        """Queue ``message`` for the part, without waiting."""
+        ...
+
+    async def receive(self) -> list[Any]:
+        """Wait for a message of the part; return all that are there."""
+        ...
+
+    def close(self) -> None:
+        """Close the channel at once; messages that are queued are lost."""
+        ...
+
+
+class PartEnd(Protocol):
+    """A part's end of a channel, as its host uses it."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether an order is there or comes within ``timeout_s``."""
+        ...
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        """Wait up to ``timeout_s`` for an order; return all that are there."""
+        ...
+
+    def send(self, message: Any) -> None:
+        """Send ``message`` to the controller; any thread may call this."""
+        ...
+
+    def send_to_self(self, message: Any) -> None:
+        """Queue ``message`` as if it were an order to this part; any thread may call this."""
+        ...
 
 
 class PartChannel:
-    """A part's end: blocking, for a plain loop. Where the controller is on another machine and cannot be reached,
-    :class:`~headrace.base.errors.RunError`."""
+    """The part's end of its two sockets, with blocking calls for a plain loop. Raises
+    :class:`~headrace.base.errors.RunError` if a controller on another machine cannot be reached."""
 
-    def __init__(self, ends: Ends, receives: Any, on_broken: Callable[[], object] | None = None) -> None:
-        """``on_broken`` is called, in another thread, where a connection to another machine breaks, and :meth:`send`
-        raises ``zmq.Again`` from then on; unset: this process ends at once, with whatever it has started."""
+    def __init__(
+        self, addresses: ChannelAddresses, receives: Any, on_broken: Callable[[], object] | None = None
+    ) -> None:
+        """``on_broken`` is called, in another thread, when a connection to another machine breaks; from then on
+        :meth:`send` raises ``zmq.Again``. Without ``on_broken`` this process is killed at once, with everything it has
+        started."""
         self._codec = MessageCodec(receives)
+        self._own_orders = addresses.orders
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
         self._reports = _socket(self._context, zmq.PUSH)
-        self._far = _Connections(ends, self._orders, self._reports, on_broken) if ends.key else None
+        self._far = _Connections(addresses, self._orders, self._reports, on_broken) if addresses.key else None
         self._sending = threading.Lock()
         if on_broken is not None:
-            self._reports.setsockopt(zmq.SNDTIMEO, TOLD_S * 1000)
+            self._reports.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_S * 1000)
         if self._far is None:
-            self._orders.bind(ends.orders)
-            self._reports.connect(ends.reports)
+            self._orders.bind(addresses.orders)
+            self._reports.connect(addresses.reports)
             return
         try:
-            self._far.meet()
+            self._far.connect()
         except RunError:
             self._context.destroy(0)
             raise
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a message is there, or comes within ``timeout_s``."""
+        """Return whether a message is there or comes within ``timeout_s``."""
         return bool(self._orders.poll(timeout_s * 1000))
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Every message that is there; waits up to ``timeout_s`` for the first."""
+        """Wait up to ``timeout_s`` for a message; return all that are there."""
         messages: list[Any] = []
         if not self.wait(timeout_s):
             return messages
@@ -108,24 +157,37 @@ class PartChannel:
                 return messages
 
     def send(self, message: Any) -> None:
-        """Send ``message``; any thread may."""
+        """Send ``message`` to the controller; any thread may call this."""
         data = self._codec.encode(message)
         with self._sending:
             self._reports.send(data)
 
+    def send_to(self, orders: str, message: Any) -> None:
+        """Send ``message`` to another part of this machine, which receives orders at ``orders``; any thread may call
+        this. It never waits, and a part that has ended does not get the message."""
+        with _socket(self._context, zmq.PUSH) as socket:
+            socket.setsockopt(zmq.LINGER, DELIVERY_MS)
+            socket.connect(orders)
+            socket.send(self._codec.encode(message), zmq.NOBLOCK)
+
+    def send_to_self(self, message: Any) -> None:
+        """Queue ``message`` among the orders of this part, and wake its loop; any thread may call this. Only for a part
+        whose controller is on this machine."""
+        self.send_to(self._own_orders, message)
+
     def close(self) -> None:
-        """Send what is queued and close."""
+        """Send the queued messages, and close the sockets."""
         if self._far is not None:
-            self._far.forget()
+            self._far.stop_watching()
         self._orders.close(0)
         self._reports.close(2000)
         self._context.term()
 
 
 class ControllerChannel:
-    """The controller's end of the sockets of one part: in ``directory``, or, for a part on another machine, at
-    ``host``: an address of this machine that the other can reach, or a directory from which connections are carried to
-    it."""
+    """The controller's end of the sockets of one part. They are in ``directory``; for a part on another machine they
+    are at ``host``, which is an address of this machine that the other machine can reach, or a directory from which a
+    relay carries connections to it."""
 
     def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
         self._part = part
@@ -136,9 +198,9 @@ class ControllerChannel:
         self._reports_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._reports)
         self._unsent: deque[bytes] = deque()
         self._monitor: Any = None
-        self._may_wait = MAX_QUEUED if host else 0  # a socket that binds holds nothing for whoever is not there
+        self._may_wait = MAX_QUEUED if host else 0  # a bound socket queues nothing for a peer that is not connected
         try:
-            self.ends = self._bound(host) if host else self._met(directory)
+            self.addresses = self._open_remote(host) if host else self._open_local(directory)
         except zmq.ZMQError as error:
             self.close()
             where, remedy = f"in {directory}", "set TMPDIR to a short path (under 60 characters) that can be written"
@@ -146,8 +208,14 @@ class ControllerChannel:
                 where, remedy = f"at {host}", "does that address belong to this machine?"
             raise RunError(f"the sockets of {part} cannot be made {where}: {error}", remedy=remedy) from None
 
+    @property
+    def local_orders(self) -> str:
+        """The address at which other parts of this machine send orders to the part; empty for a part on another
+        machine."""
+        return "" if self.addresses.key else self.addresses.orders
+
     def send(self, message: Any) -> None:
-        """Queue ``message``, for a part that is still starting too; never waits."""
+        """Queue ``message`` without waiting, also for a part that is still starting."""
         self._unsent.append(self._codec.encode(message))
         self._flush()
         if len(self._unsent) > self._may_wait:
@@ -157,9 +225,8 @@ class ControllerChannel:
             )
 
     async def receive(self) -> list[Any]:
-        """Every message that is there; waits for the first. Raises :class:`~headrace.base.errors.RunError` for bytes
-        that
-        are none."""
+        """Wait for a message of the part; return all that are there. Raises :class:`~headrace.base.errors.RunError` for
+        bytes that are no message."""
         messages = [self._decoded(await self._reports.recv())]
         while len(messages) < MAX_AT_ONCE:
             try:
@@ -170,14 +237,13 @@ class ControllerChannel:
         return messages
 
     async def broken(self) -> None:
-        """Wait until somebody's connection from another machine has broken: that of the part, or of one that had no
-        key."""
+        """Wait until a connection from another machine has broken: the part's own, or one that had no key."""
         if self._monitor is None:
             self._monitor = self._reports.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         await self._monitor.recv_multipart()
 
     def close(self) -> None:
-        """Close at once."""
+        """Close the channel at once; messages that are queued are lost."""
         if self._monitor is not None:
             self._reports.disable_monitor()
             self._monitor.close(0)
@@ -185,22 +251,27 @@ class ControllerChannel:
         self._reports.close(0)
         self._context.term()
 
-    def _met(self, directory: Path) -> Ends:
-        ends = ends_in(directory, self._part)
-        self._orders.connect(ends.orders)
-        self._reports.bind(ends.reports)
-        return ends
+    def _open_local(self, directory: Path) -> ChannelAddresses:
+        # Each life of a part has sockets of its own, so that messages to an earlier life do not reach it.
+        addresses = local_addresses(directory, f"{self._part}.{next(_LIVES)}")
+        self._orders.connect(addresses.orders)
+        self._reports.bind(addresses.reports)
+        return addresses
 
-    def _bound(self, host: str) -> Ends:
-        key = guarded(self._orders, self._reports)
+    def _open_remote(self, host: str) -> ChannelAddresses:
+        key = require_key(self._orders, self._reports)
         anywhere = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
-        ends = ends_in(Path(host), self._part) if host.startswith("/") else Ends(orders=anywhere, reports=anywhere)
+        addresses = (
+            local_addresses(Path(host), self._part)
+            if host.startswith("/")
+            else ChannelAddresses(orders=anywhere, reports=anywhere)
+        )
         bound: list[str] = []
-        for socket, address in ((self._orders, ends.orders), (self._reports, ends.reports)):
+        for socket, address in ((self._orders, addresses.orders), (self._reports, addresses.reports)):
             socket.setsockopt(zmq.IPV6, int("[" in address))
             socket.bind(address)
             bound.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
-        return Ends(orders=bound[0], reports=bound[1], key=key)
+        return ChannelAddresses(orders=bound[0], reports=bound[1], key=key)
 
     def _flush(self) -> None:
         while self._unsent:
@@ -219,9 +290,9 @@ class ControllerChannel:
             ) from error
 
 
-def guarded(*sockets: Any, max_bytes: int | None = None) -> str:
-    """Have sockets that will be bound talk to nobody but those who know the key, which is returned. A message has at
-    most ``max_bytes``; unset: as many as any may have."""
+def require_key(*sockets: Any, max_bytes: int | None = None) -> str:
+    """Let sockets that will be bound accept only connections that know a new key; return this key. A message may have
+    ``max_bytes``; unset: :data:`MAX_BYTES`."""
     public, secret = zmq.curve_keypair()
     for socket in sockets:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -230,8 +301,9 @@ def guarded(*sockets: Any, max_bytes: int | None = None) -> str:
     return public.decode()
 
 
-def admitted(socket: Any, address: str, key: str) -> None:
-    """Have a socket that will be connected to ``address`` prove that it knows that key. Its connection is made once."""
+def present_key(socket: Any, address: str, key: str) -> None:
+    """Let a socket that will be connected to ``address`` prove that it knows ``key``. A connection that breaks is not
+    made again."""
     socket.setsockopt(zmq.IPV6, int("[" in address))
     public, secret = zmq.curve_keypair()
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -242,28 +314,28 @@ def admitted(socket: Any, address: str, key: str) -> None:
 
 
 class _Connections:
-    """The two connections of a part to a controller on another machine, made once. What happens when one of them
-    breaks its owner says; else the part ends at once, with whatever it has started."""
+    """The two connections of a part to a controller on another machine, which are made once. When one of them breaks,
+    ``on_broken`` is called; by default it kills this process with everything it has started."""
 
     def __init__(
         self,
-        ends: Ends,
+        addresses: ChannelAddresses,
         orders: zmq.Socket[bytes],
         reports: zmq.Socket[bytes],
         on_broken: Callable[[], object] | None,
     ) -> None:
-        self._addresses = {ends.orders: orders, ends.reports: reports}
-        self._on_broken = on_broken or _end_all
+        self._addresses = {addresses.orders: orders, addresses.reports: reports}
+        self._on_broken = on_broken or _end_process_group
         for address, socket in self._addresses.items():
-            admitted(socket, address, ends.key)
-        self._monitors = [socket.get_monitor_socket(_WATCHED) for socket in self._addresses.values()]
+            present_key(socket, address, addresses.key)
+        self._monitors = [socket.get_monitor_socket(_WATCHED_EVENTS) for socket in self._addresses.values()]
         self._watching = threading.Thread(target=self._watch, daemon=True, name="connections")
 
-    def meet(self) -> None:
-        """Make them; :class:`~headrace.base.errors.RunError` where that cannot be."""
+    def connect(self) -> None:
+        """Make the connections. Raises :class:`~headrace.base.errors.RunError` if the controller cannot be reached."""
         for (address, socket), monitor in zip(self._addresses.items(), self._monitors, strict=True):
             socket.connect(address)
-            if not self._is_met(monitor):
+            if not self._handshake_succeeded(monitor):
                 raise RunError(
                     f"the controller at {address} cannot be reached from this machine",
                     remedy="let this machine open TCP connections to every port of that one, and use one version of "
@@ -271,16 +343,16 @@ class _Connections:
                 )
         self._watching.start()
 
-    def forget(self) -> None:
-        """They are about to be closed, as they should."""
+    def stop_watching(self) -> None:
+        """Stop watching the connections, because they are about to be closed on purpose."""
         for socket in self._addresses.values():
             socket.disable_monitor()
         self._watching.join()
         for monitor in self._monitors:
             monitor.close(0)
 
-    def _is_met(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Whether the other end has proved who it is, and heard who this is."""
+    def _handshake_succeeded(self, monitor: zmq.Socket[bytes]) -> bool:
+        """Wait for the handshake; return whether both ends have proved their identity."""
         clock = RealClock()
         deadline_s = clock.now() + CONNECT_S
         while (left_s := deadline_s - clock.now()) > 0:
@@ -301,8 +373,8 @@ def _event(monitor: zmq.Socket[bytes]) -> int:
     return int(parse_monitor_message(monitor.recv_multipart())["event"])
 
 
-def _end_all() -> None:
-    sys.stderr.write("the connection to the controller is broken: this process ends\n")
+def _end_process_group() -> None:
+    sys.stderr.write("the connection to the controller is broken: this process addresses\n")
     sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)
 

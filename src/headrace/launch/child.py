@@ -1,9 +1,9 @@
-"""One process of a run, and who starts such processes.
+"""One process of a run, and the contract of what starts processes.
 
-Child        a process as the run sees it: its peer, its log, its end in words
-  Process    the process itself, wherever it runs: a subprocess here (here.py), or kept on another machine
-             (far/process.py)
-Starter      starts processes: which machine, which sockets
+Child        a process as the run sees it: its peer (the controller's end of the channel), its log, the cause of its end
+  Process    the process itself, wherever it runs: a process of this machine (local_process.py), or one that is kept on
+             another machine (far/process.py)
+Starter      starts processes: chooses the machine and the sockets
 """
 
 from __future__ import annotations
@@ -20,126 +20,139 @@ from headrace.base.errors import RunError
 from headrace.base.types.trace import Span
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
-from headrace.launch.forking import UNTOLD
-from headrace.launch.hosts import LOST, SPOKE
+from headrace.launch.forking import EXIT_UNKNOWN
+from headrace.launch.hosts import EXIT_RANK_LOST, EXIT_REPORTED
 from headrace.launch.starts import EnvironmentStart, ScorerStart, Start
 
 GRACE_S = 5.0
-"""How long a process may take to end after it was told to."""
+"""Seconds that a process may take to end after it was ordered to shut down."""
 LAST_WORDS_S = 2.0
-"""How long the last words of a process that had some may still be on the way."""
+"""Seconds to wait for the final error report of a process that has ended or has announced such a report."""
+ENDPOINT = "endpoint"
+"""The name, in :attr:`Rendezvous.relay_directory`, of the socket at which programs reach their episodes."""
 LOG_LINES = 8
-"""Last lines of a log that are quoted when its process dies."""
+"""Number of log lines that are quoted when a process dies."""
 OLD_LOGS = 16
-"""Workers that have died, of which the log stays: each has one of its own, and there is no end of them where user code
-prints much and dies often."""
+"""Number of dead workers whose logs are kept. Every worker has a log file of its own, and user code that prints much
+and dies often would otherwise fill the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the processes of one run meet."""
+    """The directories, the token and the span receiver that all processes of one run share."""
 
     directory: Path
-    """Sockets and start files; only this user can enter it."""
+    """The directory of sockets and briefings; only this user can enter it."""
     logs: Path
+    """The directory of the log files."""
     token: str
-    """The run's secret."""
+    """The run's secret, by which the parts of a run recognise each other."""
     on_spans: Callable[[Sequence[Span]], None]
-    """Told what the processes were busy with."""
+    """Called with the spans (times of activity) that the processes report."""
     old_logs: deque[Path] = field(default_factory=deque)
-    """Of workers that have died, the oldest first."""
+    """The logs of workers that have died, the oldest first."""
+
+    @property
+    def relay_directory(self) -> Path:
+        """The directory of the sockets that joined machines can reach through a Redis server."""
+        return self.directory / "far"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process that is to be started."""
+    """A process that is to be started: its name, its settings and its cores."""
 
     name: str
     start: Start
     num_threads: int
-    """Cores that its libraries may compute with."""
+    """The number of cores that the libraries of the process may compute with."""
     make_peer: Callable[[ControllerChannel], Peer]
+    """Makes the controller's end of the conversation with the process, from its channel."""
 
 
 class Process(Protocol):
-    """A process of the run, with all that it starts."""
+    """A process of the run, together with all processes that it starts."""
 
     @property
     def pid(self) -> int:
-        """On its machine."""
+        """The process id on the machine where the process runs."""
         ...
 
     @property
     def node(self) -> str:
-        """The address of its machine; empty for this one."""
+        """The address of the machine where the process runs; empty for this machine."""
         ...
 
     @property
     def working_pid(self) -> int:
-        """The process that does its work, below one that keeps it."""
+        """The id of the process that does the work; it differs from ``pid`` where a keeper process is the parent."""
         ...
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; ``None`` while it runs."""
+        """The exit code, negative for a signal; ``None`` while the process runs."""
         ...
 
     @property
-    def told_to_end(self) -> bool:
-        """Whether it takes a farewell for what it is; one that cannot is just ended."""
+    def accepts_shutdown(self) -> bool:
+        """Whether the process ends by itself when it is ordered to shut down; otherwise it is killed at once."""
         ...
 
     async def wait(self) -> int:
-        """Until it has ended; its exit code."""
+        """Wait until the process has ended, and return its exit code."""
         ...
 
     async def kill(self) -> None:
-        """End it now, and what it started, which may outlive it. Called once."""
+        """Kill the process now, and all that it started, which may live longer than itself. This is called once."""
         ...
 
     async def computed_s(self) -> float:
-        """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
+        """Return the seconds of processor time that the process has used or waited for; 0 if that cannot be found
+        out."""
         ...
 
     async def halted(self) -> str:
-        """What keeps it, or a process that it has started, from going on, in words that follow its name, as in ``is
-        stopped (SIGSTOP)``; empty where nothing does, or nobody can tell."""
+        """Describe what keeps the process, or one that it has started, from going on, as in ``is stopped (SIGSTOP)``.
+        Return an empty text if it is not halted, or if that cannot be found out."""
         ...
 
     def ending(self) -> str:
-        """How it ended, in words that follow its name."""
+        """Describe how the process ended, in words that follow its name."""
         ...
 
     def last_lines(self, log: Path) -> list[str]:
-        """The end of its log."""
+        """Return the last lines of its log."""
         ...
 
     def close(self) -> None:
-        """Let go of it after its end."""
+        """Release the resources that belong to the process, after its end."""
         ...
 
 
 class Starter(Protocol):
-    """Starts processes of a run."""
+    """A launcher's way to start processes of a run."""
 
     @property
-    def home(self) -> str:
-        """The address of this machine, as its processes reach it."""
+    def host_address(self) -> str:
+        """The address of this machine, as the processes of the run reach it."""
         ...
 
-    async def start(self, site: Rendezvous, errand: ProcessSpec) -> tuple[Peer, Process]:
-        """The process, which has not loaded anything yet, and the peer that speaks with it.
+    async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
+        """Start a process. Return the peer that communicates with it, and the process, which has not loaded anything
+        yet.
 
-        :class:`~headrace.base.errors.HeadraceError` where that cannot be; nothing is left then.
+        Raises :class:`~headrace.base.errors.HeadraceError` if the process cannot be started; then nothing of it is
+        left.
         """
         ...
 
 
 class Child:
-    """A process and the peer that speaks with it."""
+    """A process of the run, with the peer that communicates with it."""
 
     def __init__(self, role: str, peer: Peer, process: Process, log: Path, old_logs: deque[Path] | None = None) -> None:
-        """``old_logs``: where its log goes when it has died; ``None``: it stays, for whoever goes on in its name."""
+        """``old_logs`` is the list that receives the log when the process has died; ``None`` keeps the log for the
+        process that is started under the same name."""
         self.role = role
         self.peer = peer
         self._process = process
@@ -149,29 +162,30 @@ class Child:
         self.closed = False
 
     @classmethod
-    async def start(cls, site: Rendezvous, errand: ProcessSpec, starter: Starter) -> Child:
+    async def start(cls, site: Rendezvous, spec: ProcessSpec, starter: Starter) -> Child:
         """Start a process; it has not loaded anything yet when this returns."""
-        peer, process = await starter.start(site, errand)
-        old_logs = site.old_logs if isinstance(errand.start, ScorerStart | EnvironmentStart) else None
-        return cls(errand.name, peer, process, site.logs / f"{errand.name}.log", old_logs)
+        peer, process = await starter.start(site, spec)
+        old_logs = site.old_logs if isinstance(spec.start, ScorerStart | EnvironmentStart) else None
+        return cls(spec.name, peer, process, site.logs / f"{spec.name}.log", old_logs)
 
     @property
     def pid(self) -> int:
-        """Its process id, on its machine."""
+        """The process id on the machine where the process runs."""
         return self._process.pid
 
     @property
     def node(self) -> str:
-        """The address of its machine; empty for this one."""
+        """The address of the machine where the process runs; empty for this machine."""
         return self._process.node
 
     @property
     def working_pid(self) -> int:
-        """The process that does its work, below one that keeps it."""
+        """The id of the process that does the work; it differs from ``pid`` where a keeper process is the parent."""
         return self._process.working_pid
 
     async def computed_s(self) -> float:
-        """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
+        """Return the seconds of processor time that the process has used or waited for; 0 if that cannot be found
+        out."""
         return await self._process.computed_s()
 
     async def halted(self) -> str:
@@ -180,13 +194,14 @@ class Child:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal has ended it, or nobody can tell how it has ended: then it said nothing about itself."""
+        """Whether a signal has ended the process, or the manner of its end is unknown: in both cases it could not
+        report an error of its own."""
         code = self._process.returncode
-        return code is not None and (code < 0 or code == UNTOLD)
+        return code is not None and (code < 0 or code == EXIT_UNKNOWN)
 
     @property
     def state(self) -> str:
-        """``starting``, ``ready``, ``ended``, or what keeps it from going on: ``stopped (SIGSTOP)``."""
+        """``starting``, ``ready``, ``ended``, or the reason why the process is halted, as in ``stopped (SIGSTOP)``."""
         if self._process.returncode is not None:
             return "ended"
         if self.peer.halted:
@@ -195,36 +210,37 @@ class Child:
 
     @property
     def lost(self) -> bool:
-        """Whether it has ended because another process did."""
-        return self._process.returncode == LOST
+        """Whether the process has ended only because another process did."""
+        return self._process.returncode == EXIT_RANK_LOST
 
     async def died(self) -> str:
-        """Wait for its end, and end what it started; why, in words. One that has said why is not waited for long."""
+        """Wait for the end of the process, kill what it started, and return the cause in words. A process that has
+        reported an error is killed soon after the report."""
         async with asyncio.TaskGroup() as group:
             ended = group.create_task(self._process.wait())
-            spoke = group.create_task(self.peer.spoke.wait())
-            await asyncio.wait({ended, spoke}, return_when=asyncio.FIRST_COMPLETED)
-            if spoke.done() or ended.result() == SPOKE:
-                await asyncio.wait({ended, spoke}, timeout=LAST_WORDS_S)
+            reported = group.create_task(self.peer.reported.wait())
+            await asyncio.wait({ended, reported}, return_when=asyncio.FIRST_COMPLETED)
+            if reported.done() or ended.result() == EXIT_REPORTED:
+                await asyncio.wait({ended, reported}, timeout=LAST_WORDS_S)
             await self.kill()
-            spoke.cancel()
+            reported.cancel()
         lines = self._process.last_lines(self._log)[-LOG_LINES:]
         self._retire_log()
-        said = "".join(f"\n    {line[:300]}" for line in lines)
+        quoted = "".join(f"\n    {line[:300]}" for line in lines)
         where = f" on {self.node}" if self.node else ""
-        return f"{self.role} (pid {self.pid}{where}) {self._process.ending()}{said}"
+        return f"{self.role} (pid {self.pid}{where}) {self._process.ending()}{quoted}"
 
     def _retire_log(self) -> None:
         if self._old_logs is None:
             return
         self._old_logs.append(self._log)
         while len(self._old_logs) > OLD_LOGS:
-            with contextlib.suppress(OSError):  # another machine's, or gone
+            with contextlib.suppress(OSError):  # the file is on another machine, or gone
                 self._old_logs.popleft().unlink()
 
     async def end(self, farewell: object) -> None:
-        """Tell it to end; make it end if it does not."""
-        listens = self.peer.ready.done() and self._process.told_to_end  # not while it loads
+        """Order the process to shut down with ``farewell``, and kill it if it does not end in time."""
+        listens = self.peer.ready.done() and self._process.accepts_shutdown  # a process that loads does not read orders
         if self._process.returncode is None and listens:
             with contextlib.suppress(TimeoutError, RunError):
                 self.peer.send(farewell)
@@ -234,14 +250,14 @@ class Child:
         self.close()
 
     async def kill(self) -> None:
-        """End it now, and what it started, which may outlive it."""
+        """Kill the process now, and all that it started, which may live longer than itself."""
         if not self._killed:
-            self._killed = True  # once: later its number may be another's
+            self._killed = True  # once: later, another process may have the same id
             await self._process.kill()
         await self._process.wait()
 
     def close(self) -> None:
-        """Let go of a process that has ended; whoever still waits for an answer of it is cancelled."""
+        """Release a process that has ended, and cancel the tasks that still wait for its answers."""
         if not self.closed:
             self.closed = True
             self._process.close()

@@ -1,32 +1,45 @@
-"""Settings of the launch."""
+"""The settings of the launch, and the contract of a launcher that they name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from headrace.base.config import Section
-from headrace.base.config.addresses import refuse_secret
+from headrace.base.config.addresses import host_and_port, refuse_secret
+from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.wings.cluster.joining.invitation import host_and_port
+from headrace.base.plugins import Registry
 
+if TYPE_CHECKING:
+    from headrace.engine.fleet import FleetConfig
+    from headrace.learner import LearnerConfig
+    from headrace.models.devices import Devices
+    from headrace.sync import SyncConfig
+
+INVITATION_FILE = "join.json"
+"""The file in the run's directory that another machine needs to join; it exists while the run accepts machines."""
 Amount = Annotated[float, Field(ge=0)]
 
 
 class ResourceShare(Section):
-    """What one part asks a cluster for. Its libraries compute with as many threads as it has whole cores."""
+    """The resources that one part requests from a cluster. Its libraries compute with as many threads as it has whole
+    cores."""
 
     cpus: Amount = 1.0
-    """Cores."""
+    """Number of cores; may be a fraction."""
     gpus: int = Field(default=0, ge=0, le=1)
-    """1: a GPU of its own, on which it computes."""
+    """1: a GPU of its own, on which the part computes; 0: none."""
     memory_gb: Amount = 0.0
-    """Memory; 0 leaves it out of the count."""
+    """Memory in GB; 0: the cluster does not count its memory."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Resources of the cluster's own, by name: ``{ "big_disk" = 1 }``."""
+    """Amounts of the cluster's own resources, by name: ``{ "big_disk" = 1 }``."""
 
     def __str__(self) -> str:
         """
@@ -40,28 +53,29 @@ class ResourceShare(Section):
 
 
 class Leftover(ResourceShare):
-    """The same, of parts that mostly wait: unless more is asked for, they take what is left."""
+    """The resources of parts that mostly wait. Unless more is set, they run on what the other parts leave."""
 
     cpus: Amount = 0.0
-    """Cores."""
+    """Number of cores; 0: the cluster counts none for the part."""
 
 
 class RayConfig(Section):
-    """Where a cluster is, and what each part asks it for."""
+    """The address of a Ray cluster, and the resources that each part requests from it."""
 
     address: str = "auto"
-    """Of the cluster, as ``ray.init`` takes it. ``auto``: the one that this machine, or this job, belongs to;
-    ``local``: one is started on this machine."""
+    """The cluster's address, in the form that ``ray.init`` takes. ``auto``: the cluster that this machine, or this job,
+    belongs to; ``local``: a new cluster on this machine."""
     engine: ResourceShare = ResourceShare()
-    """Each engine, those of agents with weights of their own included."""
+    """The resources of each engine, including the engines of agents with weights of their own."""
     learner: ResourceShare = ResourceShare()
-    """Each rank of the learner."""
+    """The resources of each rank of the learner."""
     scorer: Leftover = Leftover()
-    """Each scoring worker. One more than ``workers`` is started now and then: leave room for it."""
+    """The resources of each scoring worker. Now and then one more than ``workers`` is started: leave room for it."""
     environment: Leftover = Leftover()
-    """Each environment worker. Up to four more than ``env.workers`` are started now and then: leave room for them."""
+    """The resources of each environment worker. Now and then up to four more than ``env.workers`` are started: leave
+    room for them."""
     placement: Literal["pack", "spread"] = "pack"
-    """``pack``: engines and ranks stand on as few nodes as possible; ``spread``: on as many."""
+    """``pack``: engines and ranks run on as few nodes as possible; ``spread``: on as many as possible."""
 
     @model_validator(mode="after")
     def _standing_parts_ask_for_something(self) -> Self:
@@ -74,42 +88,87 @@ class RayConfig(Section):
         return self
 
 
-class LaunchConfig(Section):
-    """Where the parts run, and how the cores are divided between them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterLaunch:
+    """The functions that a launcher adds where parts of a run may be on other machines than the controller."""
 
-    kind: Literal["local", "ray"] = "local"
-    """``local``: processes of this machine: the controller, engines, one learner or its ranks, scoring workers.
-    ``ray``: the controller here, and all else where a Ray cluster has room for it."""
+    refuse: Callable[[LaunchConfig, FleetConfig, LearnerConfig, SyncConfig], None]
+    """Raises :class:`~headrace.base.errors.ConfigError` for settings that cannot be used on such machines."""
+    devices: Callable[[LaunchConfig, int, int], Devices]
+    """Returns the devices of a number of engines and of ranks of the learner. Raises
+    :class:`~headrace.base.errors.ConfigError` if something that the launcher needs is not installed."""
+    threads: Callable[[LaunchConfig, str], int]
+    """Returns the number of cores that each part of a role (``engine``, ``learner``) computes with."""
+    sentence: Callable[[LaunchConfig, int, int], str]
+    """Returns a sentence that says what a number of engines and ranks request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """A way to start the processes of a run.
+
+    A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.launchers"]``.
+    """
+
+    starting: Callable[[Any], AbstractAsyncContextManager[Any]]
+    """Opens a :class:`~headrace.launch.child.Starter` for a :class:`~headrace.launch.order.LaunchOrder`, as a context
+    manager. Resources that it holds on other machines are released after the body."""
+    cluster: ClusterLaunch | None = None
+    """The functions for other machines; ``None`` where every process is on this machine."""
+
+
+def _problem(made: Any) -> str | None:
+    named = type(made).__name__
+    return None if isinstance(made, Launcher) else f"is a {named}, not a headrace.launch.config.Launcher"
+
+
+LAUNCHERS = Registry[Launcher](
+    group="headrace.launchers",
+    setting="launch.kind",
+    rows={"local": "headrace.launch.starters:LOCAL"},
+    check=_problem,
+)
+"""The launchers that ``launch.kind`` can name."""
+
+
+class LaunchConfig(Section):
+    """The settings that say where the parts of a run run, and how the cores are divided between them."""
+
+    kind: Annotated[str, NameOf(LAUNCHERS)] = "local"
+    """``local``: all parts are processes of this machine: the controller, engines, one learner or its ranks, workers.
+    ``ray``: the controller runs here, and all other parts where a Ray cluster has room for them. Other names are
+    launchers of installed packages."""
     ray: RayConfig = RayConfig()
-    """Only with ``kind = "ray"``: the cluster, and what each part asks it for."""
+    """The cluster, and the resources that each part requests from it. Only with ``kind = "ray"``."""
     engine_threads: int | None = Field(default=None, ge=1)
-    """Cores that the engines compute with, all together, one each at least; unset: half of the machine's. Only with
-    ``kind = "local"``."""
+    """Number of cores that all engines together compute with, at least one for each; unset: half of the machine's
+    cores. Only with ``kind = "local"``."""
     learner_threads: int | None = Field(default=None, ge=1)
-    """Cores that the learner computes with, all of its ranks together; unset: half of the machine's. Only with
-    ``kind = "local"``."""
+    """Number of cores that all ranks of the learner together compute with; unset: half of the machine's cores. Only
+    with ``kind = "local"``."""
     lend_cores: bool = False
-    """Whether a part that waits lends its cores to those that compute: an engine its own while it has nothing to
-    sample, the learner its own until the next batch. Each borrows only while it measures a gain. Only between
-    processors of one machine; a run that lends cannot be replayed bit for bit."""
+    """Whether a part that waits lends its cores to parts that compute: an engine while it has nothing to sample, the
+    learner until its next batch. A part borrows only while it measures a gain. This works only between processors of
+    one machine, and a run that lends cores cannot be replayed bit for bit."""
     join: str = ""
     """``ADDRESS:PORT`` of this machine, at which others may join the run with workers for its environments: see
     ``headrace join``. Or a Redis server that both reach, where they do not reach one another: ``redis://host:6379/0``,
     ``rediss://...`` for TLS, ``unix:///path/of/socket``; without a password. Only with ``kind = "local"``, and an
     environment that runs in workers."""
     join_password_env: str = ""
-    """Environment variable that holds the password of that Redis server; unset: it wants none."""
+    """Name of the environment variable that holds the password of that Redis server; unset: it needs no password."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Longest wait for a part to load its model and report; and, before that, for room in a cluster."""
+    """Seconds that a part may take to load its model and report; and, before that, to find room in a cluster."""
     engine_restarts: int = Field(default=3, ge=0)
-    """How many engines that died are started again within ten minutes; the next death ends the run, as every death does
-    with 0."""
+    """Number of times that engines which died are started again within ten minutes. The next death ends the run; with
+    0, every death does."""
     learner_restarts: int = Field(default=0, ge=0)
-    """How often a run whose learner died, or a rank of it, goes on by itself from its last snapshot: with all parts
-    started anew, and behind what running answers had streamed. Beyond that, and with 0, such a death ends the run."""
+    """Number of times that a run continues by itself from its last snapshot when its learner, or a rank of it, has
+    died. All parts are started anew, and answers continue from the tokens that had been streamed. The next death ends
+    the run; with 0, every death does."""
     engine_silence_s: float = Field(default=60.0, gt=0)
-    """An engine that has sequences and says nothing for so long is ended and started again; with
-    ``engine_restarts = 0`` nobody looks."""
+    """Seconds after which an engine that has sequences and sends nothing is killed and started again; not used with
+    ``engine_restarts = 0``."""
 
     @model_validator(mode="after")
     def _others_can_join(self) -> Self:
@@ -122,8 +181,8 @@ class LaunchConfig(Section):
             return self
         if self.remote:
             raise ConfigError(
-                f"launch.join={self.join!r}, and with launch.kind='ray' the cluster is what machines join",
-                remedy="leave launch.join out, and start Ray on those machines",
+                f"launch.join={self.join!r}, and with launch.kind={self.kind!r} the cluster is what machines join",
+                remedy="leave launch.join out, and add those machines to the cluster",
             )
         if self.relayed:
             self._refuse_server()
@@ -155,54 +214,59 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
-        if not self.remote and self.ray != RayConfig():
+        if self.kind != "ray" and self.ray != RayConfig():
             changed = [name for name, value in self.ray if value != RayConfig.model_fields[name].default]
             raise ConfigError(
-                f"launch.ray.{changed[0]} is set, and launch.kind='local' uses no cluster",
+                f"launch.ray.{changed[0]} is set, and launch.kind={self.kind!r} uses no Ray cluster",
                 remedy="set launch.kind = 'ray', or leave [launch.ray] out",
             )
         if self.remote and self.lend_cores:
             raise ConfigError(
-                "launch.lend_cores=true, and with launch.kind='ray' the cluster gives each part its cores",
+                f"launch.lend_cores=true, and with launch.kind={self.kind!r} the cluster gives each part its cores",
                 remedy="leave launch.lend_cores out",
             )
-        told = {"engine": self.engine_threads, "learner": self.learner_threads}
-        for role, asked in told.items():
-            if self.remote and asked is not None:
+        threads_by_role = {"engine": self.engine_threads, "learner": self.learner_threads}
+        for role, setting in threads_by_role.items():
+            if self.remote and setting is not None:
                 raise ConfigError(
-                    f"launch.{role}_threads={asked} is set, and with launch.kind='ray' each part has the cores that it "
-                    "asks the cluster for",
-                    remedy=f"set launch.ray.{role}.cpus, and leave launch.{role}_threads out",
+                    f"launch.{role}_threads={setting} is set, and with launch.kind={self.kind!r} each part has the "
+                    "cores that it asks the cluster for",
+                    remedy=f"set launch.{self.kind}.{role}.cpus, and leave launch.{role}_threads out",
                 )
         return self
 
     @property
     def remote(self) -> bool:
         """Whether parts may run on other machines than the controller."""
-        return self.kind == "ray"
+        return self.cluster is not None
+
+    @property
+    def cluster(self) -> ClusterLaunch | None:
+        """The launcher's functions for other machines; ``None`` where every part is on this machine."""
+        return LAUNCHERS.load(self.kind).cluster
 
     @property
     def relayed(self) -> bool:
-        """Whether machines that join come over a Redis server."""
+        """Whether machines that join reach the run through a Redis server."""
         return "://" in self.join
 
     def threads(self, role: Literal["engine", "learner"], count: int, num_cores: int) -> int:
-        """Cores that each of ``count`` parts of that role computes with, on a machine with ``num_cores``.
+        """Return the number of cores that each of ``count`` parts of a role computes with, on a machine with
+        ``num_cores``.
 
         >>> LaunchConfig(engine_threads=4).threads("engine", 2, 8)
         2
         """
-        if self.remote:
-            share = self.ray.engine if role == "engine" else self.ray.learner
-            return max(1, int(share.cpus))
-        asked = self.engine_threads if role == "engine" else self.learner_threads
-        return max(1, threads(asked, num_cores) // count)
+        if self.cluster is not None:
+            return self.cluster.threads(self, role)
+        setting = self.engine_threads if role == "engine" else self.learner_threads
+        return max(1, threads(setting, num_cores) // count)
 
 
-def threads(asked: int | None, num_cores: int) -> int:
-    """``asked``, or half of the cores.
+def threads(setting: int | None, num_cores: int) -> int:
+    """Return ``setting``, or half of the cores where it is ``None``.
 
     >>> threads(None, 8), threads(3, 8), threads(None, 1)
     (4, 3, 1)
     """
-    return asked if asked is not None else max(1, num_cores // 2)
+    return setting if setting is not None else max(1, num_cores // 2)

@@ -1,13 +1,15 @@
-"""The engines of a run: started, watched, and started again when one dies, as often as the budget allows.
+"""The supervisor of a run's engines: it starts and watches them, and starts an engine that died again while the budget
+of restarts allows.
 
     start ──▶ loading ──ready──▶ joins the fleet ──the newest weights──▶ serves
-      ▲                                                                     │ it dies; it is silent: it is killed
+      ▲                                                                     │ it dies; or it is silent and is killed
       └─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
 
-The sequences of a dead engine go on elsewhere, or wait for it, and the learner notices nothing. A first start that
-fails with a word is no accident: it ends the run with what the engine said. One that a signal has ended meanwhile said
-nothing, and is started again as later. One that lives, and that new weights do not reach, is left alone: it ends its
-sequences, and serves again when a later version has reached it.
+The sequences of a dead engine continue on other engines, or wait for its restart, and the learner notices nothing. If
+the first start of an engine fails with an error report, this is a problem of the settings and ends the run with that
+error. If a signal killed it before it was ready, it could not report an error and is started again. An engine that
+lives but does not receive new weights is left alone: it finishes its sequences, and serves again when a later version
+has reached it.
 """
 
 from __future__ import annotations
@@ -25,42 +27,44 @@ from headrace.engine.fleet import Fleet
 from headrace.launch.child import Child
 from headrace.launch.clients import EngineClient
 
-WITHIN_S = 600.0
-"""In which time the budget of restarts counts."""
-AFTERGLOW_S = 0.05
-"""What a process said last may still be on its way when it is known to be dead."""
-SURE_S = 3.0
-"""By then it is known of an engine that was not reached whether it is dead."""
+RESTART_WINDOW_S = 600.0
+"""The time, in seconds, within which restarts are counted against the budget."""
+LAST_MESSAGES_S = 0.05
+"""Seconds to wait for the last messages of an engine after its death is known."""
+DEATH_KNOWN_S = 3.0
+"""Seconds after which it is known whether an engine that weights did not reach is dead."""
 REMEDY = "mend the cause, then --resume: nothing that was finished is lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTerms:
-    """On which engines are kept."""
+class SupervisionConfig:
+    """The limits within which a run's engines are supervised."""
 
     rolling: int | None
-    """How many may commit at once; ``None``: as the commit needs it."""
+    """Number of engines that may commit at the same time; ``None``: as many as the commit needs."""
     restarts: int
-    """How many may be started again within :data:`WITHIN_S`; 0: the first death ends the run."""
+    """Number of restarts within :data:`RESTART_WINDOW_S`; 0: the first death ends the run."""
     start_timeout_s: float
-    """Longest that one may take to be ready."""
+    """Seconds that an engine may take to become ready."""
     silence_s: float
-    """Longest that one with sequences may say nothing."""
+    """Seconds for which an engine with sequences may send nothing."""
     version: int = NOT_SAMPLED
-    """The weights that an engine has when it is ready."""
+    """The version of the weights that an engine has when it is ready."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Absence:
-    """From the death of an engine, or from a version that missed it, until it serves again."""
+class _Outage:
+    """The time in which an engine does not serve, from its death or a version that did not reach it until it serves
+    again."""
 
     cause: str
     since_s: float
     carried_over: int
+    """Number of its sequences that continue on other engines."""
 
 
 def engine_names(count: int) -> tuple[str, ...]:
-    """What the engines of a run are called.
+    """Return the names of a run's engines.
 
     >>> engine_names(1), engine_names(2)
     (('engine',), ('engine-0', 'engine-1'))
@@ -69,144 +73,157 @@ def engine_names(count: int) -> tuple[str, ...]:
 
 
 class Engines:
-    """The processes behind a :class:`~headrace.engine.fleet.Fleet`."""
+    """The processes behind a :class:`~headrace.engine.fleet.Fleet`, started and supervised."""
 
     def __init__(
-        self, start: Callable[[str], Awaitable[Child]], names: Sequence[str], terms: EngineTerms, clock: Clock
+        self, start: Callable[[str], Awaitable[Child]], names: Sequence[str], config: SupervisionConfig, clock: Clock
     ) -> None:
-        self._start, self._names, self._terms, self._clock = start, tuple(names), terms, clock
+        self._start, self._names, self._config, self._clock = start, tuple(names), config, clock
         self._children: dict[str, Child] = {}
-        self._condemned = {name: asyncio.Event() for name in names}
+        self._kill_ordered = {name: asyncio.Event() for name in names}
         self._why: dict[str, str] = {}
-        self._deaths: deque[float] = deque(maxlen=terms.restarts or None)
+        self._deaths: deque[float] = deque(maxlen=config.restarts or None)
         self.restarts = Counter[str]()
-        """How often each was started again."""
-        self._tell: Callable[[Recovery], None] = lambda _: None
-        end = self._condemn if terms.restarts else None
-        self.fleet = Fleet(clock, size=len(self._names), rolling=terms.rolling, end=end)
+        """Number of times that each engine was started again."""
+        self._on_recovery: Callable[[Recovery], None] = lambda _: None
+        end = self._order_kill if config.restarts else None
+        self.fleet = Fleet(clock, size=len(self._names), rolling=config.rolling, end=end)
 
     def send_recoveries_to(self, tell: Callable[[Recovery], None]) -> None:
-        """From now on, ``tell`` hears of every death that does not end the run, and of every engine that new weights do
-        not reach; and again when it serves."""
-        self._tell = tell
+        """Call ``tell`` for every later death that does not end the run and for every engine that new weights do not
+        reach; and again when such an engine serves."""
+        self._on_recovery = tell
 
     async def start(self) -> None:
-        """Start them all; they have not loaded anything yet when this returns."""
+        """Start all engines; they have not loaded anything yet when this returns."""
         for name in self._names:
-            self._children[name] = await self._start(name)
+            await self._start_one(name)
 
     async def run(self) -> None:
-        """Keep them; ends only by cancellation, or with :class:`~headrace.base.errors.HeadraceError` where one is lost
-        for
-        good."""
+        """Supervise the engines. This ends only by cancellation, or with a :class:`~headrace.base.errors.HeadraceError`
+        when an engine is lost for good."""
         async with asyncio.TaskGroup() as group:
             for name in self._names:
-                group.create_task(self._keep(name))
-            if self._terms.restarts:
-                group.create_task(self.fleet.watch(self._terms.silence_s))
+                group.create_task(self._keep_running(name))
+            if self._config.restarts:
+                group.create_task(self.fleet.watch(self._config.silence_s))
 
     def addresses(self) -> tuple[str, ...]:
-        """Where a learner can send weights to, of those that are there; none where they fetch them."""
+        """Return the addresses of the present engines to which a learner sends weights; none if the engines fetch
+        them."""
         return self.fleet.addresses(self.fleet.names)
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """The same, of those that have not brought ``version``."""
+        """Return these addresses for the engines that have not staged ``version``."""
         return self.fleet.addresses(self.fleet.lacking(version))
 
-    async def _keep(self, name: str) -> None:
-        absence: _Absence | None = None
+    def in_step(self) -> dict[str, str]:
+        """Return the engines that the learner may announce its next version to: where each receives orders on this
+        machine, and the address that weights are sent to."""
+        peers = [_engine(self._children[name].peer) for name in self.fleet.in_step()]
+        return {peer.orders_address: peer.weights_address for peer in peers if peer.orders_address}
+
+    async def _start_one(self, name: str) -> None:
+        child = self._children[name] = await self._start(name)
+        child.peer.waits_while_halted = len(self._names) == 1 or not self._config.restarts
+
+    async def _keep_running(self, name: str) -> None:
+        outage: _Outage | None = None
         while True:
             child = self._children[name]
-            cause = await self._life(child, absence)
-            absence = self._mourn(child, cause, absence)
+            cause = await self._run_until_death(child, outage)
+            outage = self._record_death(child, cause, outage)
             child.close()
-            self._condemned[name].clear()
-            self._children[name] = await self._start(name)
+            self._kill_ordered[name].clear()
+            await self._start_one(name)
 
-    async def _life(self, child: Child, absence: _Absence | None) -> str:
-        """From its start to its end; why it ended, in words."""
+    async def _run_until_death(self, child: Child, outage: _Outage | None) -> str:
+        """Supervise one life of an engine, and return why it ended."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(child.peer.listen()),
-                group.create_task(self._arrive(child, absence)),
-                group.create_task(self._kill_if_condemned(child)),
+                group.create_task(self._serve_when_ready(child, outage)),
+                group.create_task(self._kill_when_ordered(child)),
             ]
             cause = await child.died()
-            await asyncio.sleep(AFTERGLOW_S)
+            await asyncio.sleep(LAST_MESSAGES_S)
             for task in tasks:
                 task.cancel()
         return self._why.pop(child.role, "") or cause
 
-    async def _arrive(self, child: Child, absence: _Absence | None) -> None:
-        limit_s = self._terms.start_timeout_s
+    async def _serve_when_ready(self, child: Child, outage: _Outage | None) -> None:
+        limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
-        if not child.peer.ready.done() and absence is None:
+        if not child.peer.ready.done() and outage is None:
             halted = child.peer.halted and f"; it {child.peer.halted}"
             raise DeadlineError(
                 f"{child.role} did not start within {limit_s:g} s{halted}",
                 remedy="look at its log in the run directory; raise launch.start_timeout_s for a large model",
             )
         if not child.peer.ready.done():
-            self._condemn(child.role, f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s")
+            self._order_kill(child.role, f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s")
             return
         engine = _engine(child.peer)
-        self.fleet.join(child.role, engine, version=self._terms.version, address=engine.weights_address)
+        self.fleet.join(child.role, engine, version=self._config.version, address=engine.weights_address)
         while True:
-            why, since_s = await self.fleet.settled(child.role), self._clock.now()
+            why, since_s = await self.fleet.wait_until_settled(child.role), self._clock.now()
             if why:
-                await asyncio.sleep(SURE_S)  # one that has died would be told of as one that lives
-                why = await self.fleet.settled(child.role)
+                await asyncio.sleep(DEATH_KNOWN_S)  # a dead engine would be reported as one that lives
+                why = await self.fleet.wait_until_settled(child.role)
             if why:
-                absence = self._miss(child.role, why, since_s, absence)
-                await self.fleet.serving(child.role)
-            if absence is not None:
-                self._tell(
+                outage = self._record_missed_version(child.role, why, since_s, outage)
+                await self.fleet.wait_until_serving(child.role)
+            if outage is not None:
+                self._on_recovery(
                     Recovery(
                         part=child.role,
-                        cause=absence.cause,
-                        seconds=self._clock.now() - absence.since_s,
-                        carried_over=absence.carried_over,
+                        cause=outage.cause,
+                        seconds=self._clock.now() - outage.since_s,
+                        carried_over=outage.carried_over,
                     )
                 )
-                absence = None
-            await self.fleet.unsettled(child.role)
+                outage = None
+            await self.fleet.wait_until_missed(child.role)
 
-    def _miss(self, name: str, why: str, since_s: float, absence: _Absence | None) -> _Absence:
-        """New weights do not reach it; ``absence``: nor did it serve before."""
+    def _record_missed_version(self, name: str, why: str, since_s: float, outage: _Outage | None) -> _Outage:
+        """Report that new weights do not reach an engine. ``outage`` is the one that had not ended yet, if any."""
         cause, load = f"{name} gets no new weights: {why}", self.fleet.load(name)
-        self._tell(Recovery(part=name, cause=cause, seconds=None, carried_over=load, lives=True))
-        return absence or _Absence(cause=cause, since_s=since_s, carried_over=load)
+        self._on_recovery(Recovery(part=name, cause=cause, seconds=None, carried_over=load, lives=True))
+        return outage or _Outage(cause=cause, since_s=since_s, carried_over=load)
 
-    def _condemn(self, name: str, why: str) -> None:
+    def _order_kill(self, name: str, why: str) -> None:
         self._why[name] = f"{why}: it was ended"
-        self._condemned[name].set()
+        self._kill_ordered[name].set()
 
-    async def _kill_if_condemned(self, child: Child) -> None:
-        await self._condemned[child.role].wait()
+    async def _kill_when_ordered(self, child: Child) -> None:
+        await self._kill_ordered[child.role].wait()
         await child.kill()
 
-    def _mourn(self, child: Child, cause: str, absence: _Absence | None) -> _Absence:
-        """Raises where it is not to be started again."""
+    def _record_death(self, child: Child, cause: str, outage: _Outage | None) -> _Outage:
+        """Count a death against the budget of restarts, and return the new outage. Raises the error that ends the run
+        if the engine is not to be started again."""
         carried_over, now_s = self.fleet.leave(child.role), self._clock.now()
-        words = child.peer.last_words
+        words = child.peer.reported_error
         accident = words is None and child.killed
-        unready = absence is None and not child.peer.ready.done() and not accident
-        if not self._terms.restarts or unready or isinstance(words, EngineUnfit):
+        unready = outage is None and not child.peer.ready.done() and not accident
+        if not self._config.restarts or unready or isinstance(words, EngineUnfit):
             raise words or ComponentDied(cause, remedy=REMEDY)
-        if len(self._deaths) == self._terms.restarts and now_s - self._deaths[0] < WITHIN_S:
+        # The deque holds as many deaths as the budget, so its first entry is the oldest that counts.
+        if len(self._deaths) == self._config.restarts and now_s - self._deaths[0] < RESTART_WINDOW_S:
             problem = cause if words is None else words.problem
+            minutes = RESTART_WINDOW_S / 60
             raise ComponentDied(
-                f"{problem}\n  launch.engine_restarts={self._terms.restarts} in {WITHIN_S / 60:g} minutes are used up",
+                f"{problem}\n  launch.engine_restarts={self._config.restarts} in {minutes:g} minutes are used up",
                 remedy=REMEDY,
             )
         self._deaths.append(now_s)
         self.restarts[child.role] += 1
         brief = (cause if words is None else words.problem).partition("\n")[0]
-        gone = _Absence(cause=brief, since_s=now_s, carried_over=carried_over)
-        if absence is not None and absence.carried_over:
-            gone.since_s, gone.carried_over = absence.since_s, absence.carried_over
-        self._tell(Recovery(part=child.role, cause=brief, seconds=None, carried_over=gone.carried_over))
-        return gone
+        outage_now = _Outage(cause=brief, since_s=now_s, carried_over=carried_over)
+        if outage is not None and outage.carried_over:
+            outage_now.since_s, outage_now.carried_over = outage.since_s, outage.carried_over
+        self._on_recovery(Recovery(part=child.role, cause=brief, seconds=None, carried_over=outage_now.carried_over))
+        return outage_now
 
 
 def _engine(peer: object) -> EngineClient:

@@ -1,43 +1,50 @@
-"""The environment of a run: a prompt and an answer, or user code in workers."""
+"""The environment of a run: a plain prompt and answer, or user code in worker processes."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Protocol
 
 from headrace.base.clock import RealClock
+from headrace.base.config.addresses import host_and_port
+from headrace.base.plugins import Registry
 from headrace.base.types.observation import Event
-from headrace.launch.clients import EnvPool, EnvTerms
+from headrace.launch.child import ENDPOINT, Child, Rendezvous, Starter
+from headrace.launch.clients import EnvPool, EnvPoolConfig
 from headrace.launch.clients.environment import Listening
+from headrace.launch.endpoints import At, open_endpoint
 from headrace.launch.order import LaunchOrder
 from headrace.launch.processes import Processes
-from headrace.launch.starts import EnvironmentStart, Keep
+from headrace.launch.starts import EnvironmentStart, ResourceLimits
 from headrace.rollout import EpisodeLimits
 from headrace.rollout.environments import EnvConfig
-from headrace.wings.cluster.joining.invitation import host_and_port
-from headrace.wings.cluster.joining.relay import ENDPOINT, dialled_in
 
 
 def environment_start(env: EnvConfig) -> EnvironmentStart:
-    """What each worker of an environment is told."""
+    """Return the settings that each worker of an environment starts with."""
     return EnvironmentStart(
         kind=env.kind,
         entry=env.entry or shlex.join(env.argv),
         concurrency=env.episodes_at_once,
         block_s=env.block_s,
         options=env.options,
-        keep=Keep(memory_bytes=(env.memory_mb or 0) << 20, processes=env.most_processes),
+        own_namespace=env.own_namespace,
+        keep=ResourceLimits(memory_bytes=(env.memory_mb or 0) << 20, processes=env.most_processes),
     )
 
 
 def environment_pool(processes: Processes) -> EnvPool | None:
-    """The workers of the run's environment, which are not started yet; ``None`` for one that needs none."""
+    """Return the pool of the environment's workers, which are not started yet; ``None`` for an environment that needs
+    none."""
     order, env = processes.order, processes.order.env
     if not env.remote:
         return None
     return EnvPool(
         partial(processes.start_environment, environment_start(env)),
-        EnvTerms(
+        EnvPoolConfig(
             num_workers=env.workers,
             concurrency=env.episodes_at_once,
             block_s=env.block_s,
@@ -50,27 +57,24 @@ def environment_pool(processes: Processes) -> EnvPool | None:
 
 
 def _listening(order: LaunchOrder, processes: Processes) -> Listening | None:
-    """How programs reach their episodes; ``None`` for environments that have none. Where some may be on other machines,
-    that is at the address by which those reach this one."""
-    if order.env.kind not in ("rollout", "program", "bridge"):
+    """Return the function that opens the endpoint at which programs reach their episodes; ``None`` for environments
+    without one. If programs may run on other machines, it listens at the address by which those reach this machine."""
+    if not order.env.has_endpoint:
         return None
-    from headrace.wings.agents import At, Endpoint
-
     env, launch = order.env, order.launch
     joined = host_and_port(launch.join)[0] if launch.join and not launch.relayed else ""
     at = At(
-        host=env.host or joined or processes.starter.home,
-        path=dialled_in(processes.site.directory) / ENDPOINT if launch.relayed else None,
+        host=env.host or joined or processes.starter.host_address,
+        path=processes.site.relay_directory / ENDPOINT if launch.relayed else None,
         tls_certificate=env.tls_certificate,
         tls_key=env.tls_key,
     )
-    return lambda warn: Endpoint.listening(
-        order.sampling, clock=RealClock(), warn=warn, agents=order.agent_names, at=at
-    )
+    listening = open_endpoint()
+    return lambda warn: listening(order.sampling, clock=RealClock(), warn=warn, agents=order.agent_names, at=at)
 
 
 def episode_limits(order: LaunchOrder) -> EpisodeLimits:
-    """What one episode may have."""
+    """Return the limits of one episode."""
     env = order.env
     return EpisodeLimits(
         max_context=order.max_context,
@@ -78,3 +82,23 @@ def episode_limits(order: LaunchOrder) -> EpisodeLimits:
         max_tokens=env.max_tokens,
         max_tool_calls=env.max_tool_calls,
     )
+
+
+class JoinServer(Protocol):
+    """Accepts the machines that join a run."""
+
+    async def admit(
+        self,
+        pool: EnvPool,
+        start: EnvironmentStart,
+        start_worker: Callable[[EnvironmentStart, Starter], Awaitable[Child]],
+    ) -> None:
+        """Accept machines, and let ``pool`` use their workers; this ends only by cancellation."""
+        ...
+
+
+JOINING = Registry[Callable[[LaunchOrder, Rendezvous], AbstractAsyncContextManager[JoinServer | None]]](
+    group="headrace.joining", setting="launch.join"
+)
+"""The functions that open the :class:`JoinServer` of a run with ``launch.join``. The one row, ``machines``, comes from
+the wing that implements it."""

@@ -1,17 +1,18 @@
-"""Parts that are forked from one process which has imported the heavy libraries once, and done nothing else.
+"""The controller's side of the fork server: one process that has imported the heavy libraries, and from which parts are
+forked.
 
     controller ──"be this part", its lifeline, its log──▶ fork server ──fork──▶ part, a session of its own
                ◀──── its pid and a pidfd · later its exit code ────             │
                └── holds the pipe that keeps it alive ──────────────────────────┘
 
-A new interpreter spends seconds of processor time on importing torch and transformers, and hundreds of megabytes that
-nobody shares; a fork spends milliseconds, and shares every page that neither side writes.
+A new interpreter needs seconds of processor time to import torch and transformers, and hundreds of megabytes that it
+shares with no other process. A fork needs milliseconds, and shares every page that neither side writes.
 
-The fork server reaps its parts and tells their exit codes, for a parent alone is told those. It could hand them over to
-the controller instead (as the reaper of orphans, ``PR_SET_CHILD_SUBREAPER``), but that would change a user's process,
-which would have to reap whatever parts leave behind. When the fork server dies the parts live on, each by its own pipe:
-their pidfds tell when they end, though nobody can say how; later parts are new interpreters, as they are where there is
-no fork server.
+Only the parent of a process learns its exit code, so the fork server reports the exit codes of its parts. The
+alternative, to let the controller adopt them (``PR_SET_CHILD_SUBREAPER``), would change a user's process, which would
+then have to reap all processes that parts leave behind. If the fork server dies, the parts live on, each with its own
+lifeline. Their pidfds still show when they end, but not how. Later parts are new interpreters, as they are without a
+fork server.
 """
 
 from __future__ import annotations
@@ -35,114 +36,116 @@ from headrace.base.environ import fork_server_environment
 from headrace.launch.config import LaunchConfig
 
 MODULE = "headrace.launch.hosts.forkserver"
-UNTOLD = 256
-"""In place of an exit code that nobody could tell; no process ends with it."""
-TELL_S = 1.0
-"""How long after the end of a part its exit code may come."""
+EXIT_UNKNOWN = 256
+"""The value in place of an exit code that is not known; no process ends with it."""
+EXIT_CODE_WAIT_S = 1.0
+"""Seconds to wait for the exit code of a part that has ended."""
 MAX_BYTES = 1 << 16
-"""Of one message."""
-TITLE_ROOM = 400
-"""Bytes of the command line in which a part says what it is."""
+"""Largest message to or from the fork server, in bytes."""
+TITLE_BYTES = 400
+"""Bytes reserved in the command line, in which a part later shows its own."""
 LOG_BYTES, LOG_LINES = 4000, 8
-"""So much of what a fork server said last is told when it is lost."""
+"""Bytes and lines of a lost fork server's log that are quoted."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """To the fork server, with two descriptors: the part's end of its lifeline, and its log."""
+    """An order to fork a part. Two descriptors come with it: the part's end of its lifeline, and its log."""
 
     call: int
     name: str
     directory: str
-    """Where its briefing is."""
+    """The directory with the part's briefing."""
     environment: Mapping[str, str]
-    """What it has beyond the environment of the fork server."""
+    """Environment variables that the part has beside those of the fork server."""
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the fork server, with one descriptor: a pidfd of the part."""
+    """The answer to an order. One descriptor comes with it: a pidfd of the part."""
 
     call: int
     pid: int
 
 
-class Unforked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The system has refused."""
+class ForkRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The report that the operating system has refused to fork."""
 
     call: int
     number: int
-    """errno."""
+    """The error number (``errno``)."""
 
 
 class ForkExit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part has ended, and what it left was reaped."""
+    """The report that a part has ended and was reaped."""
 
     pid: int
     code: int
-    """Its exit code, negative for a signal."""
+    """The exit code, negative for a signal."""
 
 
-Report = ForkReply | Unforked | ForkExit
+Report = ForkReply | ForkRefused | ForkExit
 
 
 class ForkServerLost(Exception):
-    """There is no fork server any more, or it does not answer."""
+    """The fork server has ended, or does not answer."""
 
 
 class ForkedProcess:
-    """A part that was forked; see :class:`~headrace.launch.here.Running`."""
+    """A part that was forked; see :class:`~headrace.launch.local_process.SpawnedProcess`."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         loop = asyncio.get_running_loop()
         self.pid = pid
         self._pidfd = pidfd
         self._code: asyncio.Future[int] = loop.create_future()
-        loop.add_reader(pidfd, self._gone, loop)
+        loop.add_reader(pidfd, self._on_exit, loop)
 
     @property
     def returncode(self) -> int | None:
         return self._code.result() if self._code.done() else None
 
     async def wait(self) -> int:
-        await asyncio.wait([self._code])  # unlike awaiting it, this cancels it for nobody
+        await asyncio.wait([self._code])  # unlike awaiting it, this does not cancel it for other waiters
         return self._code.result()
 
     def ended(self, code: int) -> None:
-        """It has ended so."""
+        """Record the exit code, unless one is known already."""
         if not self._code.done():
             self._code.set_result(code)
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
 
-    def _gone(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The kernel says that it has ended; how, only the fork server can say."""
+    def _on_exit(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait a moment for the exit code, since the kernel says only that the process has ended."""
         loop.remove_reader(self._pidfd)
-        loop.call_later(TELL_S, self.ended, UNTOLD)
+        loop.call_later(EXIT_CODE_WAIT_S, self.ended, EXIT_UNKNOWN)
 
 
 class ForkServer:
-    """The controller's end. Made before any loop runs, so that it imports while the controller prepares the run."""
+    """The fork server, as the controller sees it. It is started before any event loop runs, so that it imports while
+    the controller prepares the run."""
 
     def __init__(self, patience_s: float) -> None:
-        """``patience_s``: longest wait until it has imported, and forks."""
+        """``patience_s`` is the longest wait, in seconds, until the fork server has imported its libraries and
+        forks."""
         self._patience_s = patience_s
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [*_program(), str(theirs.fileno()), str(lifeline), f"headrace-{os.getpid()}-".ljust(TITLE_ROOM, ".")],
+                [*_program(), str(theirs.fileno()), str(lifeline), f"headrace-{os.getpid()}-".ljust(TITLE_BYTES, ".")],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True, env=fork_server_environment(),
             )  # fmt: skip
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         finally:
             theirs.close()
             os.close(lifeline)
         self._control.setblocking(False)
         self._numbers = count()
-        self._asked: dict[int, asyncio.Future[ForkedProcess]] = {}
+        self._pending: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._parts: dict[int, ForkedProcess] = {}
         self._tell: Callable[[str], None] = lambda _: None
         self.lost = False
@@ -152,53 +155,54 @@ class ForkServer:
         return self._process.pid
 
     @contextmanager
-    def attended(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Within this the running loop hears what the fork server says; ``tell`` is told when it is lost."""
+    def listening(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Receive the messages of the fork server in the running event loop, during the body. ``tell`` is called if the
+        fork server is lost."""
         loop, self._tell = asyncio.get_running_loop(), tell
         if not self.lost:
-            loop.add_reader(self._control, self._hear)
+            loop.add_reader(self._control, self._on_readable)
         try:
             yield
         finally:
             loop.remove_reader(self._control)
             for part in self._parts.values():
-                part.ended(UNTOLD)  # none is left where all were ended
+                part.ended(EXIT_UNKNOWN)  # all parts were ended before, so nobody waits for their exit codes
             self._parts.clear()
 
     async def fork(
-        self, name: str, directory: str, environment: Mapping[str, str], ends: tuple[int, int]
+        self, name: str, directory: str, environment: Mapping[str, str], descriptors: tuple[int, int]
     ) -> ForkedProcess:
-        """A part that reads its briefing; ``ends``: its end of the lifeline, and its log, which are the caller's to
-        close.
+        """Fork a part that reads its briefing. ``descriptors`` are its end of the lifeline and its log; the caller
+        closes them.
 
-        Raises :class:`ForkServerLost`, and ``OSError`` where the system refuses.
+        Raises :class:`ForkServerLost`, and ``OSError`` if the operating system refuses.
         """
         call = next(self._numbers)
-        asked = ForkOrder(call=call, name=name, directory=directory, environment=environment)
+        order = ForkOrder(call=call, name=name, directory=directory, environment=environment)
         answer: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-        self._asked[call] = answer
+        self._pending[call] = answer
         try:
             with contextlib.suppress(ConnectionError, BlockingIOError):
-                socket.send_fds(self._control, [msgspec.json.encode(asked)], ends)
+                socket.send_fds(self._control, [msgspec.json.encode(order)], descriptors)
                 await asyncio.wait([answer], timeout=self._patience_s)
             if not answer.done():
-                self._lose()
+                self._mark_lost()
             return answer.result()
         finally:
-            del self._asked[call]
+            del self._pending[call]
 
     def close(self) -> None:
-        """End it; its parts are ended by whoever holds their lifelines."""
+        """End the fork server. Its parts live on until their lifelines are closed."""
         self._process.kill()
         self._process.wait()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._control.close()
         os.close(self._lifeline)
         self._log.close()
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -206,27 +210,27 @@ class ForkServer:
         except ConnectionError:
             data, descriptors = b"", []
         if not data:
-            self._lose()
+            self._mark_lost()
             return
         report = msgspec.json.decode(data, type=Report)
         match report:
             case ForkReply(call=call, pid=pid):
                 self._parts[pid] = part = ForkedProcess(pid, descriptors[0])
-                if call in self._asked:  # else its lifeline was closed, and it ends
-                    self._asked[call].set_result(part)
-            case Unforked(call=call, number=number):
-                if call in self._asked:
-                    self._asked[call].set_exception(OSError(number, os.strerror(number)))
+                if call in self._pending:  # else its lifeline was closed, and it ends
+                    self._pending[call].set_result(part)
+            case ForkRefused(call=call, number=number):
+                if call in self._pending:
+                    self._pending[call].set_exception(OSError(number, os.strerror(number)))
             case ForkExit(pid=pid, code=code):
                 if (ended := self._parts.pop(pid, None)) is not None:
                     ended.ended(code)
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         if not self.lost:
             self.lost = True
             asyncio.get_running_loop().remove_reader(self._control)
             self._tell(self._ending())
-        for answer in self._asked.values():
+        for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(ForkServerLost())
 
@@ -234,21 +238,22 @@ class ForkServer:
         self._process.kill()  # it may hang
         code = self._process.wait()
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))
-        said = self._log.read().decode("utf-8", "replace").strip()
+        output = self._log.read().decode("utf-8", "replace").strip()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        lines = "".join(f"\n    {line}" for line in said.splitlines()[-LOG_LINES:])
+        lines = "".join(f"\n    {line}" for line in output.splitlines()[-LOG_LINES:])
         return f"the fork server (pid {self.pid}) {how}: its parts live on, later ones are new interpreters{lines}"
 
 
 @contextmanager
 def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
-    """A fork server, where parts run on this machine and it has what that needs: Linux, from 5.3 on."""
+    """Start a fork server for the body if parts run on this machine and it supports one (Linux 5.3 or later); otherwise
+    yield ``None``."""
     if launch.remote or not _can_fork():
         yield None
         return
     try:
         server = ForkServer(launch.start_timeout_s)
-    except OSError:  # who starts the parts will hear the same, and says it
+    except OSError:  # the starter of the parts meets the same error, and reports it
         yield None
         return
     try:

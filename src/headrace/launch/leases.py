@@ -1,6 +1,7 @@
-"""Files and directories of a run that the next run removes when this one was killed: what is in use is locked.
+"""Temporary files and directories of a run. If the run is killed, the next run removes them; locked ones are in use.
 
-A lock ends with the process that holds it, wherever that runs; a process id says nothing in another container.
+A lock ends with the process that holds it, wherever that process runs. A process id would not do, since it means
+nothing in another container.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ _NAME = re.compile(r"headrace-\d+-")
 
 
 class Lease:
-    """A path that is ours until :meth:`end`, which removes it. ``OSError`` where it cannot be made.
-
-    It gets its name only when it is locked, so that no sweep can come between.
-    """
+    """A locked temporary path that belongs to this process until :meth:`end` removes it. The constructors raise
+    ``OSError`` if it cannot be made. The path gets its final name only after it is locked, so that another run cannot
+    remove it in between."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class Lease:
 
     @classmethod
     def directory(cls, root: Path) -> Lease:
-        """A new directory that only this user can enter."""
+        """Make a new directory that only this user can enter."""
         made = Path(tempfile.mkdtemp(prefix=".headrace-", dir=root))
         try:
             descriptor = _locked(made / LOCK)
@@ -41,7 +41,7 @@ class Lease:
 
     @classmethod
     def file(cls, root: Path) -> Lease:
-        """A new empty file, for another process of ours to fill."""
+        """Make a new empty file, which another process of the run will fill."""
         made = root / f".headrace-{secrets.token_hex(4)}"
         try:
             descriptor = _locked(made)
@@ -51,13 +51,13 @@ class Lease:
             raise
 
     def end(self) -> None:
-        """Remove it."""
+        """Remove the path and release the lock."""
         _remove(self.path)
         os.close(self._descriptor)
 
 
 def sweep(root: Path) -> None:
-    """Remove what runs of this user left in ``root`` when they were killed."""
+    """Remove the files and directories that killed runs of this user left in ``root``."""
     for path in root.glob("headrace-*"):
         if _NAME.match(path.name):
             with contextlib.suppress(OSError):  # in use, another user's, or swept by another run just now
@@ -70,7 +70,7 @@ def _name(root: Path) -> Path:
 
 
 def _locked(path: Path, *, new: bool = True) -> int:
-    """A descriptor of ``path`` that holds its lock; ``OSError`` where another process does."""
+    """Open ``path`` and lock it; return the descriptor. Raises ``OSError`` if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,11 +1,12 @@
-"""Cores that are lent: what rests leaves its cores to what computes, on one machine.
+"""Lending of cores between the parts of one machine: parts that wait lend their cores to parts that compute.
 
-    board     a byte for each part, in memory that all of them share: 1 while it computes
-    a unit    an engine's step, an order of the learner: before it the part looks at the board, and takes its own cores
-              and its share of those whose owners rest
+    activity file   one byte for each part, in memory that all parts share: 1 while the part computes
+    unit of work    a step of an engine, or an order of the learner. Before each unit the part reads the activity file,
+                    and computes with its own cores and its share of the cores whose owners wait
 
-Nobody is asked and nobody waits. Whether more cores help depends on model and batch: a part tries its units with and
-without, in turn, and borrows only while that was faster, the change itself included; later it tries again.
+The parts exchange no messages and do not wait for each other. Whether more cores help depends on model and batch, so a
+part alternates between units with and without borrowed cores for a while, and then borrows only if that was faster, the
+cost of the change included. Later it measures again.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from pathlib import Path
 from headrace.base.clock import Clock, RealClock
 from headrace.launch.starts import Lending
 
-TRIED = 12
-"""Units of a trial with borrowed cores, and as many without."""
-HELD = 1500
-"""Units until the next trial."""
-GAIN = 1.05
-"""Borrowing goes on where it was faster by this factor."""
+TRIAL_UNITS = 12
+"""Number of units that a trial measures with borrowed cores, and as many without."""
+UNITS_BETWEEN_TRIALS = 1500
+"""Number of units until the next trial."""
+MIN_SPEEDUP = 1.05
+"""Factor by which units must be faster with borrowed cores for the part to borrow."""
 
 
-def make_board(path: Path, parts: int) -> None:
-    """A board on which everybody is at work: a part that loads its model lends nothing."""
+def make_activity_file(path: Path, parts: int) -> None:
+    """Write an activity file in which all parts compute: a part that still loads its model lends nothing."""
     path.write_bytes(b"\x01" * parts)
 
 
@@ -38,91 +39,92 @@ class OwnCores:
 
     @contextmanager
     def unit(self, amount: float | None = 1.0) -> Iterator[None]:
-        """Nothing changes."""
+        """Compute a unit of work; the cores do not change."""
         yield
 
     def rest(self) -> None:
-        """Nothing changes."""
+        """Do nothing; the cores are not lent."""
 
 
 class LentCores:
-    """The cores of one part. ``set_threads`` must be called by the thread that computes."""
+    """The cores of one part that lends and borrows. ``set_threads`` must be called by the thread that computes."""
 
     def __init__(self, lending: Lending, set_threads: Callable[[int], None], clock: Clock) -> None:
         self._shares, self._place = lending.shares, lending.place
-        descriptor = os.open(lending.board, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(lending.activity_file, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._board = mmap.mmap(descriptor, len(self._shares))
+            self._activity = mmap.mmap(descriptor, len(self._shares))
         finally:
             os.close(descriptor)
         self._clock = clock
         self._set_threads = set_threads
         self._threads = 0
         self._trial = _LendingTrial()
-        self._board[self._place] = 1
+        self._activity[self._place] = 1
 
     def rest(self) -> None:
-        """Whoever computes may have its cores."""
-        self._board[self._place] = 0
+        """Lend the part's cores to parts that compute."""
+        self._activity[self._place] = 0
 
     @contextmanager
     def unit(self, amount: float | None = 1.0) -> Iterator[None]:
-        """Within this the part computes, with as many cores as are good for it. ``amount`` of work: what its time is
-        divided by before it is compared with others'; ``None``: it is like no other."""
+        """Compute a unit of work inside this context, with borrowed cores if they make it faster. ``amount`` is the
+        size of the unit, by which its time is divided for comparison; ``None``: the unit cannot be compared with
+        others."""
         start_s = self._clock.now()
-        self._board[self._place] = 1
-        free = self._free()
-        borrow = bool(free) and self._trial.borrows()
-        self._take(self._shares[self._place] + (free if borrow else 0))
+        self._activity[self._place] = 1
+        free = self._borrowable()
+        borrow = bool(free) and self._trial.should_borrow()
+        self._use_threads(self._shares[self._place] + (free if borrow else 0))
         yield
         if free and amount is not None:
-            self._trial.took((self._clock.now() - start_s) / amount, borrowed=borrow)
+            self._trial.record((self._clock.now() - start_s) / amount, borrowed=borrow)
 
-    def _free(self) -> int:
-        """This part's share of the cores whose owners rest."""
-        busy = self._board[:]
+    def _borrowable(self) -> int:
+        """Return this part's share of the cores whose owners wait."""
+        busy = self._activity[:]
         resting = sum(share for share, at_work in zip(self._shares, busy, strict=True) if not at_work)
         return resting // max(1, sum(busy))
 
-    def _take(self, threads: int) -> None:
+    def _use_threads(self, threads: int) -> None:
         if threads != self._threads:
             self._set_threads(threads)
             self._threads = threads
 
 
 class _LendingTrial:
-    """Finds out by trying whether borrowed cores are worth it."""
+    """Measures whether borrowed cores make units of work faster."""
 
     def __init__(self) -> None:
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
-        self._verdict: bool | None = None
-        self._left = 0
+        self._decision: bool | None = None
+        self._units_left = 0
 
-    def borrows(self) -> bool:
-        """Whether the next unit should."""
-        if self._verdict is not None:
-            return self._verdict
+    def should_borrow(self) -> bool:
+        """Return whether the next unit should borrow cores."""
+        if self._decision is not None:
+            return self._decision
         return len(self._seconds[True]) <= len(self._seconds[False])
 
-    def took(self, seconds: float, *, borrowed: bool) -> None:
-        """A unit that could have borrowed took so long, for one of its amount."""
-        if self._verdict is not None:
-            self._left -= 1
-            if not self._left:
-                self._verdict = None
+    def record(self, seconds: float, *, borrowed: bool) -> None:
+        """Record the time of a unit that could have borrowed cores, divided by its amount."""
+        if self._decision is not None:
+            self._units_left -= 1
+            if not self._units_left:
+                self._decision = None
             return
         self._seconds[borrowed].append(seconds)
-        if min(map(len, self._seconds.values())) < TRIED:
+        if min(map(len, self._seconds.values())) < TRIAL_UNITS:
             return
-        faster = _middle(self._seconds[False]) / max(_middle(self._seconds[True]), 1e-12)
-        self._verdict, self._left = faster >= GAIN, HELD
+        faster = _median(self._seconds[False]) / max(_median(self._seconds[True]), 1e-12)
+        self._decision, self._units_left = faster >= MIN_SPEEDUP, UNITS_BETWEEN_TRIALS
         self._seconds = {True: [], False: []}
-        word = "borrows" if self._verdict else "does not borrow"
+        word = "borrows" if self._decision else "does not borrow"
         sys.stderr.write(f"with lent cores a unit of work is {faster:.2f} times as fast: {word}\n")
         sys.stderr.flush()
 
 
-def _middle(values: Sequence[float]) -> float:
+def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
@@ -130,7 +132,7 @@ AnyCores = OwnCores | LentCores
 
 
 def cores(lending: Lending | None) -> AnyCores:
-    """Those of a part that is told ``lending``."""
+    """Return the cores of a part; ``lending`` is ``None`` for a part that neither lends nor borrows."""
     if lending is None:
         return OwnCores()
     import torch

@@ -1,14 +1,14 @@
-"""Local processes: engines, one learner, scoring workers, all watched. An engine that dies is started again; the death
-of any other reaches the user as a cause.
+"""The processes of a run: engines, a learner, scoring and environment workers, all supervised. An engine that dies is
+started again; the death of another process reaches the user with its cause.
 
-controller ──orders──▶ engine     steps                      ◀─┐
-    │                  engine-n   where there are several      │
-    │      ──orders──▶ agent-x    steps too, with weights of its own, which stay: an agent of the environment
-    │      ──orders──▶ teacher-x  reads what was sampled, with weights of its own, which stay
-    │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers in shared memory
-    │                  learner-n  its other ranks, which hear the orders of it
+controller ──orders──▶ engine     makes steps                ◀─┐
+    │                  engine-n   with several engines         │
+    │      ──orders──▶ agent-x    an engine with fixed weights of its own, for an agent of the environment
+    │      ──orders──▶ teacher-x  an engine with fixed weights of its own, which scores sampled tokens
+    │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers, by default in shared memory
+    │                  learner-n  its other ranks, which get the orders from it
     │      ──orders──▶ scorer-n   calls the reward function
-    └── holds a pipe to each: when the controller dies, they die
+    └── holds a pipe to each process: when the controller dies, they die
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,37 +25,34 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, DeadlineError, LearnerLost
 from headrace.base.types.observation import Event, Recovery
 from headrace.control import Components, Serving
-from headrace.control.credit import credit
-from headrace.control.segments import cuts_of
+from headrace.control.credit import credit, cuts_of
 from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
-from headrace.launch.child import LAST_WORDS_S, Child
+from headrace.launch.child import LAST_WORDS_S, Child, Rendezvous
 from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
+from headrace.launch.config import INVITATION_FILE, LAUNCHERS
 from headrace.launch.engines import REMEDY, Engines
-from headrace.launch.environments import environment_pool, environment_start, episode_limits
+from headrace.launch.environments import JOINING, JoinServer, environment_pool, environment_start, episode_limits
 from headrace.launch.order import LaunchedRun, LaunchOrder
-from headrace.launch.processes import Processes, premises
-from headrace.launch.starters import starting
+from headrace.launch.processes import Processes, open_directories
 from headrace.launch.vitals import Vitals
 from headrace.models.load import read_config
 from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
-from headrace.wings.cluster.joining.door import JoinListener, opened_door
-from headrace.wings.cluster.joining.invitation import INVITATION_FILE
 
 
 @asynccontextmanager
 async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
-    """Every part of a run as a process of this machine.
+    """Start every process of a run, and yield the launched run when all are ready.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share, and what a part
-    says when it cannot start; within, the death of a part cancels the body and raises
+    Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share, and the error
+    that a part reports if it cannot start. Inside the context, the death of a part cancels the body and raises
     :class:`~headrace.base.errors.ComponentDied`.
     """
     order.learner.parallel.refuse_settings(order.model)
     if order.learner.parallel.world > 1:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
-    async with _launched(order) as processes, opened_door(order, processes.site) as door:
+    async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:
         pool, envs = _scorers(processes), environment_pool(processes)
         engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
         serving = [engines, *agents.values(), *teachers.values()]
@@ -63,14 +60,17 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
             await each.start()
         learner_client = await processes.start_learner()
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
+        learner_client.engines_in_step = engines.in_step
+        if engines.fleet.commits_when_staged(order.sync.interrupt):
+            learner_client.commit_when_staged = order.sync.interrupt
         vitals = _vitals(processes)
-        async with _watched(processes, serving, pool, envs, door, vitals=vitals):
+        async with _watched(processes, serving, pool, envs, join_server, vitals=vitals):
             parts = Components(
                 **_serving(order, engines, agents, pool, envs),
-                signs=lambda: vitals.num_signs,
-                standing=vitals.standing,
+                work_signs=lambda: vitals.num_work_signs,
+                standstills=vitals.standstills,
                 teachers=_teachers(order, teachers),
-                crew=engines.fleet,
+                engine_set=engines.fleet,
                 learner=learner_client,
                 tasks=order.tasks,
                 advantages=partial(credit, order.algo, branch_weight=order.branch_weight),
@@ -81,7 +81,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
                 parts=parts,
                 components=lambda: processes.components(_restarts(serving)),
                 send_warnings_to=partial(_send_warnings, pool, envs),
-                send_signs_to=vitals.send_to,
+                send_signs_to=vitals.send_messages_to,
                 send_recoveries_to=partial(_send_recoveries, serving),
                 facts=processes.facts,
             )
@@ -89,26 +89,33 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
 
 @asynccontextmanager
 async def local_serving(order: LaunchOrder, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
-    """An engine with the weights of its model directory, or the ``remote`` one in its place, and workers: enough to
-    evaluate."""
-    async with _launched(order) as processes, opened_door(order, processes.site) as door:
+    """Start what an evaluation needs: workers, and an engine with the weights of its model directory or, in its place,
+    the client of a ``remote`` one."""
+    async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:
         pool, envs = _scorers(processes), environment_pool(processes)
         engines, agents = processes.engines(own_weights=True), processes.agents()
         started = [*([engines] if remote is None else []), *agents.values()]
         for each in started:
             await each.start()
         vitals = _vitals(processes)
-        async with _watched(processes, started, pool, envs, door, vitals=vitals):
+        async with _watched(processes, started, pool, envs, join_server, vitals=vitals):
             serving = _serving(order, engines, agents, pool, envs)
-            yield Serving(**(serving if remote is None else {**serving, "engine": remote}), standing=vitals.standing)
+            yield Serving(
+                **(serving if remote is None else {**serving, "engine": remote}), standstills=vitals.standstills
+            )
+
+
+def _open_to_others(order: LaunchOrder, site: Rendezvous) -> AbstractAsyncContextManager[JoinServer | None]:
+    """Open the server that accepts machines which join; ``None`` in a run without ``launch.join``."""
+    return JOINING.load("machines")(order, site) if order.launch.join else nullcontext()
 
 
 @asynccontextmanager
 async def _launched(order: LaunchOrder) -> AsyncIterator[Processes]:
-    """No process outlives the body; where it fails, they end at once."""
+    """Yield the processes of a run. None of them outlives the body; if the body fails, they are killed at once."""
     with ExitStack() as leases:
-        site, weights = premises(order, leases)
-        async with starting(order) as starter:
+        site, weights = open_directories(order, leases)
+        async with LAUNCHERS.load(order.launch.kind).starting(order) as starter:
             processes = Processes(site=site, starter=starter, order=order, weights=weights)
             try:
                 yield processes
@@ -125,11 +132,11 @@ async def _watched(
     engines: Sequence[Engines],
     pool: ScoringStage,
     envs: EnvPool | None,
-    door: JoinListener | None,
+    join_server: JoinServer | None,
     *,
     vitals: Vitals,
 ) -> AsyncIterator[None]:
-    """The body runs when every process is ready, and while all of them live."""
+    """Run the body when every process is ready, and while all of them live."""
     watched = [child for child in processes.children if not isinstance(child.peer, EngineClient)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(child.peer.listen()) for child in watched]
@@ -140,14 +147,14 @@ async def _watched(
         tasks.append(group.create_task(vitals.watch()))
         if envs is not None:
             tasks.append(group.create_task(envs.keep()))
-            if door is not None:
+            if join_server is not None:
                 start = environment_start(processes.order.env)
-                tasks.append(group.create_task(door.admit(envs, start, processes.start_environment)))
+                tasks.append(group.create_task(join_server.admit(envs, start, processes.start_environment)))
         await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
             await _environments_ready(envs, processes.order)
         for each in engines:
-            await each.fleet.complete()  # what is ready joins at once; weights go to those that have joined
+            await each.fleet.wait_until_complete()  # what is ready joins at once; weights go to those that have joined
         yield
         for task in tasks:
             task.cancel()
@@ -169,7 +176,7 @@ def _vitals(processes: Processes) -> Vitals:
 
 
 def _restarts(engines: Sequence[Engines]) -> Counter[str]:
-    """How often each engine was started again."""
+    """Return the number of times that each engine was started again."""
     return sum((each.restarts for each in engines), Counter[str]())
 
 
@@ -222,12 +229,12 @@ def _serving(
 
 
 def _teachers(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | None:
-    """Those that have engines; ``None`` where none has."""
+    """Return the teachers that have engines; ``None`` if there are none."""
     if not engines:
         return None
     return Teachers(
         by_name={
-            name: TeacherClient(engine=each.fleet, name=name, terms=order.teachers[name].terms)
+            name: TeacherClient(engine=each.fleet, name=name, config=order.teachers[name].config)
             for name, each in engines.items()
         },
         column=order.learner.teacher_column,
@@ -236,7 +243,8 @@ def _teachers(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | 
 
 
 async def _watch(part: Sequence[Child]) -> None:
-    """Raise when one of the processes of a part dies. The others follow it: told is what became of the first."""
+    """Raise when one of the processes of a part dies. The other ranks of a learner die with the first one, so the error
+    is that of the process that died first."""
     async with asyncio.TaskGroup() as group:
         deaths = {group.create_task(child.died()): child for child in part}
         await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
@@ -247,14 +255,14 @@ async def _watch(part: Sequence[Child]) -> None:
         for death in deaths:
             death.cancel()
     first = min(ended, key=lambda death: deaths[death].lost)
-    if words := deaths[first].peer.last_words:
+    if words := deaths[first].peer.reported_error:
         raise words
     kind = LearnerLost if part[0].role == "learner" else ComponentDied
     raise kind(first.result(), remedy=REMEDY)
 
 
 async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
-    """Until one has ended by itself, or all have."""
+    """Wait until a process has ended for a cause of its own, or all have ended."""
     while (alive := [death for death in deaths if not death.done()]) and all(
         child.lost for death, child in deaths.items() if death.done()
     ):
@@ -283,8 +291,8 @@ async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
         ) from None
 
 
-def _standing(children: list[Child]) -> str:
-    """What keeps those from going on that are stopped; empty where none is."""
+def _stopped_in_words(children: list[Child]) -> str:
+    """Describe the processes that are stopped; return an empty text if there are none."""
     return "".join(f"; {child.role} (pid {child.pid}) {child.peer.halted}" for child in children if child.peer.halted)
 
 
@@ -297,6 +305,6 @@ async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float
     except TimeoutError:
         late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
         raise DeadlineError(
-            f"{', '.join(late)} did not start within {timeout_s:g} s{_standing(children)}",
+            f"{', '.join(late)} did not start within {timeout_s:g} s{_stopped_in_words(children)}",
             remedy="look at its log in the run directory; raise launch.start_timeout_s for a large model",
         ) from None

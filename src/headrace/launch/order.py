@@ -1,4 +1,4 @@
-"""What is to be launched, and what comes of it."""
+"""The order that a session gives a launcher, and the launched run that it gets back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.base.types.trace import Span
 from headrace.control import Components
-from headrace.control.teaching import TeacherTerms
+from headrace.control.teaching import TeacherCallConfig
 from headrace.engine.fleet import FleetConfig
 from headrace.launch.config import LaunchConfig
 from headrace.launch.forking import ForkServer
-from headrace.launch.starts import Repeated
-from headrace.launch.vitals import Tell
+from headrace.launch.starts import RecordedEngine
+from headrace.launch.vitals import SendWarning
 from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
@@ -28,103 +28,106 @@ from headrace.rollout.environments import EnvConfig
 from headrace.sync import SyncConfig
 
 Facts = dict[str, dict[str, str | int | float]]
-"""What each part says of itself, by role."""
+"""Facts that each part reports about itself when it is ready (threads, device, library versions), by role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherOrder:
-    """A teacher that is to have an engine."""
+    """A teacher model that is to get an engine."""
 
     model: ModelConfig
-    """What it loads: it serves the weights of that directory."""
+    """The model whose weights the engine serves."""
     max_context: int
-    """What it reads and is asked about together may be this long, in tokens."""
-    terms: TeacherTerms
+    """Number of tokens that a sequence may have which the teacher reads."""
+    config: TeacherCallConfig
+    """The limits of the calls, and what a call returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOrder:
-    """Everything a launcher needs to know."""
+    """Everything that a launcher needs to know of a run."""
 
     model: ModelConfig
-    """As the run began with it. Engines load that whenever they start, for it stays where it is; newer weights reach
-    them as any others do."""
+    """The model with which the run began. Engines load it whenever they start, since its directory does not change;
+    newer weights reach them through the weight sync."""
     snapshot: Path | None
-    """Where the learner restores weights, optimizer and step from; ``None`` for a new run."""
+    """The directory from which the learner restores weights, optimizer and step; ``None`` for a new run."""
     engine: FleetConfig
     learner: LearnerConfig
     algo: AlgoConfig
     env: EnvConfig
     agents: Mapping[str, ModelConfig]
-    """What the engines of agents with weights of their own load, by name: they serve the weights of those
-    directories."""
+    """The models of agents with weights of their own, by name; each has an engine that serves these weights."""
     sync: SyncConfig
     launch: LaunchConfig
     devices: Devices
-    """Where engine and learner compute."""
+    """The devices on which engines and learner compute."""
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     sampling: Sampling
-    """How training samples."""
+    """The sampling settings of training."""
     max_context: int
-    """Prompt and completion together may be this long, in tokens."""
+    """Number of tokens that prompt and completion may have together."""
     decode: Callable[[Sequence[int]], str]
-    """Ids of a completion to the text that is scored."""
+    """Converts the token ids of a completion into the text that is scored."""
     chat: Chat
-    """Writes and reads the messages of the model."""
+    """Renders and parses the model's messages."""
     run_dir: Path
-    """Logs of the parts go to ``logs/`` in it."""
+    """The run's directory; the logs of the parts go to ``logs/`` in it."""
     total_steps: int
-    """Optimizer steps of the whole run: where the learning rate's schedule ends."""
+    """Optimizer steps of the whole run, at the end of which the learning-rate schedule ends."""
     on_spans: Callable[[Sequence[Span]], None]
-    """Told what the parts were busy with."""
+    """Called with the spans (times of activity) that the parts report."""
     on_event: Callable[[Event], None]
-    """Told what is worth a line."""
+    """Called with events that are worth a line for the user."""
     stall_timeout_s: float = 300.0
-    """``run.stall_timeout_s``: a process that does not go on is told of before it has passed."""
+    """``run.stall_timeout_s``, in seconds; a warning names a process that does not go on before it has passed."""
     branch_weight: float = 1.0
-    """λ of ``flow.pivots``, where there are branches."""
+    """The weight λ of the branches' loss, from ``flow.pivots``; without branches it has no effect."""
     teachers: Mapping[str, TeacherOrder] = field(default_factory=dict)
-    """Those with engines of their own, by name; one alone may have none."""
+    """The teachers with engines of their own, by name; the name may be empty if there is only one."""
     forks: ForkServer | None = None
-    """What engines and learner are forked from; ``None``: each is a new interpreter."""
-    repeats: Repeated | None = None
-    """The recorded engine that a replay repeats; ``None``: this is none."""
+    """The fork server for engines and learner; ``None``: each of them is a new interpreter."""
+    recorded: RecordedEngine | None = None
+    """The recorded engine that a replay repeats; ``None``: the run is no replay."""
 
     @property
     def agent_names(self) -> frozenset[str]:
-        """Roles that may be asked beside the policy; empty: any, and all of them are the policy under training."""
+        """The roles that an environment may call beside the policy. Empty: any name may be called, and all of them are
+        the policy under training."""
         return frozenset((*(agent.name for agent in self.env.agents), *self.model.adapter_agents))
 
 
 class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the run, for ``headrace status``."""
+    """The status of one process of the run, for ``headrace status``."""
 
     role: str
     pid: int
     state: str
     """``starting``, ``ready`` or ``ended``."""
     version: int | None
-    """The version it holds; ``None`` for a part without weights."""
+    """The version of its weights; ``None`` for a part without weights."""
     device: str = ""
-    """Where it computes; empty for a part that computes nothing, or is not ready."""
+    """The device on which it computes; empty for a part that computes nothing or is not ready."""
     restarts: int = 0
-    """How often it died and was started again."""
+    """Number of times that it died and was started again."""
     node: str = ""
-    """The address of its machine; empty for that of the controller."""
+    """The address of its machine; empty for the controller's machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRun:
-    """The parts, launched, and a look at their processes."""
+    """The launched parts of a run, and access to the state of their processes."""
 
     parts: Components
     components: Callable[[], list[ComponentStatus]]
+    """Returns the status of every process."""
     send_warnings_to: Callable[[Callable[[str], None]], None]
-    """From now on the parts' warnings go there; before, they are events of the order without a time."""
-    send_signs_to: Callable[[Tell], None]
-    """From now on it is told there which process does not go on, and when it goes on again."""
+    """Sends all later warnings of the parts to the given function. Earlier ones are events of the order, without a
+    time."""
+    send_signs_to: Callable[[SendWarning], None]
+    """Sends all later warnings about processes that do not go on to the given function."""
     send_recoveries_to: Callable[[Callable[[Recovery], None]], None]
-    """From now on whatever died and was started again is told there, when it dies and when it serves again."""
+    """Sends all later recoveries to the given function: when a part has died, and when it serves again."""
     facts: Callable[[], Facts]
-    """What the engine and the learner say of themselves; they are ready."""
+    """Returns the facts that the engines and the learner report about themselves."""

@@ -1,11 +1,9 @@
-"""The processes of a run: what each is told when it is started, and where they meet."""
+"""The processes of a run: the briefing of each, and the directories and shared memory that they use together."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import platform
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
@@ -28,50 +26,60 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient, RankClient
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.launch.engines import Engines, EngineTerms, engine_names
+from headrace.launch.engines import Engines, SupervisionConfig, engine_names
 from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
-from headrace.launch.lending import make_board
+from headrace.launch.lending import make_activity_file
 from headrace.launch.order import ComponentStatus, Facts, LaunchOrder
-from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, Lending, ScorerStart, Start
+from headrace.launch.starts import (
+    EngineStart,
+    EnvironmentStart,
+    LearnerStart,
+    Lending,
+    ResourceLimits,
+    ScorerStart,
+    Start,
+)
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.rollout.scoring import AnyReward
 from headrace.rollout.scoring.fit import columns_for
-from headrace.sync.config import Route
+from headrace.sync.config import TRANSPORTS, Route, RunPlaces
 
 
 @dataclass(slots=True, kw_only=True)
 class Processes:
-    """Every process of one run."""
+    """Starts the processes of one run and keeps a list of them."""
 
     site: Rendezvous
     starter: Starter
-    """Decides on which machine each is started."""
+    """Starts each process, on a machine of its choice."""
     order: LaunchOrder
     weights: Path
-    """The shared-memory file."""
+    """The shared-memory file that weights pass through."""
     children: list[Child] = field(default_factory=list)
+    """The processes that were started, except for those that have been replaced."""
     num_scorers: int = 0
-    """Started so far, those that were replaced included."""
+    """Number of scoring workers that were started, including those that have been replaced."""
     columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The columns of the rows that each component of the reward can rely on, by its label."""
+    """The columns that every row has, for each component of the reward, by its label."""
     num_environments: int = 0
-    """Environment workers, counted in the same way."""
+    """Number of environment workers that were started, including those that have been replaced."""
 
     def engines(self, *, own_weights: bool = False) -> Engines:
-        """Those of the run, not started yet; with ``own_weights`` each serves those of the model directory."""
+        """Return the engines of the policy, which are not started yet. With ``own_weights`` each serves the weights of
+        the model directory."""
         return self._engines(engine_names(self.order.engine.count), self.order.model, own_weights=own_weights)
 
     def agents(self) -> dict[str, Engines]:
-        """One engine for each agent with weights of its own, by name; not started yet."""
+        """Return one engine for each agent with weights of its own, by name; they are not started yet."""
         return {
             name: self._engines((f"agent-{name}",), model, own_weights=True)
             for name, model in self.order.agents.items()
         }  # fmt: skip
 
     def teachers(self) -> dict[str, Engines]:
-        """One engine for each teacher that is to have one, by name; not started yet."""
+        """Return one engine for each teacher that needs one, by name; they are not started yet."""
         return {
             name: self._engines((teacher_role(name),), teacher.model, own_weights=True)
             for name, teacher in self.order.teachers.items()
@@ -79,7 +87,7 @@ class Processes:
 
     def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
         order = self.order
-        terms = EngineTerms(
+        config = SupervisionConfig(
             rolling=order.sync.rolling,
             restarts=order.launch.engine_restarts,
             start_timeout_s=order.launch.start_timeout_s,
@@ -87,21 +95,21 @@ class Processes:
             version=0 if own_weights else NOT_SAMPLED,
         )
         start = partial(self._start_engine, model=model, own_weights=own_weights)
-        return Engines(start, names, terms, RealClock())
+        return Engines(start, names, config, RealClock())
 
     async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
         order, alone = self.order, self.order.engine.count == 1
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
         names = self._engine_names()
         place = names.index(name)
-        alike = Devices(engines=(order.devices.engines[place],), learner=()) if order.launch.remote else order.devices
-        settled = order.engine.of_one(0 if order.launch.remote else place, alike)
-        if name in teachers:  # it samples nothing: one sequence at a time is read
-            settled = settled.model_copy(update={"max_sequences": 1, "cache_tokens": None})
+        devices = Devices(engines=(order.devices.engines[place],), learner=()) if order.launch.remote else order.devices
+        config = order.engine.for_engine(0 if order.launch.remote else place, devices)
+        if name in teachers:  # a teacher samples nothing: it reads one sequence at a time
+            config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None})
         num_threads = order.launch.threads("engine", len(names), num_cores())
         start = EngineStart(
             model=model.model_dump(mode="json"),
-            engine=settled.model_dump(mode="json"),
+            engine=config.model_dump(mode="json"),
             max_context=teachers[name].max_context if name in teachers else order.max_context,
             num_threads=num_threads,
             lending=self._lending(place, len(names)),
@@ -111,12 +119,13 @@ class Processes:
             sleeps=order.sync.interrupt is Interrupt.SLEEP and not own_weights,
             own_weights=own_weights,
             interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
-            repeats=None if own_weights else order.repeats,
+            recorded=None if own_weights else order.recorded,
         )
         self._forget_replaced()
         return await self._start(name, start, num_threads, partial(self._engine_client, name))
 
     async def start_learner(self) -> LearnerClient:
+        """Start all ranks of the learner, and return the client of rank 0."""
         order = self.order
         world = order.learner.parallel.world
         num_threads = order.launch.threads("learner", world, num_cores())
@@ -149,7 +158,8 @@ class Processes:
         return (*engine_names(order.engine.count), *others)
 
     def _lending(self, place: int, num_engines: int) -> Lending | None:
-        """Engines have the first places, ranks the last."""
+        """Return the division of the cores for the part with index ``place``; ``None`` where no cores are lent. Engines
+        have the first indices, ranks of the learner the last."""
         launch, ranks = self.order.launch, self.order.learner.parallel.world
         if not launch.lend_cores:
             return None
@@ -157,16 +167,17 @@ class Processes:
         each = (launch.threads("engine", num_engines, num_cores()), launch.threads("learner", ranks, num_cores()))
         shares = (each[0],) * num_engines + (each[1],) * ranks
         if not board.exists():
-            make_board(board, len(shares))
-        return Lending(board=str(board), place=place, shares=shares)
+            make_activity_file(board, len(shares))
+        return Lending(activity_file=str(board), place=place, shares=shares)
 
     def _learner_on(self, rank: int) -> dict[str, Any]:
-        settled = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})
-        return settled.model_dump(mode="json")
+        config = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})
+        return config.model_dump(mode="json")
 
     async def start_scorer(self, reward: AnyReward) -> Child:
+        """Start a scoring worker for one component of the reward."""
         env = self.order.env
-        keep = Keep(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
+        keep = ResourceLimits(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
         if reward.label not in self.columns:
             self.columns[reward.label] = tuple(sorted(columns_for(reward, [*self.order.tasks, *self.order.eval_tasks])))
         start = ScorerStart(reward=reward.model_dump(mode="json"), columns=self.columns[reward.label], keep=keep)
@@ -176,7 +187,7 @@ class Processes:
         return await self._start(name, start, 1, partial(self._foreign_peer, name))
 
     async def start_environment(self, start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
-        """A worker; ``elsewhere``: on a machine that has joined."""
+        """Start an environment worker, on a machine that has joined if ``elsewhere`` is its starter."""
         name = f"environment-{self.num_environments}"
         self.num_environments += 1
         self._forget_replaced()
@@ -186,23 +197,22 @@ class Processes:
         self.children = [child for child in self.children if not child.closed]
 
     def _route(self) -> Route:
-        sync, run_dir = self.order.sync, self.order.run_dir
-        where = hashlib.blake2b(f"{platform.node()}:{run_dir}".encode(), digest_size=4).hexdigest()
-        own = f"{sync.directory.rstrip('/')}/{run_dir.name}-{where}"  # others may have directories of that name
-        folder = own if sync.directory else str(run_dir / "weights")
-        places = {"shm": str(self.weights), "files": folder, "collective": str(self.site.directory)}
+        sync = self.order.sync
+        places = RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
         return Route(
             transport=sync.transport,
             codec=sync.codec,
-            address=places.get(sync.transport, ""),
+            address=TRANSPORTS.load(sync.transport).address(sync, places),
             host=sync.host,
             tls_certificate=sync.tls_certificate,
             tls_key=sync.tls_key,
+            options=sync.options,
             deadline_s=sync.deadline_s / 2,
         )
 
     def components(self, restarts: Mapping[str, int]) -> list[ComponentStatus]:
-        """Every process, the controller's own first; ``restarts``: how often each was started again."""
+        """Return the status of every process, with the controller first. ``restarts`` has the number of times that each
+        was started again."""
         parts = [ComponentStatus(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
             version, device = _version(child.peer), _device(child.peer)
@@ -220,11 +230,12 @@ class Processes:
         return parts
 
     def facts(self) -> Facts:
-        """Of engines and learner, as far as they are ready."""
+        """Return the facts that the engines and the learner report about themselves, as far as they are ready."""
         parts = [child for child in self.children if child.role == "learner" or child.role.startswith("engine")]
         return {child.role: child.peer.ready.result().facts for child in parts if child.peer.ready.done()}
 
     async def end(self) -> None:
+        """End all processes."""
         ends = [child.end(Shutdown()) for child in self.children]
         await asyncio.gather(*ends)
 
@@ -236,8 +247,8 @@ class Processes:
         make_peer: Callable[[ControllerChannel], Peer],
         elsewhere: Starter | None = None,
     ) -> Child:
-        errand = ProcessSpec(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
-        child = await Child.start(self.site, errand, elsewhere or self.starter)
+        spec = ProcessSpec(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
+        child = await Child.start(self.site, spec, elsewhere or self.starter)
         self.children.append(child)
         return child
 
@@ -263,7 +274,7 @@ class Processes:
 
 
 def teacher_role(name: str) -> str:
-    """What the engine of a teacher is called.
+    """Return the role of a teacher's engine.
 
     >>> teacher_role(""), teacher_role("math")
     ('teacher', 'teacher-math')
@@ -282,12 +293,13 @@ def _version(peer: Peer) -> int | None:
 
 def _device(peer: Peer) -> str:
     ready = peer.ready
-    told = ready.done() and not ready.cancelled() and ready.exception() is None
-    return str(ready.result().facts.get("device", "")) if told else ""
+    is_ready = ready.done() and not ready.cancelled() and ready.exception() is None
+    return str(ready.result().facts.get("device", "")) if is_ready else ""
 
 
-def premises(order: LaunchOrder, leases: ExitStack) -> tuple[Rendezvous, Path]:
-    """Where the processes meet, and the weights' file in shared memory; what killed runs left there is removed."""
+def open_directories(order: LaunchOrder, leases: ExitStack) -> tuple[Rendezvous, Path]:
+    """Make the directories, the token and the shared-memory file of a run, and remove those that killed runs left.
+    ``leases`` removes them at the end of the run."""
     logs = order.run_dir / "logs"
     places = Path(tempfile.gettempdir()), shared_memory_root()
     try:

@@ -1,4 +1,4 @@
-"""What each process is told when it starts: one JSON file, read once."""
+"""The briefing of a process: everything that it needs to know at its start, in one JSON file that it reads once."""
 
 from __future__ import annotations
 
@@ -8,142 +8,149 @@ from typing import Any
 import msgspec
 
 from headrace.base.environ import RankPlace, engine_environment, rank_environment
-from headrace.launch.channel import Ends
+from headrace.launch.channel import ChannelAddresses
 from headrace.sync.config import Route
 
 
-class Repeated(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine of a replay is told of the recorded one."""
+class RecordedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """The recording that the engine of a replay has to follow."""
 
     interleaving: str
-    """Its record."""
+    """The file with the recorded messages and the steps before which they came."""
     deadline_s: float
-    """Longest wait for a message that is due."""
+    """Longest wait, in seconds, for a message that is due."""
     seed: int
-    """The run's."""
+    """The seed of the recorded run."""
     num_groups: int
-    """Of the recorded run: with the seed and the size of a group they give the names of its requests."""
+    """The number of groups in the recorded run. With the seed and the group size it gives the names of the requests."""
     group_size: int
-    """Episodes of each."""
+    """The number of episodes in each group."""
 
 
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
-    """What a part is told of the cores of all."""
+    """The division of the machine's cores between parts that lend them to each other."""
 
-    board: str
-    """The file of the board."""
+    activity_file: str
+    """The shared file with one byte for each part: 1 while the part computes."""
     place: int
-    """The part's own byte in it."""
+    """The index of this part's own byte in the file."""
     shares: tuple[int, ...]
-    """Cores of each part, by its place."""
+    """The number of cores that each part owns, by its index."""
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An engine."""
+    """The settings of an engine process."""
 
     model: dict[str, Any]
     engine: dict[str, Any]
     max_context: int
-    """Prompt and completion together may be this long, in tokens."""
+    """The number of tokens that prompt and completion may have together."""
     num_threads: int
     lending: Lending | None = None
-    """Whose cores it may use; ``None``: its own alone."""
+    """The cores that the engine may borrow; ``None``: it computes with its own cores alone."""
     route: Route = Route()
-    """How a learner's weights arrive."""
+    """The way by which the learner's weights arrive."""
     record_kept: bool = False
-    """Whether what tokens are drawn from is asked for: servers have to know that from the start."""
+    """Whether kept-sets (the vocabulary entries that truncated sampling keeps) will be requested. An inference server
+    must know that when it starts."""
     record_routing: bool = False
-    """The same of their experts."""
+    """Whether the experts that each token is routed to will be requested; the same holds for these."""
     sleeps: bool = False
-    """Whether it gives its memory back while a learner computes: so too."""
+    """Whether the engine gives back its memory while the learner computes. An inference server must know that, too,
+    when it starts."""
     own_weights: bool = False
-    """Whether to take the weights of its own directory as version 0, and not wait for a learner's."""
+    """Whether the engine uses the weights of its own directory as version 0, and does not wait for a learner's."""
     memory: str = ""
-    """With ``own_weights``: a shared-memory file that they go through. Whoever starts the process makes it."""
+    """The shared-memory file that weights pass through with ``own_weights``; it is made by the starter of the
+    process."""
     interleaving: str = ""
-    """Where to record what it is told between which steps; empty: nowhere."""
-    repeats: Repeated | None = None
-    """The recorded engine that it repeats; ``None``: it takes messages as they come."""
+    """The file in which the engine records its messages and the steps before which they came; empty: it records
+    none."""
+    recorded: RecordedEngine | None = None
+    """The recording that the engine replays; ``None``: it handles messages when they come."""
 
 
 class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A learner, or one rank of it."""
+    """The settings of a learner process, or of one rank of a learner."""
 
     model: dict[str, Any]
-    """As the run began with it; snapshots copy the tokenizer from there."""
+    """The model section with which the run began; snapshots copy the tokenizer from there."""
     learner: dict[str, Any]
     algo: dict[str, Any]
     temperature: float
-    """At which the engine samples: log π is taken at the same."""
+    """The sampling temperature of the engine, at which the learner computes log π."""
     total_steps: int
-    """Optimizer steps of the whole run: where the learning rate's schedule ends."""
+    """Optimizer steps of the whole run, at the end of which the learning-rate schedule ends."""
     snapshot: str
-    """Directory to restore weights, optimizer and step from; empty for a new run."""
+    """The directory to restore weights, optimizer and step from; empty for a new run."""
     route: Route
-    """How its weights leave."""
+    """The way by which the weights are sent to the engines."""
     num_threads: int
     lending: Lending | None = None
-    """Whose cores it may use; ``None``: its own alone."""
+    """The cores that the learner may borrow; ``None``: it computes with its own cores alone."""
     rank: int = 0
-    """Which rank; the first hears orders, answers and publishes."""
+    """The index of this rank. Rank 0 receives the orders, answers them and publishes weights."""
     world: int = 1
-    """Ranks altogether."""
+    """The number of ranks."""
     rendezvous: str = ""
-    """Where they meet: torch's ``init_method``."""
+    """The address at which the ranks find each other: torch's ``init_method``."""
     interface: str = ""
-    """The network interface that leads to the other ranks; empty: all are on this machine."""
+    """The network interface that leads to the other ranks; empty: all ranks are on this machine."""
 
     @property
     def place(self) -> RankPlace:
-        """Of this rank. Where a cluster places each by itself, the devices that it sees are its own."""
+        """The rank's place among all ranks. Where a cluster places every rank by itself, the rank sees only its own
+        devices, so its local rank is 0."""
         return RankPlace(rank=self.rank, local_rank=0 if self.interface else self.rank, world=self.world)
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process that runs foreign code may use, with all that it starts: it is ended when it takes more, and
-    nothing of it outlives it. Its own processes are all that it sees."""
+class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The resources that a process with user code may use, together with all processes that it starts. A keeper process
+    kills all of them if they use more or if their parent ends; they can see no other processes."""
 
     memory_bytes: int
-    """Memory of all of them together; 0: half of that of the machine that they are started on."""
+    """Memory of all these processes together; 0: half of the memory of the machine."""
     processes: int
-    """Processes at once."""
+    """Number of processes at the same time."""
     log_bytes: int = 16 << 20
-    """Of what it prints, so much is kept."""
+    """Bytes of the output that are kept in the log."""
 
 
 class ScorerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A scoring worker."""
+    """The settings of a scoring worker."""
 
     reward: dict[str, Any]
-    """The component that it grades: its section."""
+    """The section of the reward component that the worker computes."""
     columns: tuple[str, ...] | None = None
-    """The columns of the rows that it can rely on; ``None``: nothing is known of them."""
-    keep: Keep | None = None
-    """What it may use; ``None``: whatever there is."""
+    """The columns that every row has; ``None``: the columns are not known."""
+    keep: ResourceLimits | None = None
+    """The limits of the worker's resources; ``None``: no limits."""
 
 
 class EnvironmentStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An environment worker."""
+    """The settings of an environment worker."""
 
     kind: str
-    """``env.kind``."""
+    """The kind of the environment, from ``env.kind``."""
     entry: str
-    """``file.py:name``, the command of a program, or what a bridge leads to."""
+    """``file.py:name``, the command line of a program, or the target of a bridge."""
     concurrency: int
-    """Episodes at once."""
+    """Number of episodes at the same time."""
     block_s: float
-    """How long code of an episode may keep the loop from turning."""
+    """Seconds for which code of an episode may block the event loop."""
     options: dict[str, Any] = {}
-    """Settings of a bridge."""
-    keep: Keep | None = None
-    """What it may use; ``None``: whatever there is."""
+    """The settings of a bridge."""
+    keep: ResourceLimits | None = None
+    """The limits of the worker's resources; ``None``: no limits."""
+    own_namespace: bool = True
+    """Whether the programs of its episodes run in user namespaces of their own."""
 
 
 Start = EngineStart | LearnerStart | ScorerStart | EnvironmentStart
 
 
 def extra_environment(start: Start) -> dict[str, str]:
-    """Environment variables that such a process needs beyond those of every process of the run."""
+    """Return the environment variables that a process of this kind needs beside those of every process of the run."""
     if isinstance(start, EngineStart):
         return engine_environment()
     if isinstance(start, LearnerStart) and start.world > 1:
@@ -152,19 +159,20 @@ def extra_environment(start: Start) -> dict[str, str]:
 
 
 class Briefing(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a process is told."""
+    """The content of the file that a process reads when it starts."""
 
     start: Start
-    ends: Ends
-    """Where it hears orders, and reports."""
+    """The kind of the process, with its settings."""
+    addresses: ChannelAddresses
+    """The addresses at which the process receives orders and sends reports."""
 
 
 def write_briefing(path: Path, briefing: Briefing) -> None:
-    """Write it for a process to read; ``OSError`` where that cannot be done."""
+    """Write a briefing for a process to read. Raises ``OSError`` if the file cannot be written."""
     path.touch(0o600)
     path.write_bytes(msgspec.json.encode(briefing))
 
 
 def read_briefing(path: Path) -> Briefing:
-    """What this process is to be."""
+    """Read the briefing of this process."""
     return msgspec.json.decode(path.read_bytes(), type=Briefing)

@@ -1,4 +1,4 @@
-"""Environment workers without a run around them, for checks."""
+"""Environment workers for checks, outside a run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.base.types.sampling import Sampling
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
-from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
-from headrace.launch.here import Here
+from headrace.launch.clients import EnvPeer, EnvPool, EnvPoolConfig
+from headrace.launch.endpoints import EpisodeEndpoint, open_endpoint
+from headrace.launch.local_process import LocalStarter
 from headrace.launch.starts import EnvironmentStart
-from headrace.wings.agents import Endpoint
 
 
 @asynccontextmanager
-async def trial_pool(start: EnvironmentStart, terms: EnvTerms, warn: Callable[[str], None]) -> AsyncIterator[EnvPool]:
-    """Workers as a run would have them; they, their logs and all that they started are gone afterwards."""
+async def trial_pool(
+    start: EnvironmentStart, config: EnvPoolConfig, warn: Callable[[str], None]
+) -> AsyncIterator[EnvPool]:
+    """Start a pool of workers like that of a run. When the context ends, the workers, their logs and everything they
+    started are removed."""
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as directory:
         site = Rendezvous(
             directory=Path(directory), logs=Path(directory), token=secrets.token_hex(32), on_spans=lambda _: None
@@ -33,11 +36,11 @@ async def trial_pool(start: EnvironmentStart, terms: EnvTerms, warn: Callable[[s
         async def start_worker() -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            errand = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
-            children.append(await Child.start(site, errand, Here()))
+            spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
+            children.append(await Child.start(site, spec, LocalStarter()))
             return children[-1]
 
-        pool = EnvPool(start_worker, terms, warn=warn, listening=_listening)
+        pool = EnvPool(start_worker, config, warn=warn, listening=_listening)
         try:
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(pool.keep())
@@ -50,5 +53,5 @@ async def trial_pool(start: EnvironmentStart, terms: EnvTerms, warn: Callable[[s
                 child.close()
 
 
-def _listening(warn: Callable[[str], None]) -> AbstractAsyncContextManager[Endpoint]:
-    return Endpoint.listening(Sampling(max_new_tokens=1024), clock=RealClock(), warn=warn)
+def _listening(warn: Callable[[str], None]) -> AbstractAsyncContextManager[EpisodeEndpoint]:
+    return open_endpoint()(Sampling(max_new_tokens=1024), clock=RealClock(), warn=warn)

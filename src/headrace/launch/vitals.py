@@ -1,13 +1,13 @@
-"""Signs of life of the processes of a run: which of them is stopped, hangs, or takes far longer than usual is told by
-name, long before somebody who waits for it gives up.
+"""Supervision of processes that live and do not go on: stopped ones, hanging ones, and those that are far slower than
+usual. Users are warned, with the name of the process, long before the stall watchdog ends the run.
 
-    every process           is it, or one that it has started, stopped by a signal or a debugger? The system knows.
-    a learner, each rank    does it go on? It says once a second which unit of work it is at (a micro-batch, an update,
-                            a copy of the weights), and how long such units take; and the system knows whether its
-                            process computes, reads or writes.
+    every process           Has a signal or a debugger stopped it, or a process that it started? The system knows.
+    a learner, each rank    Does it go on? Once a second it reports which unit of work it is busy with (a micro-batch,
+                            an update, a copy of the weights) and how long such units take; and the system knows
+                            whether its process computes, reads or writes.
 
-A step has no honest bound, so a learner that computes is never ended for being slow. One that neither ends a unit nor
-computes, reads or writes gives no sign of work, and where nothing else moves either the stall watchdog ends the run.
+A step has no honest time limit, so a learner that computes is never ended for being slow. A learner that neither ends a
+unit nor computes, reads or writes gives no sign of work; if nothing else moves either, the stall watchdog ends the run.
 """
 
 from __future__ import annotations
@@ -24,123 +24,132 @@ from headrace.base.clock import Clock, off_loop
 from headrace.control.board import OWN_STANDSTILL_S, Standstill
 from headrace.launch.child import Child
 from headrace.launch.clients import RankClient
-from headrace.launch.here import halted_below
+from headrace.launch.local_process import halted_below
 
-LOOK_S = 1.0
-"""How often the processes are looked at, at most."""
-LATEST_LOOK_S = 5.0
-"""The same, at least; or an eighth of ``run.stall_timeout_s``, where that is less."""
-LOOK_SHARE = 0.02
-"""Within these bounds looking takes at most this share of the time: a machine may have thousands of processes."""
-FAR_LOOK_S = 5.0
-"""How often those of other machines are looked at, each by a message."""
-STOPPED_S = 3.0
-"""A process that is stopped for less is not worth a line."""
-SHARE = 0.5
-"""What is wrong for this share of ``run.stall_timeout_s`` is told."""
-FAR = 10.0
-"""So many times as long as units of its kind usually take is far longer than usual."""
-FIRST = 4.0
-"""The same for the first unit of a kind, which may compile, in times of ``run.stall_timeout_s``."""
-COMPUTES = 0.2
-"""A process that computes uses, or waits for, at least this share of one core; its heartbeat alone much less."""
+CHECK_S = 1.0
+"""Seconds between two checks of the processes, at least."""
+MAX_CHECK_S = 5.0
+"""Seconds between two checks, at most; an eighth of ``run.stall_timeout_s`` where that is less."""
+CHECK_TIME_SHARE = 0.02
+"""Within these bounds, checks take at most this share of the time: a machine may have thousands of processes."""
+REMOTE_CHECK_S = 5.0
+"""Seconds between two checks of the processes on other machines, each of which costs a message."""
+WARN_STOPPED_S = 3.0
+"""Seconds for which a process must be stopped before users are warned."""
+WARN_SHARE = 0.5
+"""Share of ``run.stall_timeout_s`` after which users are warned."""
+SLOW_FACTOR = 10.0
+"""A unit that takes this many times as long as units of its kind usually take is far slower than usual."""
+FIRST_UNIT_FACTOR = 4.0
+"""The first unit of a kind, which may compile, is far too slow after this multiple of ``run.stall_timeout_s``."""
+BUSY_SHARE = 0.2
+"""A process that computes uses, or waits for, at least this share of one core; its heartbeat alone needs much less."""
 
 
-class Tell(Protocol):
-    """Where what is found goes."""
+class SendWarning(Protocol):
+    """A function that receives the warnings of :class:`Vitals`."""
 
     def __call__(self, text: str, *, kind: str = "") -> None:
-        """``kind``: what warnings that differ in their figures alone have in common; empty for good news."""
+        """Receive a message. Warnings of the same ``kind`` differ only in their figures; ``kind`` is empty for good
+        news."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class _Case:
-    """What is known of one process."""
+class _StopRecord:
+    """A record of a process that is stopped."""
 
     words: str = ""
-    """What keeps it from going on; empty where nothing does."""
+    """The reason why it is stopped."""
     since_s: float = 0.0
-    """When that was seen first, on the clock."""
-    told: bool = False
+    """The time at which that was first seen, on the clock."""
+    warned: bool = False
+    """Whether users have been warned."""
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
-    """What is known of a learner's work."""
+class _WorkRecord:
+    """A record of the work of one rank of a learner."""
 
     num_units: int = 0
+    """The number of units that it had ended at the latest check."""
     used: float = 0.0
-    """Seconds computed, and bytes read and written."""
-    looked_s: float = 0.0
+    """Seconds of processor time plus bytes read and written, up to the latest check."""
+    checked_s: float = 0.0
+    """The time of the latest check, on the clock."""
     busy: bool = False
-    """Whether it has something to do."""
-    unit_s: float = 0.0
-    """When it was seen to end a unit, or to wait for orders."""
-    sign_s: float = 0.0
-    """When it gave its last sign of work."""
-    told: str = ""
-    """The unit about which something was told; empty: nothing was."""
-    stands: str = ""
-    """What is wrong with it, in words, where it gives no sign of work."""
+    """Whether it has work to do."""
+    unit_started_s: float = 0.0
+    """The time at which it was last seen to end a unit or to wait for orders."""
+    last_sign_s: float = 0.0
+    """The time of its last sign of work."""
+    warned: str = ""
+    """The unit about which users have been warned; empty: there was no warning."""
+    standstill: str = ""
+    """A description of the standstill, where it gives no sign of work."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Vitals:
-    """Looks at the processes of one run."""
+    """Watches the processes of one run and warns of those that do not go on."""
 
     children: Callable[[], Sequence[Child]]
+    """Returns the processes of the run."""
     timeout_s: float
-    """``run.stall_timeout_s``: what is wrong is told before it has passed."""
+    """``run.stall_timeout_s``, in seconds; warnings are sent before it has passed."""
     clock: Clock
-    tell: Tell
+    tell: SendWarning
+    """Receives the warnings."""
     others: Callable[[], dict[str, int]] = dict
-    """Processes of this machine beside the children, by name: their pids."""
-    num_signs: int = 0
-    """Signs of work that learners have given."""
-    _cases: dict[tuple[str, int], _Case] = field(default_factory=dict)
-    _works: dict[Child, _Work] = field(default_factory=dict)
-    _far_s: float = float("-inf")
+    """Returns the pids, by name, of processes on this machine that are not among the children."""
+    num_work_signs: int = 0
+    """Number of signs of work that learners have given."""
+    _stops: dict[tuple[str, int], _StopRecord] = field(default_factory=dict)
+    _works: dict[Child, _WorkRecord] = field(default_factory=dict)
+    _remote_checked_s: float = float("-inf")
 
-    def standing(self) -> list[Standstill]:
-        """The processes that do not go on."""
+    def standstills(self) -> list[Standstill]:
+        """Return the processes that do not go on."""
         stopped = [
-            Standstill(words=self._in_words(name, pid, case), stopped=True)
-            for (name, pid), case in self._cases.items()
+            Standstill(words=self._in_words(name, pid, stop), stopped=True)
+            for (name, pid), stop in self._stops.items()
         ]  # fmt: skip
-        return stopped + [Standstill(words=work.stands, stopped=False) for work in self._works.values() if work.stands]
+        return stopped + [
+            Standstill(words=work.standstill, stopped=False) for work in self._works.values() if work.standstill
+        ]
 
-    def send_to(self, tell: Tell) -> None:
-        """From now on, tell ``tell`` what is found."""
+    def send_messages_to(self, tell: SendWarning) -> None:
+        """Send all later warnings to ``tell``."""
         self.tell = tell
 
     async def watch(self) -> None:
-        """Look at them again and again; ends only by cancellation."""
+        """Check the processes again and again; this ends only by cancellation."""
         while True:
             begun_s = self.clock.now()
             children = [child for child in self.children() if child.state != "ended"]
-            await self._see_stopped(children)
-            await self._see_work([child for child in children if isinstance(child.peer, RankClient)])
+            await self._check_stopped(children)
+            await self._check_work([child for child in children if isinstance(child.peer, RankClient)])
             took_s = self.clock.now() - begun_s
-            nap_s = min(max(LOOK_S, took_s / LOOK_SHARE), LATEST_LOOK_S, self.timeout_s / 8)
+            nap_s = min(max(CHECK_S, took_s / CHECK_TIME_SHARE), MAX_CHECK_S, self.timeout_s / 8)
             asleep_s = self.clock.now()
             await asyncio.sleep(nap_s)
             late_s = self.clock.now() - asleep_s - nap_s
-            if late_s > OWN_STANDSTILL_S:  # nobody was heard meanwhile
-                self._forgive(late_s)
+            if late_s > OWN_STANDSTILL_S:  # no message was received in the meantime
+                self._exclude_own_standstill(late_s)
 
-    def _forgive(self, late_s: float) -> None:
-        """This process itself stood still for that long: it counts against nobody."""
+    def _exclude_own_standstill(self, late_s: float) -> None:
+        """Shift all times by ``late_s``, for which the controller's own process stood still, so that no other process
+        is blamed for them."""
         for child, work in self._works.items():
             assert isinstance(child.peer, RankClient)
             child.peer.heard_s += late_s
-            work.looked_s, work.unit_s, work.sign_s = (
-                at_s + late_s for at_s in (work.looked_s, work.unit_s, work.sign_s)
+            work.checked_s, work.unit_started_s, work.last_sign_s = (
+                at_s + late_s for at_s in (work.checked_s, work.unit_started_s, work.last_sign_s)
             )
 
     # -- stopped ----------------------------------------------------------------------------------------------------
 
-    async def _see_stopped(self, children: Sequence[Child]) -> None:
+    async def _check_stopped(self, children: Sequence[Child]) -> None:
         near = [child for child in children if not child.node]
         others = self.others()
         halted = await off_loop(_halted, near, others.values()) if near or others else {}
@@ -148,72 +157,75 @@ class Vitals:
             child.peer.halted = halted.get(child.working_pid) or halted.get(child.pid, "")
         found = {(name, pid): halted[pid] for name, pid in others.items() if pid in halted}
         far = [child for child in children if child.node]
-        if far and self.clock.now() - self._far_s >= FAR_LOOK_S:
-            self._far_s = self.clock.now()
+        if far and self.clock.now() - self._remote_checked_s >= REMOTE_CHECK_S:
+            self._remote_checked_s = self.clock.now()
             for child, words in zip(far, await asyncio.gather(*(child.halted() for child in far)), strict=True):
                 child.peer.halted = words
         found |= {(child.role, child.pid): child.peer.halted for child in children if child.peer.halted}
-        self._note(found, {*((child.role, child.pid) for child in children), *others.items()})
+        self._report_stops(found, {*((child.role, child.pid) for child in children), *others.items()})
 
-    def _note(self, found: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
+    def _report_stops(self, found: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
         now_s = self.clock.now()
-        for (name, pid), case in list(self._cases.items()):
+        for (name, pid), stop in list(self._stops.items()):
             if (name, pid) not in found:
-                del self._cases[name, pid]
-                if case.told:
+                del self._stops[name, pid]
+                if stop.warned:
                     now = "goes on" if (name, pid) in alive else "has ended"
-                    self.tell(f"{name} (pid {pid}) was stopped for {now_s - case.since_s:.0f} s, and {now}")
+                    self.tell(f"{name} (pid {pid}) was stopped for {now_s - stop.since_s:.0f} s, and {now}")
         for who, words in found.items():
-            case = self._cases.setdefault(who, _Case(words=words, since_s=now_s))
-            if not case.told and now_s - case.since_s >= min(STOPPED_S, SHARE * self.timeout_s):
-                case.told = True
+            stop = self._stops.setdefault(who, _StopRecord(words=words, since_s=now_s))
+            if not stop.warned and now_s - stop.since_s >= min(WARN_STOPPED_S, WARN_SHARE * self.timeout_s):
+                stop.warned = True
                 self.tell(
-                    f"{self._in_words(*who, case)}: it does nothing until it continues", kind=f"{who[0]} is stopped"
+                    f"{self._in_words(*who, stop)}: it does nothing until it continues", kind=f"{who[0]} is stopped"
                 )
 
-    def _in_words(self, name: str, pid: int, case: _Case) -> str:
-        return f"{name} (pid {pid}) {case.words}, for {self.clock.now() - case.since_s:.0f} s"
+    def _in_words(self, name: str, pid: int, stop: _StopRecord) -> str:
+        return f"{name} (pid {pid}) {stop.words}, for {self.clock.now() - stop.since_s:.0f} s"
 
     # -- at work ----------------------------------------------------------------------------------------------------
 
-    async def _see_work(self, ranks: Sequence[Child]) -> None:
-        """Count the signs of work of a learner's ranks, and tell what is wrong with them."""
+    async def _check_work(self, ranks: Sequence[Child]) -> None:
+        """Count the signs of work of a learner's ranks, and warn of the ranks that give none."""
         self._works = {child: work for child, work in self._works.items() if child in ranks}
         for child in ranks:
-            await self._look(child)
+            await self._observe(child)
         now_s = self.clock.now()
-        hangs = all(now_s - work.sign_s >= self._soon_s for work in self._works.values())
-        for child, work in self._works.items():  # while one works, or is stopped, the others wait for it
-            self._judge(child, work, hangs=hangs)
+        hangs = all(now_s - work.last_sign_s >= self._warn_after_s for work in self._works.values())
+        for child, work in self._works.items():  # while one rank works or is stopped, the others wait for it
+            self._report_stuck(child, work, hangs=hangs)
 
-    async def _look(self, child: Child) -> None:
+    async def _observe(self, child: Child) -> None:
         peer, now_s = child.peer, self.clock.now()
         assert isinstance(peer, RankClient)
         if peer.working is None:  # it is not ready, or has just become so
             return
-        said, used = peer.working, await self._used(child)
-        work = self._works.setdefault(child, _Work(used=used, looked_s=now_s, unit_s=now_s, sign_s=now_s))
-        work.busy = bool(said.what) or (peer.owes and now_s - peer.heard_s > self._soon_s)
-        computes = used - work.used > COMPUTES * (now_s - work.looked_s)
-        ended = said.num_units != work.num_units
-        work.num_units, work.used, work.looked_s = said.num_units, used, now_s
+        report, used = peer.working, await self._used(child)
+        work = self._works.setdefault(
+            child, _WorkRecord(used=used, checked_s=now_s, unit_started_s=now_s, last_sign_s=now_s)
+        )
+        work.busy = bool(report.what) or (peer.awaits_answer and now_s - peer.heard_s > self._warn_after_s)
+        computes = used - work.used > BUSY_SHARE * (now_s - work.checked_s)
+        ended = report.num_units != work.num_units
+        work.num_units, work.used, work.checked_s = report.num_units, used, now_s
         if work.busy and (ended or computes):
-            self.num_signs += 1
+            self.num_work_signs += 1
         if ended or not work.busy:
-            self._goes_on(child, work)
-        if peer.halted:  # it is told of as that, and begins anew afterwards
-            work.told = ""
+            self._report_resumed(child, work)
+        if peer.halted:  # it is reported as stopped, and its work is timed anew when it continues
+            work.warned = ""
         if ended or not work.busy or peer.halted:
-            work.unit_s = work.sign_s = now_s
+            work.unit_started_s = work.last_sign_s = now_s
         elif computes:
-            work.sign_s = now_s
+            work.last_sign_s = now_s
 
     @property
-    def _soon_s(self) -> float:
-        return SHARE * self.timeout_s
+    def _warn_after_s(self) -> float:
+        return WARN_SHARE * self.timeout_s
 
     async def _used(self, child: Child) -> float:
-        """What the process has used so far: seconds of processors, and bytes of files as if each were a second."""
+        """Return what the process has used so far: seconds of processor time plus bytes read and written. Only growth
+        matters, so the two are added as if a byte were a second."""
         used = await child.computed_s()
         if not child.node:
             with contextlib.suppress(psutil.Error, AttributeError):  # it has just ended; no such figures on macOS
@@ -221,26 +233,28 @@ class Vitals:
                 used += io.read_bytes + io.write_bytes
         return used
 
-    def _judge(self, child: Child, work: _Work, *, hangs: bool) -> None:
-        """``hangs``: no rank has given a sign of work for long."""
+    def _report_stuck(self, child: Child, work: _WorkRecord, *, hangs: bool) -> None:
+        """Warn of a unit that takes far too long; ``hangs``: no rank has given a sign of work for long."""
         assert isinstance(child.peer, RankClient)
-        said, now_s = child.peer.working, self.clock.now()
-        assert said is not None
-        unit_s, silent_s = now_s - work.unit_s, now_s - child.peer.heard_s
-        usual = f"usually at most {said.usual_s:.1f} s" if said.usual_s else "the first of its kind"
-        at = f"{child.role} (pid {child.pid}) is at {said.what or 'an order'} for {unit_s:.0f} s ({usual})"
-        if silent_s > self._soon_s:
+        report, now_s = child.peer.working, self.clock.now()
+        assert report is not None
+        unit_s, silent_s = now_s - work.unit_started_s, now_s - child.peer.heard_s
+        usual = f"usually at most {report.usual_s:.1f} s" if report.usual_s else "the first of its kind"
+        at = f"{child.role} (pid {child.pid}) is at {report.what or 'an order'} for {unit_s:.0f} s ({usual})"
+        if silent_s > self._warn_after_s:
             at += f", has shown no heartbeat for {silent_s:.0f} s"
-        work.stands = ""
+        work.standstill = ""
         if hangs and work.busy:
-            work.stands = f"{at} and neither computes, reads nor writes (its process is {_state(child)})"
-        long_s = max(self._soon_s, FAR * said.usual_s if said.usual_s else FIRST * self.timeout_s)
-        if work.told or not (work.stands or (work.busy and unit_s >= long_s)):
+            work.standstill = f"{at} and neither computes, reads nor writes (its process is {_state(child)})"
+        long_s = max(
+            self._warn_after_s, SLOW_FACTOR * report.usual_s if report.usual_s else FIRST_UNIT_FACTOR * self.timeout_s
+        )
+        if work.warned or not (work.standstill or (work.busy and unit_s >= long_s)):
             return
-        work.told = said.what or "an order"
-        if work.stands:
+        work.warned = report.what or "an order"
+        if work.standstill:
             self.tell(
-                f"{work.stands}: it hangs, or waits for something outside; where nothing else moves either, "
+                f"{work.standstill}: it hangs, or waits for something outside; where nothing else moves either, "
                 f"run.stall_timeout_s={self.timeout_s:g} ends the run; look at logs/{child.role}.log",
                 kind=f"{child.role} hangs",
             )
@@ -249,21 +263,20 @@ class Vitals:
                 f"{at}, far longer than usual; it computes, so the run waits for it", kind=f"{child.role} is slow"
             )
 
-    def _goes_on(self, child: Child, work: _Work) -> None:
-        if work.told:
-            self.tell(
-                f"{child.role} (pid {child.pid}) goes on: {work.told} took {self.clock.now() - work.unit_s:.0f} s"
-            )
-        work.told = work.stands = ""
+    def _report_resumed(self, child: Child, work: _WorkRecord) -> None:
+        if work.warned:
+            took_s = self.clock.now() - work.unit_started_s
+            self.tell(f"{child.role} (pid {child.pid}) goes on: {work.warned} took {took_s:.0f} s")
+        work.warned = work.standstill = ""
 
 
 def _halted(near: Sequence[Child], others: Collection[int]) -> dict[int, str]:
-    """What keeps processes of this machine from going on, by pid."""
+    """Return, by pid, why processes of this machine are halted."""
     return halted_below([*others, *(pid for child in near for pid in (child.pid, child.working_pid))])
 
 
 def _state(child: Child) -> str:
-    """What the system says of its process."""
+    """Return the state of the process, as the operating system names it."""
     if child.node:
         return f"on {child.node}"
     try:

@@ -1,4 +1,4 @@
-"""The learner: batches in, gradients and new weights out."""
+"""The learner, which turns batches into gradients and new weights."""
 
 from headrace.learner.base import Learner
 from headrace.learner.config import LearnerConfig

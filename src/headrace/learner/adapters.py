@@ -1,10 +1,10 @@
-"""Several adapters in training on one frozen base.
+"""Several adapters that are trained on one frozen base model.
 
     base ──┬── adapter a ── LearnerCore a: gradient, optimizer, version
            └── adapter b ── LearnerCore b
 
-One of them at a time computes and is trained. Beyond its adapter and its optimizer's moments a learner costs no memory:
-the base is there once.
+One adapter at a time is active, for computing and for training. The base model exists once: each further learner costs
+only the memory of its adapter and of its optimizer's moments.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from headrace.models.lora import active, add_adapter
 
 
 class Adapters:
-    """Named learners, each over its own adapter of ``model``. Not thread-safe.
+    """A collection of named learners, each with its own adapter of ``model``. It is not thread-safe.
 
-    Training one changes no bit of another, and what becomes of one does not depend on which others train in between.
+    Training one changes no bit of another, and its result does not depend on which others train in between.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class Adapters:
         configs: Mapping[str, LoraConfig],
         build: Callable[[str, PreTrainedModel], LearnerCore],
     ) -> None:
-        """``base``: the directory of ``model``, which has no adapter yet; ``build`` makes the learner of a name, while
-        its adapter is the active one."""
+        """Add one adapter for each of ``configs`` to ``model``, which must have none yet, and build its learner.
+        ``base`` is the directory of ``model``. ``build`` makes the learner of a name, while its adapter is the active
+        one."""
         for name, config in configs.items():
             add_adapter(model, config, base, name)
         self._model = model
@@ -44,14 +45,16 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order in which they were given."""
+        """The names of the learners, in the order of ``configs``."""
         return tuple(self._cores)
 
     @contextmanager
     def on(self, name: str) -> Iterator[LearnerCore]:
-        """The learner of ``name``, to be used inside the ``with`` block only: train, logprobs, save, restore.
+        """Yield the learner of ``name``, which may be used inside the ``with`` block only: train, logprobs, save,
+        restore.
 
-        Inside, :func:`~headrace.models.weights.weight_tensors` of the model are that adapter's, to be published.
+        Inside the block, :func:`~headrace.models.weights.weight_tensors` of the model returns the tensors of that
+        adapter, which are to be published.
         """
         with active(self._model, name):
             yield self._cores[name]

@@ -1,55 +1,72 @@
-"""What a learner is to the rest of the system."""
+"""The contract between a learner and the rest of the system."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from headrace.base.clock import Clock, RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.weights import WeightUpdate
+from headrace.learner.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """A snapshot that is on its way to the engines."""
+    """A snapshot of the weights that is being published to the engines."""
 
     version: int
     slot: int
     exposed_s: float
-    """How long the learner stood still for the copy."""
+    """Seconds that training stood still for the copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerContext:
+    """The parts of a run's settings that a learner needs."""
+
+    temperature: float
+    """Temperature of the sampling, by which logits are divided."""
+    total_steps: int
+    """The step at which a decaying schedule ends."""
+    model_dir: Path
+    """Directory with the files of the tokenizer, which are copied into every snapshot."""
+    clock: Clock
+    progress: Progress = field(default_factory=lambda: Progress(RealClock()))
+    """Receives the unit of work that the learner is at."""
 
 
 class Learner(Protocol):
-    """A learner as the controller sees it. It carries out its orders one after the other, in the order in which they
-    were given: a step may be ordered while the one before is being made."""
+    """A learner as the controller sees it. It carries out calls one after the other, in the order in which they were
+    made: a step may be requested while the step before it is being computed."""
 
     async def train(self, batch: Batch) -> StepReport:
-        """One optimizer step: forward and backward over micro-batches, clip, update."""
+        """Make one optimizer step: forward and backward passes over micro-batches, gradient clipping, update."""
         ...
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
-        """log π of every token of the batch's mask, under the current weights and the sampling temperature; 0
-        elsewhere."""
+        """Return log π of every token in the mask of ``batch``, ``[N]``, under the current weights and the sampling
+        temperature; 0 elsewhere."""
         ...
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Copy the weights into shared buffer ``slot``; returns as soon as the learner may go on."""
+        """Copy the weights of ``version`` into shared buffer ``slot``, and return as soon as training may continue."""
         ...
 
     async def published(self, publication: Publication) -> WeightUpdate:
-        """Wait until that snapshot is hashed and can be staged."""
+        """Wait until the snapshot is hashed and can be staged, and return its announcement."""
         ...
 
     async def resend(self, publication: Publication) -> WeightUpdate:
-        """The same snapshot once more, whole, for an engine that could not use it as it came.
+        """Publish the same snapshot once more, as whole tensors, for an engine that could not use it.
 
         Raises :class:`~headrace.base.errors.WeightsError` if the buffer does not hold it any more.
         """
         ...
 
     async def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state into a fresh directory, flushed to disk."""
+        """Write model, optimizer, schedule and random state into a new directory, flushed to disk."""
         ...

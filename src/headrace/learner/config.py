@@ -1,4 +1,4 @@
-"""Settings of the learner."""
+"""The settings of the learner (``[learner]`` in a run file)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from pydantic import Field, model_validator
 
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError
-from headrace.learner.companions.config import Frozen, KeptConfig, OwnEngine, PolicyConfig, ServedTeacher, TeacherConfig
-from headrace.learner.companions.critic_config import CriticConfig
+from headrace.learner.auxiliary.config import (
+    CriticConfig,
+    Frozen,
+    KeptConfig,
+    OwnEngine,
+    PolicyConfig,
+    ServedTeacher,
+    TeacherConfig,
+)
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from headrace.models.devices import AUTO, DeviceName
 
 COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected"})
-"""What an objective may ask of any learner, beyond what is always there."""
+"""Optional columns that every learner can compute for an objective."""
 
 SETTINGS = {
     "log_ref": "learner.reference",
@@ -23,84 +30,86 @@ SETTINGS = {
     "top_k": "learner.teachers",
     "log_nu": "learner.teachers",
 }
-"""What else it may ask, and the setting that says of whom."""
+"""The other optional columns, with the setting of the auxiliary model that computes each."""
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LearnerConfig(Section):
-    """The optimizer, its schedule, how a batch is cut into micro-batches, and the ranks that compute them."""
+    """The settings of the optimizer, its schedule, the micro-batches, and the ranks that compute them."""
 
     device: DeviceName = AUTO
-    """Where it computes: ``cpu``, ``cuda`` or ``cuda:N``; several ranks take one GPU each, from the first. ``auto``:
-    GPUs where torch sees some, else the processor."""
+    """Device of the learner: ``cpu``, ``cuda`` or ``cuda:N``; several ranks use one GPU each, from the first on.
+    ``auto``: GPUs if torch finds any, otherwise the CPU."""
     lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate; 0 trains nothing and is allowed, as a control."""
+    """Peak learning rate. 0 changes no weight, which is useful as a control."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up; linear and cosine end at ``min_lr_frac`` of the peak."""
+    """Shape of the learning rate after the warm-up; ``linear`` and ``cosine`` decay to ``min_lr_frac`` of the peak."""
     min_lr_frac: float = Field(default=0.0, ge=0, le=1)
-    """Where a decaying schedule ends, as a fraction of ``lr``."""
+    """Learning rate at the end of a decaying schedule, as a fraction of ``lr``."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear rise from 0 to ``lr``."""
+    """Number of steps in which the learning rate rises linearly from 0 to ``lr``."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
-    """AdamW's decay rates, each below 1."""
+    """The decay rates β of AdamW, each below 1."""
     eps: float = Field(default=1e-8, gt=0)
-    """AdamW's ε."""
+    """The ε of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled decay, on matrices only."""
+    """The decoupled weight decay of AdamW, applied to matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Gradients with a larger global norm are scaled down to it."""
     keep_sampling_mask: bool = True
-    """With truncated sampling (``engine.top_p`` and its like), log π is taken over the tokens that could be drawn, as
-    log μ was. Without it the ratio π/μ is wrong for every truncated token."""
+    """Whether log π is normalised over the kept-set of each token when sampling was truncated (``engine.top_p`` and
+    similar), as log μ was. Without it the ratio π/μ is wrong for every truncated token."""
     keep_routing: bool = True
-    """In a mixture of experts, tokens go to the experts that computed them in the engine."""
+    """Whether tokens of a mixture of experts use the experts that computed them in the engine."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Token positions of one forward and backward pass; the result does not depend on it."""
+    """Greatest number of token positions in one forward and backward pass. The result does not depend on it."""
     share_prefixes: bool | Literal["auto"] = "auto"
-    """Whether samples of one group compute the tokens they begin with once, all but attention. Same gradient, up to
-    rounding. ``auto``: in batches of which that saves a tenth of the tokens."""
+    """Whether the common prefix of samples of one group is computed once, except for attention. The gradient is the
+    same up to rounding. ``auto``: in batches where that saves a tenth of the tokens."""
     parallel: ParallelConfig = ParallelConfig()
-    """Over how many processes it is spread; one by default."""
+    """Number of processes over which the learner is spread; one by default."""
     memory: MemoryConfig = MemoryConfig()
-    """What is kept, where, in which number format."""
+    """Which tensors are kept, on which device, and in which number format."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW, or another."""
+    """The kind of optimizer."""
     reference: PolicyConfig | None = None
-    """The policy that KL penalties (``kl_coef`` of a loss) are taken to; the metric ``kl_ref`` says how far away it
-    is, with a penalty or without. Unset: the weights that the run begins with, if the loss has a penalty; else none."""
+    """The policy to which KL penalties (``kl_coef`` of a loss) are computed. The metric ``kl_ref`` measures the
+    distance to it, with a penalty or without. Unset: the initial weights of the run if the loss has a penalty,
+    otherwise none."""
     old: KeptConfig | None = None
-    """Whose π_old is, where ``algo.old = "kept"``."""
+    """The policy that is π_old if ``algo.old = "kept"``. Unset: there is none."""
     teachers: tuple[TeacherConfig, ...] = ()
-    """Who is distilled, by ``algo.loss = "distill"`` or by ``algo.advantage = "reverse_kl"``, a table
-    ``[[learner.teachers]]`` for each: one beside the learner, or any number with engines of their own."""
+    """The teachers of distillation, for ``algo.loss = "distill"`` or ``algo.advantage = "reverse_kl"``, one table
+    ``[[learner.teachers]]`` each: either one that the learner computes, or any number with separate engines."""
     teacher_column: str = "teacher"
-    """The column of a row that names its teacher, where there are several."""
+    """Column of a row that names its teacher, if there are several."""
     top_k: int = Field(default=64, ge=1)
-    """How many of the teacher's likeliest entries are compared at each token; what remains is one more entry.
-    All entries of a vocabulary that has fewer."""
+    """Number of the teacher's likeliest entries that are compared at each token; the remaining probability counts as
+    one more entry. A smaller vocabulary is compared as a whole."""
     critic: CriticConfig = CriticConfig()
-    """The critic that ``algo.advantage = "gae"`` needs; without that there is none."""
+    """The critic of ``algo.advantage = "gae"``; it has no effect with another advantage."""
 
     @property
     def policies(self) -> dict[str, PolicyConfig | TeacherConfig]:
-        """Those that the learner asks for log-probabilities, by the names of their settings."""
+        """The policies that the learner computes, by the names of their settings."""
         named = {"reference": self.reference, "old": self.old, "teachers[0]": self.own_teacher}
         return {name: config for name, config in named.items() if config is not None}
 
     @property
     def own_teacher(self) -> TeacherConfig | None:
-        """The one that the learner computes."""
+        """The teacher that the learner computes; ``None`` if there is none."""
         return next((each for each in self.teachers if engine_of(each) is None), None)
 
     @property
     def served_teachers(self) -> dict[str, tuple[ServedTeacher, OwnEngine]]:
-        """Those with engines of their own, by name."""
+        """The teachers with separate engines, by name."""
         found = [(each, engine_of(each)) for each in self.teachers]
         return {engine.name: (each, engine) for each, engine in found if isinstance(each, ServedTeacher) and engine}
 
     def serving(self, columns: Iterable[str]) -> LearnerConfig:
-        """The same, with the reference that a loss with a penalty has by default, if ``columns`` ask for one."""
+        """Return these settings with the default reference of a loss with a penalty, if ``columns`` contain
+        ``log_ref``."""
         if self.reference is not None or "log_ref" not in columns:
             return self
         return self.model_copy(update={"reference": Frozen()})
@@ -157,5 +166,5 @@ class LearnerConfig(Section):
 
 
 def engine_of(teacher: TeacherConfig) -> OwnEngine | None:
-    """The engine that a teacher has; ``None``: the learner computes it."""
+    """Return the engine settings of a teacher; ``None`` if the learner computes it."""
     return teacher.engine if isinstance(teacher, ServedTeacher) else None

@@ -1,16 +1,17 @@
-"""The machine behind a learner: synchronous, deterministic, in one process or in several that do the same together.
+"""The synchronous, deterministic core of a learner, in one process or in several ranks that run in step.
 
     batch ──▶ refuse what cannot be trained ──▶ drop tokens without a finite μ, count them
-          ──▶ one weight per token, over the whole batch (and the tokens chosen from all of it, where a formula asks)
-          ──▶ columns of companions: reference, teacher, kept π_old (companions/)
+          ──▶ one weight per token, over the whole batch (and the tokens selected from all of it, for some formulas)
+          ──▶ columns of the auxiliary models: reference, teacher, kept π_old (auxiliary/)
           ──▶ micro-batches of about equal cost (packing.py), dealt to the ranks
           ──▶ each: log π at its loss tokens (forward.py) ──▶ objective ──▶ backward: gradients add up
           ──▶ clip ──▶ the optimizer at the schedule's rate (optim.py, parallel/optim.py) ──▶ version + 1
 
-Where agents train adapters of their own, a pass is of one adapter, weighed by the whole batch, and clipped by itself.
+If agents train adapters of their own, each pass computes one adapter, is weighted over the whole batch, and is clipped
+separately.
 
-A batch that comes in parts (whole groups, as they become ready) is added part by part, and its gradient divided by the
-reduction's denominator when the last is there: the same gradient, up to rounding.
+A batch that comes in parts (whole groups, as they become ready) is added part by part, and its gradient is divided by
+the reduction's denominator after the last one: the result is the same gradient, up to rounding.
 
 Shape legend: N tokens of the batch.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,69 +30,53 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.algo.objective import Objective, usable
-from headrace.base.clock import Clock, RealClock
 from headrace.base.errors import ConfigError, RunError
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.trace import Span
-from headrace.learner.companions.base import LearnerParts
-from headrace.learner.companions.registry import companions, refuse_unserved
+from headrace.learner.auxiliary.base import LearnerParts
+from headrace.learner.auxiliary.registry import auxiliary_models, refuse_unserved
+from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
-from headrace.learner.intake import Mask, layout, refuse_strangers
-from headrace.learner.memory import HALF_UPDATED, MemoryPlan, told_when_full
+from headrace.learner.intake import Mask, layout, refuse_unknown_agents
+from headrace.learner.memory import HALF_UPDATED, MemoryPlan, explained_out_of_memory
 from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import keep_inputs_only
-from headrace.learner.parallel.mesh import Alone, AnyRanks
+from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.progress import Progress
 from headrace.learner.refusals import nothing_to_learn, refuse_settings
 from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
 
 MOST_SPANS = 4096
-"""Spans that are kept for whoever takes them: a loop of one's own takes none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerContext:
-    """What a learner must know of its run."""
-
-    temperature: float
-    """Of the sampling; logits are divided by it."""
-    total_steps: int
-    """Where a decaying schedule ends."""
-    model_dir: Path
-    """Where the tokenizer's files are, which every snapshot gets a copy of."""
-    clock: Clock
-    progress: Progress = field(default_factory=lambda: Progress(RealClock()))
-    """Told what the learner is at."""
+"""Greatest number of spans that are kept until :meth:`LearnerCore.take_spans`; a user's own loop may never call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one :meth:`LearnerCore.optim_step` did."""
+    """The result of one :meth:`LearnerCore.optim_step`."""
 
     grad_norm: float
-    """Global, before clipping."""
+    """Global norm of the gradient before clipping."""
     norms: dict[str, float]
-    """As metrics: of each agent that trains an adapter of its own and had tokens."""
+    """Gradient norms as metrics, one for each agent that trains its own adapter and had tokens."""
     lr: float
-    """The rate of this update."""
+    """Learning rate of this update."""
     seconds: float
 
 
 class LearnerCore:
-    """Owns a model's gradients, its optimizer and its version. Not thread-safe.
+    """The owner of a model's gradients, its optimizer and its version. It is not thread-safe.
 
     The same weights, batch and number of threads give the same new weights, bit for bit. The model stays in evaluation
-    mode: without dropout log π is a function of the weights, as it is in the engine.
+    mode: without dropout, log π is a function of the weights, as it is in the engine.
 
-    Over several ranks each has a core, and all must be told the same in the same order: each is given the whole batch,
-    computes its share, and reports what all of them did. ``model`` is what
-    :func:`headrace.learner.parallel.load.load_for` gives. The result is that of one process, up to rounding.
+    Each of several ranks has a core, and all must receive the same calls in the same order. Each gets the whole batch,
+    computes its share, and reports the result of all. ``model`` must come from
+    :func:`headrace.learner.parallel.load.load_for`. The result equals that of one process, up to rounding.
     """
 
     def __init__(
@@ -104,7 +89,7 @@ class LearnerCore:
     ) -> None:
         refuse_settings(context.temperature)
         config = config.serving(objective.columns)
-        self._ranks = ranks or Alone(model.device)
+        self._ranks = ranks or SingleRank(model.device)
         config.parallel.refuse_world(self._ranks.config.world)
         self.model = model.eval()
         if config.memory.recompute:
@@ -123,9 +108,9 @@ class LearnerCore:
         )
         self._optimizer = ShardOptimizer(model, config, self._ranks)
         own = {"model": model, "forward": self._forward, "optimizer": self._optimizer, "ranks": self._ranks}
-        self._companions = companions(LearnerParts(config=config, objective=objective, context=context, **own))
-        refuse_unserved(self._objective, self._companions)
-        self._files = Snapshot(model, self._optimizer, self._ranks, self._companions)
+        self._auxiliary = auxiliary_models(LearnerParts(config=config, objective=objective, context=context, **own))
+        refuse_unserved(self._objective, self._auxiliary)
+        self._files = Snapshot(model, self._optimizer, self._ranks, self._auxiliary)
         self._memory = MemoryPlan.of(model, config)
         self._parts: StepSums | None = None
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
@@ -133,28 +118,29 @@ class LearnerCore:
 
     @property
     def version(self) -> int:
-        """Of the weights: the number of optimizer steps behind them."""
+        """The version of the weights, which is the number of optimizer steps made."""
         return self._step
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is one that :meth:`optim_step` has not used."""
+        """Return whether there is a gradient that :meth:`optim_step` has not used yet."""
         return not self._optimizer.empty
 
     @property
-    def lends(self) -> bool:
-        """Whether the model holds other weights for a while as a batch is trained: no other thread may read them."""
-        return any(companion.lends for companion in self._companions)
+    def lends_weights(self) -> bool:
+        """Return whether the model temporarily holds other weights while a batch is trained, so that no other thread
+        may read them."""
+        return any(model.lends_weights for model in self._auxiliary)
 
     def train(self, batch: Batch) -> StepReport:
-        """One whole optimizer step. ``batch.step`` must be :attr:`version`. A batch without any sample, all of whose
-        episodes a filter has masked, counts as a step and changes no weight.
+        """Make one whole optimizer step and return its report.
 
-        Raises :class:`~headrace.base.errors.RunError` before anything has changed for a batch that cannot be trained,
-        and for a gradient that is not finite.
+        ``batch.step`` must equal :attr:`version`. A batch without samples, because a filter masked all its episodes,
+        counts as a step and changes no weight. Raises :class:`~headrace.base.errors.RunError` before any change for a
+        batch that cannot be trained, and for a gradient that is not finite.
         """
         if not len(batch.lengths_S):
-            return self._pass_over(batch)
+            return self._count_empty_step(batch)
         gradient = self.forward_backward(batch)
         update = self.optim_step()
         seconds = {"forward_backward_s": gradient.seconds, "optim_s": update.seconds}
@@ -168,13 +154,13 @@ class LearnerCore:
             seconds=gradient.seconds + update.seconds,
         )
 
-    def _pass_over(self, batch: Batch) -> StepReport:
-        """Count a step that has nothing to train."""
+    def _count_empty_step(self, batch: Batch) -> StepReport:
+        """Count a step without training, for a batch without samples."""
         start_s = self._context.clock.now()
         self._refuse(batch)
-        for companion in self._companions:
-            companion.before_update()
-            companion.after_update(self._step + 1)
+        for model in self._auxiliary:
+            model.before_update()
+            model.after_update(self._step + 1)
         lr = learning_rate(self._config, self._step, self._context.total_steps)
         self._step += 1
         return StepReport(
@@ -187,10 +173,10 @@ class LearnerCore:
         )
 
     def forward_backward(self, batch: Batch) -> Gradient:
-        """Add the gradient of the batch's objective to what :meth:`optim_step` will use.
+        """Add the gradient of the batch's objective to the gradient that :meth:`optim_step` will use.
 
-        If it fails, no gradient is left. Raises :class:`~headrace.base.errors.RunError` for a batch that cannot be
-        trained.
+        If it fails, the whole gradient is discarded. Raises :class:`~headrace.base.errors.RunError` for a batch that
+        cannot be trained.
         """
         start_s = self._context.clock.now()
         self._refuse(batch)
@@ -199,7 +185,7 @@ class LearnerCore:
         work, mass, dropped = self._prepare(batch)
         if not work.mask_N.any():
             raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.accompany(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
+        work = self.add_columns(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
         if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
         tally = MicroBatchStats()
@@ -208,12 +194,12 @@ class LearnerCore:
         return Gradient.of(tally, dropped, self._ended("forward_backward", start_s))
 
     def add(self, part: Batch) -> None:
-        """Compute the gradient of a part of this step's batch, before the rest of it is there. A part holds whole
-        groups. :meth:`finish` makes of all parts what :meth:`forward_backward` makes of the whole.
+        """Compute the gradient of a part of this step's batch before the rest is available.
 
-        Raises, before anything has changed, :class:`~headrace.base.errors.RunError` for a part that cannot be trained
-        and :class:`~headrace.base.errors.ConfigError` if the objective must see the whole batch first. If it fails
-        later, no gradient of any part is left.
+        A part consists of whole groups. After the last one, :meth:`finish` returns the same as :meth:`forward_backward`
+        for the whole batch. Raises :class:`~headrace.base.errors.RunError` before any change for a part that cannot be
+        trained, and :class:`~headrace.base.errors.ConfigError` if the objective needs the whole batch first. If it
+        fails later, the gradient of all parts is discarded.
         """
         start_s = self._context.clock.now()
         self._refuse(part)
@@ -228,29 +214,30 @@ class LearnerCore:
             self._parts = StepSums(tally=MicroBatchStats())
         parts = self._parts
         work, mass, dropped = self._prepare(part)
-        self._backward(self.accompany(work), parts.tally)
+        self._backward(self.add_columns(work), parts.tally)
         parts.mass += float(mass)
         parts.loss_tokens += part.num_loss_tokens
         parts.dropped.update(dropped)
         parts.seconds += self._ended("forward_backward", start_s)
 
     def finish(self) -> Gradient:
-        """The last part was added. Raises :class:`~headrace.base.errors.RunError` if none of them had a loss token."""
+        """Normalise the gradient after the last part was added. Raises :class:`~headrace.base.errors.RunError` if no
+        part had a loss token."""
         parts, self._parts = self._parts or StepSums(tally=MicroBatchStats()), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
             raise nothing_to_learn(self._step, parts.loss_tokens)
         scale = 1.0 / max(parts.mass, 1.0)
         self._optimizer.scale(scale)
-        for companion in self._companions:
-            companion.scale(scale)
+        for model in self._auxiliary:
+            model.scale(scale)
         return Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale)
 
     def optim_step(self) -> Update:
-        """Clip, update the weights at the schedule's rate, and count one version up.
+        """Clip the gradient, update the weights at the schedule's rate, and increase the version by one.
 
-        Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite; the weights are as
-        they were then.
+        Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite; the weights are
+        unchanged then.
         """
         start_s = self._context.clock.now()
         if self._parts is not None:
@@ -260,27 +247,27 @@ class LearnerCore:
         with self._ranks.together():
             norms = self._optimizer.clip_norms(self._config.max_grad_norm)
         if not math.isfinite(grad_norm := math.hypot(*norms.values())):
-            self._forget()
+            self._discard_gradients()
             raise RunError(
                 f"step {self._step}: the global gradient norm is {grad_norm}; weights and optimizer are unchanged",
                 remedy="lower learner.lr or set model.dtype='float32'; log_ratio_abs_max shows how it came; "
                 "the run resumes from its last snapshot",
             )
         lr = learning_rate(self._config, self._step, self._context.total_steps)
-        with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
-            undo.callback(self._forget)
-            for part in (*([self._optimizer] if lr > 0 else ()), *self._companions):
-                part.make_room()
+        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
+            undo.callback(self._discard_gradients)
+            for part in (*([self._optimizer] if lr > 0 else ()), *self._auxiliary):
+                part.allocate()
             undo.pop_all()
-        with self._ranks.together(), told_when_full(self._memory, self._step, HALF_UPDATED):
-            for companion in self._companions:
-                companion.before_update()
+        with self._ranks.together(), explained_out_of_memory(self._memory, self._step, HALF_UPDATED):
+            for model in self._auxiliary:
+                model.before_update()
             if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
                 with self._context.progress.at("update", f"the optimizer's update of step {self._step}"):
                     self._optimizer.step(lr)
             self._optimizer.zero_grad()
-            for companion in self._companions:
-                companion.after_update(self._step + 1)
+            for model in self._auxiliary:
+                model.after_update(self._step + 1)
         seconds = self._ended("optim_step", start_s)
         self._step += 1
         named = self._forward.switch.agents[1:]
@@ -288,45 +275,45 @@ class LearnerCore:
         return Update(grad_norm=grad_norm, norms=own, lr=lr, seconds=seconds)
 
     def logprobs(self, batch: Batch) -> FloatColumn:
-        """log π (N, float32) of every token of the batch's mask under the current weights and the sampling
-        temperature; 0 elsewhere."""
+        """Return log π of every token in the batch's mask, ``[N]`` in float32, under the current weights and the
+        sampling temperature; 0 elsewhere."""
         self._forward.refuse(batch)
         return self._logprobs(batch, batch.mask_N)
 
-    def accompany(self, work: StepWork) -> StepWork:
-        """With the columns of the companions; if one fails, no gradient is left."""
-        for companion in self._companions:
+    def add_columns(self, work: StepWork) -> StepWork:
+        """Return ``work`` with the columns of all auxiliary models; if one fails, the gradient is discarded."""
+        for model in self._auxiliary:
             start_s = self._context.clock.now()
-            with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
-                undo.callback(self._forget)
-                with self._context.progress.at(companion.name, f"{companion.name} of step {self._step}"):
-                    work = companion.prepare(work)
+            with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
+                undo.callback(self._discard_gradients)
+                with self._context.progress.at(model.name, f"{model.name} of step {self._step}"):
+                    work = model.prepare(work)
                 undo.pop_all()
-            self._ended(companion.name, start_s)
+            self._ended(model.name, start_s)
         return work
 
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into the existing, empty ``directory``, flushed to disk.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` where that cannot be done; the directory is removed then.
+        Raises :class:`~headrace.base.errors.CheckpointError` if that fails; the directory is removed then.
         """
         start_s = self._context.clock.now()
         self._files.save(directory, self._step, self._context.model_dir)
         self._ended("save", start_s)
 
     def restore(self, directory: Path, *, weights: bool = True) -> None:
-        """Go on exactly where :meth:`save` was called: weights, moments, random state, version; on however many ranks
-        that was. Without ``weights`` if the model was loaded from ``directory``.
+        """Restore weights, moments, random state and version as they were at :meth:`save`, from any number of ranks.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` for a directory that is damaged or of another model.
+        ``weights=False`` skips the weights, for a model that was loaded from ``directory``. Raises
+        :class:`~headrace.base.errors.CheckpointError` for a directory that is damaged or belongs to another model.
         """
         if weights:
             self._files.restore_weights(directory)
         self._step = self._files.restore_optimizer(directory)
-        self._files.restore_companions(directory)
+        self._files.restore_auxiliary(directory)
 
     def take_spans(self) -> tuple[Span, ...]:
-        """What it did since the last call, for the trace."""
+        """Return and forget the spans since the last call, for the trace."""
         spans = tuple(self._spans)
         self._spans.clear()
         return spans
@@ -337,23 +324,23 @@ class LearnerCore:
                 f"the batch is of step {batch.step}, the learner is at step {self._step}",
                 remedy="train the batches of a run in order, each once",
             )
-        refuse_unserved(self._objective, self._companions)
+        refuse_unserved(self._objective, self._auxiliary)
         self._forward.refuse(batch)
-        refuse_strangers(batch, self._forward.switch.agents)
+        refuse_unknown_agents(batch, self._forward.switch.agents)
 
     def _prepare(self, batch: Batch) -> tuple[StepWork, Tensor, dict[str, int]]:
-        """The batch with weights that are yet to be divided by the mass of the whole step, that of this batch, and the
-        tokens that can carry no loss, by reason."""
+        """Return the work of this batch, the mass of its weights (by which they are not divided yet), and the number of
+        tokens that cannot carry loss, by reason."""
         mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         shares = self._objective.shares(layout(batch, mask))
         work = StepWork(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
 
     def _backward(self, work: StepWork, tally: MicroBatchStats) -> None:
-        """Micro-batch by micro-batch; if one fails, no gradient is left."""
-        with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
-            undo.callback(self._forget)
-            tally.open(work)
+        """Add the gradient of all micro-batches; if one fails, the gradient is discarded."""
+        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
+            undo.callback(self._discard_gradients)
+            tally.begin(work)
             for agent, mask_N in self._forward.by_agent(work.batch, work.mask_N):
                 with self._forward.switch.on(agent):
                     self._backward_agent(work.only(mask_N), tally)
@@ -372,30 +359,30 @@ class LearnerCore:
 
     def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
         start_s = self._context.clock.now()
-        passed = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
+        result = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
         self._ended("forward", start_s)
-        if not len(micro.places_M):  # computed because the other ranks compute
-            (passed.log_pi_M.sum() * 0.0).backward()
+        if not len(micro.places_M):  # an empty micro-batch takes part in the other ranks' collectives
+            (result.log_pi_M.sum() * 0.0).backward()
             return
-        inputs = work.inputs(micro, passed.log_pi_M, passed.entropy_M, passed.top_MK)
+        inputs = work.inputs(micro, result.log_pi_M, result.entropy_M, result.top_MK)
         output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
         start_s = self._context.clock.now()
         (output.loss * self._ranks.config.averaged).backward()
         self._ended("backward", start_s)
-        tally.add(work, micro, passed, output)
+        tally.add(work, micro, result, output)
 
     def _logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
-        with self._ranks.together(), told_when_full(self._memory, self._step):
+        with self._ranks.together(), explained_out_of_memory(self._memory, self._step):
             return self._forward.logprobs(batch, mask_N)
 
-    def _forget(self) -> None:
+    def _discard_gradients(self) -> None:
         self._optimizer.zero_grad()
-        for companion in self._companions:
-            companion.forget()
+        for model in self._auxiliary:
+            model.discard_gradient()
         self._parts = None
 
     def _select(self, work: StepWork) -> Tensor | None:
-        """The tokens that formulas choose from the whole batch, under the present weights."""
+        """Return the tokens that formulas select from the whole batch under the current weights."""
         log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))
 

@@ -1,4 +1,4 @@
-"""What a token costs a model, for balancing micro-batches."""
+"""The cost of a token for a model, which balances micro-batches."""
 
 # gate: getattr - the settings of a foreign config differ from model to model
 
@@ -11,20 +11,20 @@ from headrace.learner.packing import Cost
 from headrace.models.routing import RoutedModel
 
 CACHED_NUMBERS = 2**21
-"""Of one layer's widest activation that a processor works on without waiting for memory: where the feed-forward is 1536
-wide, passes of 1024 to 1536 tokens take a sixth less processor time than passes of 4096, and half of their memory."""
+"""Number of elements of a layer's widest activation that fits into the cache of a CPU. With a feed-forward size of
+1536, passes of 1024 to 1536 tokens take a sixth less CPU time than passes of 4096, and half of their memory."""
 
 
 def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
-    """Attention against everything else: a token multiplies every parameter it meets, and meets each token before it
-    in every layer and head.
+    """Return the cost of attention relative to everything else. A token is multiplied with every parameter that it
+    uses, and with each earlier token of its sample in every layer and head.
 
-    Per token 2 · parameters operations forward; per pair of a sample's T² (half of which causality hides) and layer
-    4 · heads · head size, so the share of a pair is layers · heads · head size / parameters. Of the experts of a
-    mixture only the chosen ones count; a sliding window is not considered.
+    Per token there are 2 · parameters operations in the forward pass; per pair of a sample's T² (half of which
+    causality hides) and layer 4 · heads · head size, so the cost of a pair is layers · heads · head size / parameters.
+    Of a mixture only the chosen experts count; a sliding window is not considered.
 
-    On a processor a dense model is fastest in passes whose activations stay in its cache; ranks that gather their
-    parameters for every pass want few passes, and experts want many tokens in each.
+    On a CPU, a dense model is fastest in passes whose activations stay in the cache. Ranks that gather their parameters
+    for every pass need few passes, and experts need many tokens in each pass.
     """
     chosen = 1.0 if routed is None else routed.top_k / routed.num_experts
     embedding = model.get_input_embeddings().weight
@@ -42,8 +42,8 @@ def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
 
 
 def best_rows(model: PreTrainedModel) -> int | None:
-    """Tokens of the largest pass of a dense model that stays in a processor's cache; ``None`` on other devices, and
-    where the parameters lie on several ranks."""
+    """Return the number of tokens of the largest pass of a dense model that stays in the cache of a CPU; ``None`` for
+    other devices and for parameters that are sharded over ranks."""
     inner = getattr(model.config, "intermediate_size", None)
     mixture = getattr(model.config, "num_experts_per_tok", None)
     if not inner or mixture or model.device.type != "cpu" or isinstance(model.get_input_embeddings().weight, DTensor):

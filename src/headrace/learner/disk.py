@@ -1,40 +1,156 @@
-"""Files that are whole and on the disk, or not there at all."""
+"""Files that are completely written and flushed or do not exist, and checksums of the files of a directory.
+
+    seal ──▶ checksums.xxh3: one line for each file, "HASH  NAME", as ``xxh128sum`` writes it
+    verify ◀── before any file of the directory is used
+
+Each line is XXH3 with 128 bits over the bytes of one file. A damaged line does not match its file, so the file of
+checksums needs no checksum itself. ``xxh128sum -c checksums.xxh3`` gives the same answer without Headrace.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
 from safetensors import SafetensorError
 
-from headrace.base.errors import CheckpointError
+from headrace.base.errors import CheckpointError, DataError
+
+CHECKSUMS_FILE = "checksums.xxh3"
+_HASH_DIGITS = 32
+_PIECE_BYTES = 1 << 22
+
+
+class Damaged(DataError):
+    """A file has changed since it was written."""
+
+
+def checksum(path: Path) -> str:
+    """Return the hash of the bytes of one file, in hexadecimal."""
+    hashed, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(piece):
+            hashed.update(piece[:num_bytes])
+    return hashed.hexdigest()
+
+
+def checksums_of(directory: Path, files: Iterable[Path]) -> dict[str, str]:
+    """Return the hash of each of ``files``, by its path within ``directory``."""
+    return {path.relative_to(directory).as_posix(): checksum(path) for path in files}
+
+
+def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the hash of every file below ``directory`` into the file of checksums.
+
+    ``known`` are hashes that were computed while their files were written. Hashes from an earlier call are kept too, so
+    that no file is read twice. Raises ``OSError`` if a file cannot be read or written.
+    """
+    listed = {**listed_checksums(directory), **(known or {})}
+    new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]
+    listed |= checksums_of(directory, [path for path in new if path.name != CHECKSUMS_FILE])
+    write_checksums(directory, listed)
+
+
+def write_checksums(directory: Path, listed: Mapping[str, str]) -> None:
+    """Replace the file of checksums atomically."""
+    text = "".join(f"{found}  {name}\n" for name, found in sorted(listed.items()))
+    temporary = directory / f".{CHECKSUMS_FILE}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(directory / CHECKSUMS_FILE)
+
+
+def verify(directory: Path, names: Iterable[str] | None = None) -> bool:
+    """Compare the files of ``directory`` with their checksums; return whether there are any checksums.
+
+    ``names`` limits it to some files, which must be listed. Raises :class:`Damaged`, which names the first file that is
+    missing or has changed.
+    """
+    if not (directory / CHECKSUMS_FILE).exists():
+        return False
+    listed = listed_checksums(directory)
+    for name in listed if names is None else names:
+        problem = _difference(directory / name, listed.get(name))
+        if problem:
+            raise Damaged(f"{directory / name} {problem}", remedy=_REMEDY)
+    return True
+
+
+def verify_model(directory: Path) -> bool:
+    """Verify the files from which a model or an adapter is loaded, without the optimizer; return whether there are any
+    checksums.
+
+    The checksums of a snapshot cover the adapters of agents in it, so those of the directory two levels above count
+    too.
+    """
+    found = False
+    for sealed in (directory, directory.parent.parent):
+        found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith("optimizer")])
+    return found
+
+
+_REMEDY = f"copy it again from where it is whole; if you have changed it on purpose, remove {CHECKSUMS_FILE} beside it"
+
+
+def _difference(path: Path, expected: str | None) -> str:
+    """Return how a file differs from its checksum; empty if it does not."""
+    if expected is None:
+        return f"has no line in {CHECKSUMS_FILE} beside it: one of the two has changed since they were written"
+    try:
+        found = checksum(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if found == expected:
+        return ""
+    return f"has changed since it was written: its checksum is {found}, and {CHECKSUMS_FILE} beside it says {expected}"
+
+
+def listed_checksums(directory: Path) -> dict[str, str]:
+    """Return the hashes in the file of checksums of ``directory``, by path; empty if there is none."""
+    path = directory / CHECKSUMS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (FileNotFoundError, NotADirectoryError):  # loading from it reports what is missing
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
+    wrong = [number for number, line in enumerate(lines[:-1], 1) if line[_HASH_DIGITS : _HASH_DIGITS + 2] != "  "]
+    if wrong or lines[-1]:
+        at = wrong[0] if wrong else len(lines)
+        raise Damaged(f"{path}, line {at}: it is no hash and a name", remedy=_REMEDY)
+    return {line[_HASH_DIGITS + 2 :]: line[:_HASH_DIGITS] for line in lines[:-1]}
+
+
+def _name(directory: Path, path: Path) -> str:
+    return path.relative_to(directory).as_posix()
+
 
 SLACK_BYTES = 1 << 20
-"""For the small files beside the tensors."""
+"""Free space that is required beside the tensors, for small files."""
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt",
     "spiece.model", "sentencepiece*.model", "*.tiktoken",
 )  # fmt: skip
-"""What makes a model directory usable, beside its configuration and weights."""
+"""Patterns of the tokenizer's files, which a model directory needs beside its configuration and weights."""
 
 FreeBytes = Callable[[Path], int]
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that can still be written below ``directory``."""
+    """Return the number of bytes that can still be written below ``directory``."""
     return shutil.disk_usage(directory).free
 
 
 @contextmanager
 def whole_or_nothing(directory: Path, num_bytes: int, free: FreeBytes = free_bytes) -> Iterator[None]:
-    """Write about ``num_bytes`` into ``directory``; at the end everything in it is flushed to the disk.
+    """Write about ``num_bytes`` into ``directory`` inside the ``with`` block, then flush everything in it to the disk.
 
-    If they do not fit, or a write fails, the directory is removed and :class:`~headrace.base.errors.CheckpointError`
-    says what was needed and what is free.
+    If the files do not fit, or a write fails, the directory is removed and
+    :class:`~headrace.base.errors.CheckpointError` is raised, which states the needed and the free space.
     """
     try:
         if free(directory) < num_bytes:
@@ -52,7 +168,7 @@ def whole_or_nothing(directory: Path, num_bytes: int, free: FreeBytes = free_byt
 
 
 def flush(directory: Path) -> None:
-    """Force every file below ``directory``, and the directories that name them, onto the disk."""
+    """Flush every file below ``directory``, and the directories themselves, to the disk."""
     for folder, _, names in os.walk(directory):
         for name in names:
             flush_one(Path(folder, name))
@@ -60,7 +176,7 @@ def flush(directory: Path) -> None:
 
 
 def flush_one(path: Path) -> None:
-    """Force one file, or the names in one directory, onto the disk."""
+    """Flush one file, or the entries of one directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

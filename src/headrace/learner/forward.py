@@ -1,10 +1,11 @@
-"""log π of a batch's tokens, micro-batch by micro-batch, computed as they were sampled.
+"""Computation of log π of a batch's tokens, micro-batch by micro-batch, under the conditions of their sampling.
 
     batch ──▶ units (singly, or siblings with their shared prefix) ──▶ micro-batches of about equal cost (packing.py)
     micro-batch ──▶ rows of one flat pass ──▶ trunk, under the recorded routing ──▶ hidden states
                 ──▶ those before a loss token ──▶ head, within the kept-sets (logits.py) ──▶ log π, entropy
 
-Where agents train adapters of their own, each computes the samples in which it has loss tokens, one after the other.
+If agents train adapters of their own, each adapter computes the samples in which it has loss tokens, one after the
+other.
 
 Shape legend: N tokens of the batch, M tokens of a micro-batch, R rows of it that are computed, P tokens of it that
 carry loss, K entries of a distribution.
@@ -29,14 +30,13 @@ from headrace.base.types.batch import Batch
 from headrace.base.types.tokens import FloatColumn
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
-from headrace.learner.head import Likeliest
+from headrace.learner.head import TopRequest
 from headrace.learner.intake import Mask, refuse_rescaled, refuse_unfit
-from headrace.learner.logits import LOGITS_PER_CHUNK, Halves, TokenLogprobs, TopEntries, halves
-from headrace.learner.packing import Index, MicroBatch, Packing, Unit, plan, singly
-from headrace.learner.parallel.halves import ShardedLogprobs
-from headrace.learner.parallel.mesh import Alone, AnyRanks
+from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
+from headrace.learner.packing import Index, MicroBatch, Packing, Unit, plan, siblings, singly
+from headrace.learner.parallel.mesh import AnyRanks, SingleRank
+from headrace.learner.parallel.split import ShardedLogprobs
 from headrace.learner.parallel.view import RankView, view_of
-from headrace.learner.prefixes import siblings
 from headrace.learner.progress import Progress
 from headrace.models.attention import PLAN, PackedPlan
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
@@ -45,35 +45,36 @@ from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, find_routing
 
 SHARED_FRAC = 0.1
-"""Prefixes are shared where that saves so much of a batch: parting what is shared again, for attention, costs less."""
+"""Prefixes are shared if that saves this fraction of a batch's tokens, because splitting the shared rows for attention
+costs less than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """What one forward pass gave: columns of the micro-batch, 0 outside the mask."""
+class ForwardResult:
+    """The result of one forward pass, as columns of the micro-batch that are 0 outside the mask."""
 
     log_pi_M: Tensor
-    """Carries the gradient."""
+    """log π of each token, with gradient."""
     entropy_M: Tensor
-    """Carries it where the objective asks for that."""
+    """Entropy of each token's distribution, with gradient if the objective needs it."""
     top_MK: Tensor
-    """log π of the entries that were asked for, with the gradient; K = 0 if none were."""
-    seen: RoutingPass | None
-    """The replay of its routing, if there was one."""
+    """log π of the requested entries, with gradient; K = 0 if none were requested."""
+    routing_pass: RoutingPass | None
+    """The replay of the recorded routing; ``None`` if there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The likeliest entries of some policy at each token of a batch, in the host's memory."""
+    """The likeliest entries of a policy at each token of a batch, in host memory."""
 
     ids_NK: Tensor
-    """int32."""
+    """Ids of the entries, in int32."""
     logs_NK: Tensor
-    """Their log-probabilities."""
+    """Log-probabilities of the entries."""
 
 
 class Forward:
-    """The model of one learner, and how its passes are made."""
+    """The model of one learner, with the way in which its passes are computed."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Forward:
         ranks: AnyRanks | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._ranks = ranks or Alone(model.device)
+        self._ranks = ranks or SingleRank(model.device)
         self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
         self._share = config.share_prefixes if config.parallel.context == 1 else False
@@ -105,10 +106,10 @@ class Forward:
         log_softmax = invariant_log_softmax if invariant else None
         chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)
 
-        def logprobs(parts: Halves) -> TokenLogprobs:
+        def logprobs(parts: TrunkAndHead) -> TokenLogprobs:
             return TokenLogprobs(parts, chunk, temperature, entropy_gradient, log_softmax)
 
-        def top_entries(parts: Halves) -> TopEntries:
+        def top_entries(parts: TrunkAndHead) -> TopEntries:
             return TopEntries(parts, chunk, temperature)
 
         self._token_logprobs: Callable[..., tuple[Tensor, ...]]
@@ -117,7 +118,7 @@ class Forward:
             self._token_logprobs = ShardedLogprobs(model, logprobs)
             self._top_entries = ShardedLogprobs(model, top_entries)
         else:
-            parts = halves(model, self._probe())
+            parts = split_model(model, self._probe())
             self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)
 
     def refuse(self, batch: Batch) -> None:
@@ -126,19 +127,19 @@ class Forward:
         refuse_rescaled(batch, self._limit)
 
     def by_agent(self, batch: Batch, mask_N: Mask) -> list[tuple[str, Mask]]:
-        """Whose adapters compute the tokens of the mask, each with its own of them: :attr:`switch` is to be on it while
-        these are cut and computed."""
+        """Return the agents whose adapters compute the tokens of the mask, each with its part of the mask.
+        :attr:`switch` must be set to an agent while its tokens are cut and computed."""
         return [("", mask_N)] if len(self.switch.agents) == 1 else batch.by_agent(mask_N)
 
     def cut(self, batch: Batch, mask_N: Mask) -> list[MicroBatch]:
-        """This rank's micro-batches of the samples that have a token of the mask; the others need no forward pass. All
-        ranks get as many; some may be empty."""
+        """Return this rank's micro-batches of the samples that have a token in the mask; other samples need no forward
+        pass. All ranks get the same number of micro-batches; some may be empty."""
         samples = np.unique(np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)[mask_N])
         units = self._units(batch, samples)
         return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
 
     def _units(self, batch: Batch, samples: Index) -> list[Unit]:
-        """What stays together in one pass."""
+        """Return the units of samples that stay together in one pass."""
         if not self._share:
             return singly(samples)
         units = siblings(batch, samples, self._packing.budget)
@@ -146,12 +147,12 @@ class Forward:
         pays = saved >= SHARED_FRAC * int(batch.lengths_S[samples].sum())
         return units if pays or self._share is True else singly(samples)
 
-    def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> Passed:
-        """One forward pass. A token came from the logits of the one before it. ``top_NK``: entries of whose log π is
-        asked at each token, in the host's memory."""
+    def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> ForwardResult:
+        """Run one forward pass over ``micro``. The logits of a token come from the token before it. ``top_NK`` are the
+        entries of which log π is computed at each token, in host memory."""
         view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
         places_P = micro.places_M[view.places_P]
-        with self._replaying(batch, view) as seen, save_on_cpu() if self._offload else nullcontext():
+        with self._replaying(batch, view) as routing_pass, save_on_cpu() if self._offload else nullcontext():
             found = self._token_logprobs(
                 view.inputs(batch.ids_N),
                 torch.from_numpy(view.before_P).to(self._ranks.device),
@@ -160,44 +161,44 @@ class Forward:
                 None if top_NK is None else top_NK[places_P].to(self._ranks.device, torch.int64),
             )
             log_pi_M, entropy_M, top_MK = (view.join(column_P) for column_P in found)
-        return Passed(log_pi_M=log_pi_M, entropy_M=entropy_M, top_MK=top_MK, seen=seen)
+        return ForwardResult(log_pi_M=log_pi_M, entropy_M=entropy_M, top_MK=top_MK, routing_pass=routing_pass)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
-        """log π (N) of the tokens of the mask; 0 elsewhere."""
+        """Return log π ``[N]`` of the tokens in the mask; 0 elsewhere."""
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
-                for micro in self._told(self.cut(batch, own_N), "log-probabilities"):
+                for micro in self._reported(self.cut(batch, own_N), "log-probabilities"):
                     own_M = own_N[micro.places_M]
                     logprobs_N[micro.places_M[own_M]] = self(batch, own_N, micro).log_pi_M.cpu().numpy()[own_M]
         return self._ranks.join_shares(torch.from_numpy(logprobs_N)).numpy()
 
     @torch.no_grad()
-    def top_entries(self, batch: Batch, mask_N: Mask, wanted: Likeliest) -> TopK:
-        """The likeliest entries at every token of the mask; 0 elsewhere."""
-        ids_NK = torch.zeros(batch.num_tokens, wanted.num, dtype=torch.int32)
-        logs_NK = torch.zeros(batch.num_tokens, wanted.num)
+    def top_entries(self, batch: Batch, mask_N: Mask, request: TopRequest) -> TopK:
+        """Return the likeliest entries at every token in the mask; 0 elsewhere."""
+        ids_NK = torch.zeros(batch.num_tokens, request.num, dtype=torch.int32)
+        logs_NK = torch.zeros(batch.num_tokens, request.num)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
-                for micro in self._told(self.cut(batch, own_N), "a teacher's entries"):
+                for micro in self._reported(self.cut(batch, own_N), "a teacher's entries"):
                     own_M = own_N[micro.places_M]
-                    ids_MK, logs_MK = self._likeliest(batch, micro, own_M, wanted)
+                    ids_MK, logs_MK = self._likeliest(batch, micro, own_M, request)
                     ids_NK[micro.places_M[own_M]] = ids_MK.cpu().to(ids_NK.dtype)[own_M]
                     logs_NK[micro.places_M[own_M]] = logs_MK.cpu().to(logs_NK.dtype)[own_M]
         return TopK(ids_NK=self._ranks.join_shares(ids_NK), logs_NK=self._ranks.join_shares(logs_NK))
 
-    def _told(self, packed: Sequence[MicroBatch], what: str) -> Iterator[MicroBatch]:
-        """The micro-batches one after the other; meanwhile each is what the learner is at."""
+    def _reported(self, packed: Sequence[MicroBatch], what: str) -> Iterator[MicroBatch]:
+        """Yield the micro-batches one after the other, and report each one as the current unit of work."""
         for number, micro in enumerate(packed, 1):
             with self._progress.at(what, f"{what} of micro-batch {number} of {len(packed)}"):
                 yield micro
 
-    def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, wanted: Likeliest) -> Iterator[Tensor]:
+    def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:
         view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan)
         with self._replaying(batch, view):
             before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
-            found = self._top_entries(view.inputs(batch.ids_N), before_P, wanted)
+            found = self._top_entries(view.inputs(batch.ids_N), before_P, request)
         return (view.join(column_PK) for column_PK in found)
 
     def _replaying(self, batch: Batch, view: RankView) -> AbstractContextManager[RoutingPass | None]:
@@ -207,14 +208,15 @@ class Forward:
         return self._replay(batch.routing.take(view.rows_in_batch))
 
     def _probe(self) -> dict[str, Any]:
-        """Two tokens, by which a model shows how it comes apart."""
+        """Return inputs of two tokens, on which the model is split into trunk and head."""
         attend = self._plan([2], self._ranks.device)
         ids_N = torch.zeros_like(attend.positions_N)
         return {"input_ids": ids_N[None], "position_ids": attend.positions_N[None], PLAN: attend}
 
 
 def _routing_of(model: PreTrainedModel) -> RoutedModel | None:
-    """``None`` also for a mixture that cannot replay its routing: it is trained live; recorded routing is refused."""
+    """Return the routing of a mixture of experts; ``None`` for other models, and for a mixture that cannot replay its
+    routing. The latter is trained with its own routing, and recorded routing is refused."""
     try:
         return find_routing(model)
     except ModelError:

@@ -1,19 +1,20 @@
-"""log π and entropy under a linear head, without its logits: they exist one tile at a time, forward and backward.
+"""Computation of log π and entropy under a linear head without all logits at once: only one tile of them exists at a
+time, forward and backward.
 
                  vocabulary ──▶
-    tokens  │ tile │ tile │ tile │   each tile: logits = (h·Wᵀ + b) / temperature; it is forgotten once it has added to
-       │    │ tile │ tile │ tile │   forward   a running log-sum-exp and entropy of its tokens
-       ▼    │ tile │ tile │ tile │   backward  the gradients of h, W and b
+    tokens  │ tile │ tile │ tile │   each tile: logits = (h·Wᵀ + b) / temperature, which are discarded after they
+       │    │ tile │ tile │ tile │   forward   updated a running log-sum-exp and entropy of their tokens
+       ▼    │ tile │ tile │ tile │   backward  added to the gradients of h, W and b
 
-Memory beyond inputs and gradients does not grow with tokens × vocabulary; the price is computing the logits twice.
-A token with a kept-set is renormalised over it: only its entries enter its log-sum-exp. Entropies are of the whole
-distribution always.
+The memory beside inputs and gradients does not grow with tokens × vocabulary; the price is computing the logits twice.
+A token with a kept-set is renormalised over it: only its entries enter its log-sum-exp. Entropies are always those of
+the whole distribution.
 
 Online softmax: Milakov & Gimelshein, arXiv 1805.02867. Entropy: H = log s − d/s with s = Σ eᶻ⁻ᵐ, d = Σ eᶻ⁻ᵐ(z − m), and
 ∂H/∂z = −p (log p + H).
 
 Shape legend: P tokens, C tokens of a tile, V vocabulary, B entries of a tile, D hidden size, E entries of all
-kept-sets, K entries of each token that are asked for besides the sampled one.
+kept-sets, K requested entries of each token beside the sampled one.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from torch.autograd.function import once_differentiable
 from headrace.base.types.recorded import KeptSets
 
 TILES = {"cpu": (512, 2048)}
-"""Tokens and vocabulary entries of a tile: small enough for a processor's cache."""
+"""Size of a tile on a CPU, in tokens and vocabulary entries: small enough for the cache."""
 
 LARGE_TILE = (2048, 16384)
-"""And elsewhere: 128 MiB of logits in float32."""
+"""Size of a tile on other devices: 128 MiB of logits in float32."""
 
 Index = npt.NDArray[np.int64]
 
 
-class Kept:
-    """Kept-sets of P tokens, entry by entry."""
+class KeptEntries:
+    """The kept-sets of P tokens as tensors with one element for each entry."""
 
     def __init__(self, kept: KeptSets, device: torch.device) -> None:
         self.sizes_P = torch.from_numpy(kept.sizes_T.astype(np.int64)).to(device)
@@ -50,7 +51,7 @@ class Kept:
         self._ends_P = np.concatenate([[0], np.cumsum(kept.sizes_T)])
 
     def within(self, tokens: slice, entries: slice) -> tuple[Tensor, Tensor]:
-        """The entries that lie in a tile: their places among all E, and in the flattened tile."""
+        """Return the entries that lie in a tile: their indices among all E, and their indices in the flattened tile."""
         first, last = self._ends_P[tokens.start], self._ends_P[tokens.stop]
         ids = self._ids_E[first:last]
         inside: Index = np.flatnonzero((ids >= entries.start) & (ids < entries.stop))
@@ -60,7 +61,7 @@ class Kept:
         return torch.from_numpy(first + inside).to(device), torch.from_numpy(flat).to(device)
 
     def log_sum(self, logits_E: Tensor) -> Tensor:
-        """The log-sum-exp over each token's entries (P,); −inf for a token without any."""
+        """Return the log-sum-exp over each token's entries, ``[P]``; −inf for a token without entries."""
         if not len(logits_E):
             return logits_E.new_full(self.sizes_P.shape, -torch.inf)
         most_P = torch.segment_reduce(logits_E, "max", lengths=self.sizes_P)
@@ -68,7 +69,7 @@ class Kept:
         return most_P + sums_P.log()
 
     def allowed(self, num_tokens: int, vocab_size: int) -> Tensor:
-        """Which entries each token may be (P, V, bool), for a caller that holds all logits."""
+        """Return which entries each token may be, ``[P, V]`` bool, for a caller that has all logits."""
         whole_P = self.sizes_P == 0
         allowed_PV = whole_P[:, None].expand(num_tokens, vocab_size).contiguous()
         _, flat_E = self.within(slice(0, num_tokens), slice(0, vocab_size))
@@ -78,55 +79,54 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """What is wanted of the P tokens."""
+    """The values that are computed for P tokens, and how."""
 
     ids_P: Tensor
-    """The sampled ids."""
+    """Ids of the sampled tokens."""
     temperature: float
-    """Logits are divided by it."""
-    kept: Kept | None
-    """What they were sampled from; ``None`` for the whole vocabulary."""
+    """Temperature by which logits are divided."""
+    kept: KeptEntries | None
+    """The kept-sets from which the tokens were sampled; ``None`` for the whole vocabulary."""
     entropy_gradient: bool
-    """Whether the entropies carry a gradient."""
+    """Whether the entropies have a gradient."""
     keep_logits: bool
-    """Whether the logits may stay in memory until the backward pass, which is then spared computing them again."""
+    """Whether the logits may stay in memory until the backward pass, so that it does not compute them again."""
     top_PK: Tensor | None = None
-    """Other entries of the whole distribution whose log π is wanted."""
+    """Ids of further entries of which log π is computed under the whole distribution; ``None`` for none."""
 
-    def others(self, tokens: slice) -> Tensor:
-        """The other entries (C, K) of some tokens; K = 0 if none are wanted."""
+    def further_ids(self, tokens: slice) -> Tensor:
+        """Return the further entries ``[C, K]`` of some tokens; K = 0 if there are none."""
         return self.ids_P[tokens, None][:, :0] if self.top_PK is None else self.top_PK[tokens]
 
 
 def linear_logprobs(
-    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: HeadRequest
+    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log π of ``asked.ids_P`` and the entropies, in nats (P,) each, and log π of ``asked.top_PK`` (P, K; K = 0
-    for ``None``), at least
-    float32; exact gradients.
+    """Return log π of ``request.ids_P`` and the entropies, ``[P]`` each and in nats, and log π of ``request.top_PK``,
+    ``[P, K]`` with K = 0 for ``None``. All are in float32 or wider, with exact gradients.
 
     The head is ``hidden · weightᵀ + bias``, in the number format of its weights; sums are in float32 or better.
     """
     apply: Any = _LinearLogprobs.apply
-    logprobs_P, entropy_P, top_PK = apply(hidden_PD, weight_VD, bias_V, asked)
+    logprobs_P, entropy_P, top_PK = apply(hidden_PD, weight_VD, bias_V, request)
     return logprobs_P, entropy_P, top_PK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Likeliest:
-    """Which entries of a distribution are wanted."""
+class TopRequest:
+    """A request for the likeliest entries of each distribution."""
 
     num: int
-    """K: how many."""
+    """K, the number of entries."""
     below: int
-    """Only ids below this one; the distribution is over all of them."""
+    """Only ids below this one are returned; the distribution covers all ids."""
 
 
 @torch.no_grad()
 def linear_top(
-    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, wanted: Likeliest
+    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, request: TopRequest
 ) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities (P, K) of the likeliest entries under the same head, the likeliest first."""
+    """Return ids and log-probabilities ``[P, K]`` of the likeliest entries under the same head, the likeliest first."""
     head = _Head(hidden_PD, weight_VD, bias_V, temperature)
     found: list[tuple[Tensor, Tensor]] = []
     for tokens in head.tokens:
@@ -136,19 +136,19 @@ def linear_top(
         for entries in head.entries:
             logits_CB = head.logits(tokens, entries)
             running.add(logits_CB)
-            logits_CB = logits_CB[:, : max(0, wanted.below - entries.start)]
-            more_CK, places_CK = logits_CB.topk(min(wanted.num, logits_CB.shape[1]))
+            logits_CB = logits_CB[:, : max(0, request.below - entries.start)]
+            more_CK, places_CK = logits_CB.topk(min(request.num, logits_CB.shape[1]))
             best_CK, ids_CK = torch.cat([best_CK, more_CK], 1), torch.cat([ids_CK, places_CK + entries.start], 1)
-            best_CK, kept_CK = best_CK.topk(min(wanted.num, best_CK.shape[1]))
+            best_CK, kept_CK = best_CK.topk(min(request.num, best_CK.shape[1]))
             ids_CK = ids_CK.gather(1, kept_CK)
         found.append((ids_CK, best_CK - running.log_sum()[:, None]))
-    nothing = hidden_PD.new_empty(0, wanted.num, dtype=head.wide)
+    nothing = hidden_PD.new_empty(0, request.num, dtype=head.wide)
     ids, logs = zip(*found, strict=True) if found else ((nothing.long(),), (nothing,))
     return torch.cat(ids), torch.cat(logs)
 
 
 class _RunningSums:
-    """Log-sum-exp and entropy of some tokens, from one tile of logits after the other."""
+    """The log-sum-exp and the entropy of some tokens, updated with one tile of logits after the other."""
 
     def __init__(self, like_CB: Tensor) -> None:
         self.most_C = like_CB.new_full(like_CB.shape[:1], -1e30)
@@ -173,7 +173,7 @@ class _RunningSums:
 
 
 class _Head:
-    """Logits by tile."""
+    """A linear head that computes its logits tile by tile."""
 
     def __init__(self, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> None:
         self.hidden_PD, self.weight_VD, self.bias_V = hidden_PD, weight_VD, bias_V
@@ -192,35 +192,35 @@ class _Head:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: HeadRequest
+        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
-        top_PK = hidden_PD.new_empty(asked.others(slice(None)).shape, dtype=head.wide)
+        head = _Head(hidden_PD, weight_VD, bias_V, request.temperature)
+        top_PK = hidden_PD.new_empty(request.further_ids(slice(None)).shape, dtype=head.wide)
         picked_P, log_sum_P, entropy_P = hidden_PD.new_empty(3, len(hidden_PD), dtype=head.wide)
-        logits_E = hidden_PD.new_empty(0 if asked.kept is None else len(asked.kept.owners_E), dtype=head.wide)
+        logits_E = hidden_PD.new_empty(0 if request.kept is None else len(request.kept.owners_E), dtype=head.wide)
         tiles: dict[tuple[int, int], Tensor] = {}
         for tokens in head.tokens:
             running = _RunningSums(picked_P[tokens, None])
             for entries in head.entries:
                 logits_CB = head.logits(tokens, entries)
                 running.add(logits_CB)
-                _pick(picked_P[tokens, None], logits_CB, asked.ids_P[tokens, None], entries)
-                _pick(top_PK[tokens], logits_CB, asked.others(tokens), entries)
-                if asked.kept is not None:
-                    places, flat = asked.kept.within(tokens, entries)
+                _write_logits(picked_P[tokens, None], logits_CB, request.ids_P[tokens, None], entries)
+                _write_logits(top_PK[tokens], logits_CB, request.further_ids(tokens), entries)
+                if request.kept is not None:
+                    places, flat = request.kept.within(tokens, entries)
                     logits_E[places] = logits_CB.view(-1)[flat]
-                if asked.keep_logits:
+                if request.keep_logits:
                     tiles[tokens.start, entries.start] = logits_CB
             log_sum_P[tokens], entropy_P[tokens] = running.log_sum(), running.entropy()
-        ctx.asked, ctx.tiles = asked, tiles
-        if asked.kept is None:
+        ctx.request, ctx.tiles = request, tiles
+        if request.kept is None:
             logprobs_P, shares_E = picked_P - log_sum_P, None
         else:
-            kept_sum_P = asked.kept.log_sum(logits_E)
-            shares_E = (logits_E - kept_sum_P[asked.kept.owners_E]).exp()
-            logprobs_P = picked_P - torch.where(asked.kept.sizes_P > 0, kept_sum_P, log_sum_P)
+            kept_sum_P = request.kept.log_sum(logits_E)
+            shares_E = (logits_E - kept_sum_P[request.kept.owners_E]).exp()
+            logprobs_P = picked_P - torch.where(request.kept.sizes_P > 0, kept_sum_P, log_sum_P)
         ctx.save_for_backward(hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E)
-        if not asked.entropy_gradient:
+        if not request.entropy_gradient:
             ctx.mark_non_differentiable(entropy_P)
         return logprobs_P, entropy_P, top_PK - log_sum_P[:, None]
 
@@ -228,10 +228,12 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_logprob_P: Tensor, by_entropy_P: Tensor, by_top_PK: Tensor) -> tuple[Tensor | None, ...]:
         hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E = ctx.saved_tensors
-        asked: HeadRequest = ctx.asked
-        head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
-        slope = _Slope(asked, by_logprob_P, by_entropy_P if asked.entropy_gradient else None, by_top_PK, shares_E)
-        sums = _Sums(head, ctx.needs_input_grad[:3])
+        request: HeadRequest = ctx.request
+        head = _Head(hidden_PD, weight_VD, bias_V, request.temperature)
+        slope = _LogitGradient(
+            request, by_logprob_P, by_entropy_P if request.entropy_gradient else None, by_top_PK, shares_E
+        )
+        sums = _GradientSums(head, ctx.needs_input_grad[:3])
         for entries in head.entries:
             for tokens in head.tokens:
                 tile = ctx.tiles.pop((tokens.start, entries.start), None)
@@ -242,24 +244,24 @@ class _LinearLogprobs(torch.autograd.Function):
         return *sums.gradients(), None
 
 
-class _Slope:
-    """The gradient of the logits, before they were divided by the temperature."""
+class _LogitGradient:
+    """The gradient of the logits, before their division by the temperature."""
 
     def __init__(
         self,
-        asked: HeadRequest,
+        request: HeadRequest,
         by_logprob_P: Tensor,
         by_entropy_P: Tensor | None,
         by_top_PK: Tensor,
         shares_E: Tensor | None,
     ) -> None:
-        self._asked = asked
+        self._request = request
         self._by_logprob_P, self._by_entropy_P, self._by_top_PK = by_logprob_P, by_entropy_P, by_top_PK
         self._whole_P = -by_logprob_P
-        if asked.kept is not None:
+        if request.kept is not None:
             assert shares_E is not None
-            self._whole_P = self._whole_P.masked_fill(asked.kept.sizes_P > 0, 0.0)
-            self._by_kept_E = -by_logprob_P[asked.kept.owners_E] * shares_E
+            self._whole_P = self._whole_P.masked_fill(request.kept.sizes_P > 0, 0.0)
+            self._by_kept_E = -by_logprob_P[request.kept.owners_E] * shares_E
         self._whole_P = self._whole_P - by_top_PK.sum(1)
 
     def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, entries: slice) -> Tensor:
@@ -269,16 +271,17 @@ class _Slope:
             slope_CB.mul_(whole_C)
         else:
             slope_CB.mul_(whole_C - self._by_entropy_P[tokens, None] * (log_p_CB + entropy_P[tokens, None]))
-        if self._asked.kept is not None:
-            places, flat = self._asked.kept.within(tokens, entries)
+        if self._request.kept is not None:
+            places, flat = self._request.kept.within(tokens, entries)
             slope_CB.view(-1)[flat] += self._by_kept_E[places]
-        _put(slope_CB, self._by_logprob_P[tokens, None], self._asked.ids_P[tokens, None], entries)
-        _put(slope_CB, self._by_top_PK[tokens], self._asked.others(tokens), entries)
-        return slope_CB if self._asked.temperature == 1.0 else slope_CB.div_(self._asked.temperature)
+        _add_slopes(slope_CB, self._by_logprob_P[tokens, None], self._request.ids_P[tokens, None], entries)
+        _add_slopes(slope_CB, self._by_top_PK[tokens], self._request.further_ids(tokens), entries)
+        return slope_CB if self._request.temperature == 1.0 else slope_CB.div_(self._request.temperature)
 
 
-class _Sums:
-    """The gradients of hidden states, weight and bias, in float32 or better, those of the weight block by block."""
+class _GradientSums:
+    """The gradients of hidden states, weight and bias, summed in float32 or wider; that of the weight one block at a
+    time."""
 
     def __init__(self, head: _Head, needed: tuple[bool, bool, bool]) -> None:
         self._head = head
@@ -297,7 +300,7 @@ class _Sums:
         if self._hidden is not None:
             _add_product(self._hidden[tokens], narrow_CB, self._head.weight_VD[entries])
         if self._weight is not None:
-            if self._block is None:  # the gradient itself, where it is wide enough to add up in
+            if self._block is None:  # the gradient itself if its format is wide enough for sums
                 block = self._weight[entries]
                 self._block = (
                     block if block.dtype == self._head.wide else torch.zeros_like(block, dtype=self._head.wide)
@@ -305,7 +308,7 @@ class _Sums:
             _add_product(self._block, narrow_CB.t(), self._head.hidden_PD[tokens])
 
     def close(self, entries: slice) -> None:
-        """All tokens have added to this part of the vocabulary."""
+        """Finish a block of the vocabulary to which all tokens have added."""
         if self._weight is not None and self._block is not None and self._block.dtype != self._weight.dtype:
             self._weight[entries] = self._block.to(self._weight.dtype)
         self._block = None
@@ -323,20 +326,20 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-def _pick(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, entries: slice) -> None:
-    """Write the logits of those ids that are among the entries."""
+def _write_logits(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, entries: slice) -> None:
+    """Write the logits of the ids that are among ``entries`` into ``found_CK``."""
     inside_CK, column_CK = _column(ids_CK, entries)
     found_CK.copy_(torch.where(inside_CK, logits_CB.gather(1, column_CK), found_CK))
 
 
-def _put(slope_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, entries: slice) -> None:
-    """Add to the slopes of those ids that are among the entries."""
+def _add_slopes(slope_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, entries: slice) -> None:
+    """Add ``by_CK`` to the slopes of the ids that are among ``entries``."""
     inside_CK, column_CK = _column(ids_CK, entries)
     slope_CB.scatter_add_(1, column_CK, by_CK * inside_CK)
 
 
 def _column(ids_CK: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Whether each id is among the entries, and its place there (any place, if not)."""
+    """Return whether each id is among ``entries``, and its column there (any column if it is not)."""
     column_CK = ids_CK - entries.start
     inside_CK = (column_CK >= 0) & (column_CK < entries.stop - entries.start)
     return inside_CK, column_CK.clamp(0, entries.stop - entries.start - 1)

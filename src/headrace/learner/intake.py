@@ -1,4 +1,4 @@
-"""What a batch must be before anything is computed from it.
+"""The checks that a batch must pass before anything is computed from it.
 
 Shape legend: S samples and N tokens of the batch.
 """
@@ -22,12 +22,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budget: int) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a batch that a model with ``vocab_size`` tokens and the experts
-    of
-    ``routed`` cannot train on, or whose samples do not fit in a micro-batch of ``budget`` tokens."""
+    """Raise :class:`~headrace.base.errors.RunError` for a batch on which a model with ``vocab_size`` tokens and the
+    experts of ``routed`` cannot be trained, or whose samples do not fit into a micro-batch of ``budget`` tokens."""
     problem = (
-        _misaligned(batch) or _untrainable(batch, vocab_size) or _kept_of_others(batch, vocab_size)
-        or _routed_otherwise(batch, routed) or _taught_others(batch, vocab_size)
+        _misaligned(batch) or _untrainable(batch, vocab_size) or _invalid_kept(batch, vocab_size)
+        or _invalid_routing(batch, routed) or _invalid_teaching(batch, vocab_size)
     )  # fmt: skip
     if problem:
         raise RunError(
@@ -44,9 +43,8 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
 
 
 def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a batch with a sample whose positions the model would scale by
-    the
-    length of its longest neighbour."""
+    """Raise :class:`~headrace.base.errors.RunError` for a batch with a sample so long that the model would rescale the
+    positions of its neighbours."""
     if limit is None or not limit.reason or not len(batch.lengths_S):
         return
     longest = int(np.argmax(batch.lengths_S))
@@ -58,15 +56,15 @@ def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
         )
 
 
-def refuse_strangers(batch: Batch, agents: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a batch that trains an adapter of somebody else than
+def refuse_unknown_agents(batch: Batch, agents: Sequence[str]) -> None:
+    """Raise :class:`~headrace.base.errors.RunError` for a batch with tokens of an agent that is not among
     ``agents``."""
     places = () if batch.agents_N is None else np.unique(batch.agents_N).tolist()
     named = dict(enumerate(batch.agents))
-    strangers = [named.get(place, f"number {place}") for place in places if named.get(place) not in agents]
-    if strangers:
+    unknown = [named.get(place, f"number {place}") for place in places if named.get(place) not in agents]
+    if unknown:
         raise RunError(
-            f"the batch of step {batch.step} has tokens of agent {strangers[0]!r}, which trains no adapter here; "
+            f"the batch of step {batch.step} has tokens of agent {unknown[0]!r}, which trains no adapter here; "
             "nothing was changed",
             remedy=f"name it in model.lora.agents, which is {[agent for agent in agents if agent]}",
         )
@@ -101,7 +99,7 @@ def _untrainable(batch: Batch, vocab_size: int) -> str:
     return f"token {np.flatnonzero(unlearnable)[0]} has a non-finite advantage" if unlearnable.any() else ""
 
 
-def _kept_of_others(batch: Batch, vocab_size: int) -> str:
+def _invalid_kept(batch: Batch, vocab_size: int) -> str:
     if batch.kept is None:
         return ""
     if problem := batch.kept.problem(batch.ids_N):
@@ -115,7 +113,7 @@ def _kept_of_others(batch: Batch, vocab_size: int) -> str:
     return f"the kept-set of token {owners_E[unordered[0]]} is not ascending" if len(unordered) else ""
 
 
-def _routed_otherwise(batch: Batch, routed: RoutedModel | None) -> str:
+def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:
     if batch.routing is None:
         return ""
     if routed is None:
@@ -123,7 +121,7 @@ def _routed_otherwise(batch: Batch, routed: RoutedModel | None) -> str:
     return batch.routing.problem(batch.num_tokens) or routed.problem(batch.routing.experts_RLK)
 
 
-def _taught_others(batch: Batch, vocab_size: int) -> str:
+def _invalid_teaching(batch: Batch, vocab_size: int) -> str:
     if batch.taught is None:
         return ""
     if problem := batch.taught.problem(batch.num_tokens):
@@ -134,7 +132,7 @@ def _taught_others(batch: Batch, vocab_size: int) -> str:
 
 
 def layout(batch: Batch, mask_N: Tensor) -> BatchLayout:
-    """What a reduction may look at, with ``mask_N`` as the tokens that carry loss."""
+    """Return the layout of the batch that a reduction reads, with ``mask_N`` as the tokens that carry loss."""
     lengths = torch.from_numpy(batch.lengths_S.astype(np.int64))
     return BatchLayout(
         mask_N=mask_N,

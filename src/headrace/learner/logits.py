@@ -1,14 +1,14 @@
-"""Log-probabilities without the whole [tokens × vocabulary] matrix.
+"""Computation of log-probabilities without the whole [tokens × vocabulary] matrix of logits.
 
     ids ──▶ trunk, once ──▶ hidden_M ──▶ those before a loss token, hidden_P ──▶ head, piece by piece ──▶ log π_P
 
-A head that is one matrix is computed in tiles of tokens × vocabulary (head.py). What any other head is, only the
-model's own forward pass knows (soft caps, scales): it runs unchanged, with the trunk replaced by one that gives back
-the hidden states it is handed, over chunks of tokens that are computed again in the backward pass. A model that does
-not come apart in this way is run whole.
+A head that is a single matrix is computed in tiles of tokens × vocabulary (head.py). Any other head is defined only by
+the model's own forward pass (soft caps, scales). That pass runs unchanged, with the trunk replaced by a module that
+returns given hidden states, over chunks of tokens that are computed again in the backward pass. A model that cannot be
+split in this way runs as a whole.
 
 Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
-D hidden size (V for a model that is run whole), K entries of each position that are asked for.
+D hidden size (V for a model that is run whole), K requested entries of each position.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.base.types.recorded import KeptSets
-from headrace.learner.head import HeadRequest, Kept, Likeliest, linear_logprobs, linear_top
+from headrace.learner.head import HeadRequest, KeptEntries, TopRequest, linear_logprobs, linear_top
 
 LOGITS_PER_CHUNK = 2**24
-"""Logits that exist at a time: 64 MiB in float32, and a few times that while their gradient is computed."""
+"""Number of logits that exist at a time: 64 MiB in float32, and a few times that while their gradient is computed."""
 
 PROBES = 4
-"""Random hidden states on which a head shows that it is a matrix."""
+"""Number of random hidden states on which it is tested whether a head is a single matrix."""
 
 LARGE_LOGIT = 1e4
-"""The size of their logits: far above any soft cap."""
+"""Size of the logits in that test, which is far above any soft cap."""
 
 
-class Halves(Protocol):
-    """A model in two halves."""
+class TrunkAndHead(Protocol):
+    """A model that is split into a trunk and a head."""
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """What the head needs of every token (M, D)."""
+        """Return the input of the head for every token, ``[M, D]``."""
         ...
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """Logits (C, V) of some of those rows."""
+        """Return the logits ``[C, V]`` of some of those rows."""
         ...
 
 
 class SplitModel:
-    """Trunk once, head where it is needed."""
+    """A model whose trunk runs once, and whose head runs where it is needed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._trunk = getattr(model, model.base_model_prefix)
@@ -75,13 +75,13 @@ class SplitModel:
         return logits_CV
 
     def matrix(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight (V, D) and bias (V,) if the head is nothing else; ``None`` if it is more."""
+        """Return weight ``[V, D]`` and bias ``[V]`` if the head is a single matrix; otherwise ``None``."""
         return (self._linear.weight, self._linear.bias) if self._is_matrix else None
 
     @torch.no_grad()
     def _acts_as_matrix(self) -> bool:
-        """Whether the logits are those of the output embedding and nothing else, even where they are so large that any
-        soft cap would show. Weights that are spread over devices are left to the model's own forward pass."""
+        """Return whether the logits are those of the output embedding alone, tested with logits so large that any soft
+        cap would show. Weights that are sharded over devices count as no matrix."""
         linear = self._linear
         if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
             return False
@@ -97,7 +97,7 @@ class SplitModel:
 
 
 class WholeModel:
-    """All logits at once, for a model whose head cannot be run alone."""
+    """A model that computes all logits at once, because its head cannot run alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -111,7 +111,7 @@ class WholeModel:
 
 
 class _TrunkOutput(nn.Module):
-    """Stands where the trunk stands and gives back what it is handed."""
+    """A module that replaces the trunk and returns given hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class _TrunkOutput(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-def halves(model: PreTrainedModel, inputs: dict[str, Any]) -> Halves:
-    """``model`` in two halves if they give the logits of the whole on ``inputs``; else the whole."""
+def split_model(model: PreTrainedModel, inputs: dict[str, Any]) -> TrunkAndHead:
+    """Return ``model`` split into trunk and head if this gives the same logits on ``inputs``; otherwise as a whole."""
     whole = WholeModel(model)
     if model.base_model_prefix not in model._modules:
         return whole
@@ -131,25 +131,25 @@ def halves(model: PreTrainedModel, inputs: dict[str, Any]) -> Halves:
         try:
             split = SplitModel(model)
             found = split.logits(split.hidden(inputs))
-        except (AttributeError, TypeError, ValueError, IndexError):  # its forward asks more of the trunk's output
+        except (AttributeError, TypeError, ValueError, IndexError):  # its forward pass needs more of the trunk's output
             return whole
     same = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     return split if same else whole
 
 
 class TokenLogprobs:
-    """log π of given tokens, and the entropy of the distribution they were taken from, both under a temperature."""
+    """The computation of log π of given tokens, and of the entropy of their distributions, both at a temperature."""
 
     def __init__(
         self,
-        model: Halves,
+        model: TrunkAndHead,
         chunk: int,
         temperature: float,
         entropy_gradient: bool,
         log_softmax: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """``log_softmax`` of the last dimension: all logits of a chunk exist, so that it can be given; ``None`` for
-        torch's or, where the head is a matrix, none at all."""
+        """Prepare the computation for ``model``. ``log_softmax`` is a function over the last dimension, for which all
+        logits of a chunk are computed; ``None``: torch's function, or tiles if the head is a single matrix."""
         self._model = model
         self._tiled = log_softmax is None
         self._log_softmax = log_softmax or partial(torch.log_softmax, dim=-1)
@@ -165,26 +165,26 @@ class TokenLogprobs:
         kept: KeptSets | None = None,
         top_PK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """log π of ``ids_P``, sampled at the positions after ``before_P``, and entropies: (P,) each; and log π of the
-        entries ``top_PK`` there (P, K), K = 0 if none are asked for; at least float32, in nats. One forward pass of the
-        trunk over ``inputs``.
+        """Run one forward pass of the trunk over ``inputs`` and return log π of ``ids_P``, sampled at the positions
+        after ``before_P``, and the entropies, ``[P]`` each; and log π of the entries ``top_PK`` there, ``[P, K]`` with
+        K = 0 for ``None``. All are in float32 or wider, in nats.
 
-        ``kept``: what each of the P tokens was sampled from; its log π is renormalised over it. Entropy and ``top_PK``
-        are of the whole distribution.
+        ``kept`` are the kept-sets of the P tokens, over which their log π is renormalised. Entropy and ``top_PK`` are
+        those of the whole distribution.
         """
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
         top_PK = ids_P.new_empty(len(ids_P), 0) if top_PK is None else top_PK
         matrix = self._model.matrix() if self._tiled and isinstance(self._model, SplitModel) else None
         if matrix is not None:
-            asked = HeadRequest(
+            request = HeadRequest(
                 ids_P=ids_P,
                 top_PK=top_PK,
                 temperature=self._temperature,
-                kept=None if kept is None else Kept(kept, hidden_PD.device),
+                kept=None if kept is None else KeptEntries(kept, hidden_PD.device),
                 entropy_gradient=self._entropy_gradient,
                 keep_logits=len(ids_P) <= self._chunk,
             )
-            return linear_logprobs(hidden_PD, *matrix, asked)
+            return linear_logprobs(hidden_PD, *matrix, request)
         if len(ids_P) <= self._chunk:
             return self._of_chunk(hidden_PD, ids_P, top_PK, kept)
         parts = []
@@ -202,37 +202,37 @@ class TokenLogprobs:
         all_CV = self._log_softmax(logits_CV)
         drawn_CV = all_CV
         if kept is not None:
-            allowed_CV = Kept(kept, logits_CV.device).allowed(*logits_CV.shape)
+            allowed_CV = KeptEntries(kept, logits_CV.device).allowed(*logits_CV.shape)
             drawn_CV = self._log_softmax(logits_CV.masked_fill(~allowed_CV, -torch.inf))
         logprobs_C = drawn_CV.gather(1, ids_C[:, None])[:, 0]
         of_top_CK = all_CV.gather(1, top_CK)
         if self._entropy_gradient:
             return logprobs_C, _entropy(all_CV), of_top_CK
-        with torch.no_grad():  # last, so that the recomputation stops before it
+        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
             return logprobs_C, _entropy(all_CV), of_top_CK
 
 
 class TopEntries:
-    """The likeliest entries of each distribution, under a temperature; no gradient."""
+    """The computation of the likeliest entries of each distribution at a temperature, without gradient."""
 
-    def __init__(self, model: Halves, chunk: int, temperature: float) -> None:
+    def __init__(self, model: TrunkAndHead, chunk: int, temperature: float) -> None:
         self._model = model
         self._chunk = chunk
         self._temperature = temperature
 
-    def __call__(self, inputs: dict[str, Any], before_P: Tensor, wanted: Likeliest) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities (P, K) after the positions ``before_P``, the likeliest first."""
+    def __call__(self, inputs: dict[str, Any], before_P: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
+        """Return ids and log-probabilities ``[P, K]`` after the positions ``before_P``, the likeliest first."""
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
         matrix = self._model.matrix() if isinstance(self._model, SplitModel) else None
         if matrix is not None:
-            return linear_top(hidden_PD, *matrix, self._temperature, wanted)
-        parts = [self._of_chunk(hidden_CD, wanted) for hidden_CD in hidden_PD.split(self._chunk)]
+            return linear_top(hidden_PD, *matrix, self._temperature, request)
+        parts = [self._of_chunk(hidden_CD, request) for hidden_CD in hidden_PD.split(self._chunk)]
         ids, logs = zip(*parts, strict=True)
         return torch.cat(ids), torch.cat(logs)
 
-    def _of_chunk(self, hidden_CD: Tensor, wanted: Likeliest) -> tuple[Tensor, Tensor]:
+    def _of_chunk(self, hidden_CD: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
         all_CV = _tempered(self._model.logits(hidden_CD), self._temperature).log_softmax(-1)
-        logs_CK, ids_CK = all_CV[:, : wanted.below].topk(wanted.num)
+        logs_CK, ids_CK = all_CV[:, : request.below].topk(request.num)
         return ids_CK, logs_CK
 
 
@@ -241,6 +241,6 @@ def _tempered(logits_CV: Tensor, temperature: float) -> Tensor:
 
 
 def _entropy(all_CV: Tensor) -> Tensor:
-    """−Σ p log p; entries of probability 0 count 0, whatever their log."""
+    """Return −Σ p log p; entries of probability 0 count 0, whatever their log."""
     p_CV = all_CV.exp()
     return -(p_CV * all_CV.masked_fill(p_CV == 0, 0.0)).sum(-1)

@@ -1,6 +1,7 @@
-"""When memory runs out: what would free how much of it, in words.
+"""The advice for a learner that runs out of memory: which settings would free how much.
 
-Estimates, made from the model's configuration: good for choosing a setting, not for filling a device to the brim.
+The numbers are estimates from the model's configuration: good for choosing a setting, not for filling a device to the
+limit.
 """
 
 # gate: getattr - the settings of a foreign config differ from model to model
@@ -15,39 +16,39 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.base.errors import RunError
-from headrace.learner.companions.config import KeptSection
+from headrace.learner.auxiliary.config import KeptSection
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import best_rows
 from headrace.models.weights import is_adapted
 
 MOMENTS_BYTES = 8
-"""AdamW's two moments of one parameter, in float32."""
+"""Bytes of AdamW's two moments of one parameter, in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a learner keeps in its device's memory, and its settings."""
+    """The memory that a learner needs on its device, by the settings that determine it."""
 
     config: LearnerConfig
     tokens: int
-    """Of the largest pass, where samples are short."""
+    """Number of tokens of the largest pass, if samples are short."""
     layer_bytes: int
-    """What the backward pass needs of one token in one layer."""
+    """Bytes that the backward pass needs for one token in one layer."""
     input_bytes: int
-    """The input of one layer for one token."""
+    """Bytes of the input of one layer for one token."""
     num_layers: int
     trained: int
-    """Parameters that are trained, over all ranks."""
+    """Number of trained parameters, over all ranks."""
     itemsize: int
-    """Bytes of one of them."""
+    """Bytes of one parameter."""
     adapted: bool
     """Whether an adapter is trained: it has one rank, and an optimizer too small to be moved."""
     on_host: bool
-    """Whether the device is the host itself: moving things there frees nothing."""
+    """Whether the device is the host itself, so that moving tensors to the host frees nothing."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: LearnerConfig) -> MemoryPlan:
-        """Of a model as it was loaded.
+        """Return the plan of a model that was just loaded.
 
         Per layer and token about ten vectors of the hidden size (residuals, norms, queries, keys, values, attention's
         output) and three of the feed-forward's size (gate, up, their product); see Korthikanti et al. 2022, eq. 1.
@@ -71,7 +72,8 @@ class MemoryPlan:
         )
 
     def levers(self) -> list[str]:
-        """Settings that need less, each with about what it frees on one rank."""
+        """Return settings that need less memory, each with the approximate number of bytes that it frees on one
+        rank."""
         config, memory, ways = self.config, self.config.memory, self.config.parallel
         tokens = self.tokens / ways.context
         kept = self.input_bytes if memory.recompute else self.layer_bytes
@@ -100,14 +102,15 @@ class MemoryPlan:
 
 UNCHANGED = "there is no gradient, weights and optimizer are unchanged, and the batch can be given again"
 HALF_UPDATED = "the update had begun, so that only a snapshot has whole weights: resume from the last one"
-"""What a failure leaves."""
+"""The two descriptions of the state that a failure leaves."""
 
 
 @contextmanager
-def told_when_full(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterator[None]:
-    """Say what to do when there is not enough memory, and what is ``left`` then.
+def explained_out_of_memory(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterator[None]:
+    """Turn an out-of-memory error inside the ``with`` block into an error that names settings that free memory.
+    ``left`` describes the state that the failure leaves.
 
-    Raises :class:`~headrace.base.errors.RunError`; whoever computes inside must have dropped what it made by then.
+    Raises :class:`~headrace.base.errors.RunError`. The code inside the block must discard its tensors on failure.
     """
     said = ""
     try:
@@ -118,7 +121,7 @@ def told_when_full(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterat
         if "can't allocate memory" not in str(error):
             raise
         said = str(error)
-    if said:  # outside of the handlers: what has failed holds on to memory
+    if said:  # outside the handlers, because the traceback keeps tensors alive
         if not plan.on_host:
             torch.cuda.empty_cache()
         raise RunError(
@@ -128,7 +131,8 @@ def told_when_full(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterat
 
 
 def in_words(num_bytes: float) -> str:
-    """
+    """Return a number of bytes in readable units.
+
     >>> in_words(3 * 2**30), in_words(1500)
     ('3.0 GiB', '1.5 KiB')
     """

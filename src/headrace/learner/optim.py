@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate.
+"""The optimizer and the schedule of its learning rate.
 
 rate
 lr ┤      ╭───────────── constant
@@ -20,15 +20,15 @@ from torch.nn import Parameter
 from headrace.learner.config import LearnerConfig
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
-"""Where torch has AdamW as one kernel."""
+"""Devices for which torch has AdamW as one fused kernel."""
 
 
 def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
-    """The rate of the update that makes version ``step + 1``; steps count from 0. It is 0 while only the critic is
-    warmed up; the schedule lies in the steps after that.
+    """Return the learning rate of the update that makes version ``step + 1``, where ``step`` counts from 0. It is 0
+    during the critic's warm-up, after which the schedule begins.
 
-    Each of the ``warmup_steps`` is above 0 and below the peak, and so is each step of a decay above its floor: no
-    step is wasted. After ``total_steps`` the rate stays at the floor.
+    Each of the ``warmup_steps`` is above 0 and below the peak, and so is each step of a decay above its floor: no step
+    is wasted. After ``total_steps`` the rate stays at the floor.
 
     >>> config = LearnerConfig(lr=1.0, warmup_steps=1, schedule="linear")
     >>> [learning_rate(config, step, total_steps=5) for step in range(6)]
@@ -47,7 +47,8 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
 
 
 def build_optimizer(parameters: Iterable[Parameter], config: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) over ``parameters``, with decay on matrices and none on vectors."""
+    """Return AdamW (Loshchilov & Hutter 2019) over ``parameters``, with weight decay on matrices and none on
+    vectors."""
     trained = list(parameters)
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -1,9 +1,11 @@
-"""A batch cut into micro-batches: whole samples, a bounded number of token positions, balanced, no padding.
+"""Division of a batch into micro-batches of whole samples, with a bounded number of token positions, balanced and
+without padding.
 
-    samples ──▶ units: single samples, or siblings that share a prefix (prefixes.py)
-            ──▶ as few bins as first-fit decreasing needs, or as many as keep a pass in the processor's cache, evenly
-                filled by what they cost to compute
-            ──▶ dealt to the ranks, the costliest first: as many for each, of about the same cost at the same time
+    samples ──▶ units: single samples, or siblings that share a prefix (:func:`siblings`)
+            ──▶ as few bins as first-fit decreasing needs, or as many as keep a pass in the CPU's cache, balanced by
+                their cost
+            ──▶ dealt to the ranks, the costliest first: the same number for each, of about the same cost at the same
+                time
 
 Shape legend: S samples of the batch, N tokens of the batch, U units, K samples of one micro-batch, M tokens of one
 micro-batch, R tokens of it that are computed.
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
 from headrace.base.types.tokens import IntColumn
 
 Index = npt.NDArray[np.int64]
@@ -25,14 +28,14 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What computing costs, in the unit of one token's matrices."""
+    """The cost of computation, in units of one token's matrix products."""
 
     per_token: float = 1.0
-    """Everything but attention."""
+    """Cost of a token without attention."""
     per_pair: float = 0.0
-    """Attention, for a token of a sample and a token of the same sample."""
+    """Cost of attention for a pair of tokens of the same sample."""
     best_rows: int | None = None
-    """Tokens of one pass above which each costs more; ``None`` where larger passes are never slower."""
+    """Number of tokens of one pass above which each token costs more; ``None`` if larger passes are never slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,62 +43,64 @@ class Unit:
     """Samples that stay together in one micro-batch."""
 
     samples: Index
-    """Their places in the batch, ascending."""
+    """Indices of the samples in the batch, ascending."""
     prefix: int = 0
-    """The first tokens of each, which are the same in all of them and are computed once."""
+    """Number of first tokens that are the same in all samples and are computed once."""
 
     def num_rows(self, lengths_S: Index) -> int:
-        """Tokens that are computed."""
+        """Return the number of tokens that are computed."""
         return int((lengths_S[self.samples] - self.prefix).sum()) + self.prefix
 
     def cost(self, lengths_S: Index, cost: Cost) -> float:
-        """Of computing it; attention is computed for every sample on its own."""
+        """Return the cost of computing the unit; attention is computed for every sample separately."""
         return cost.per_token * self.num_rows(lengths_S) + cost.per_pair * float((lengths_S[self.samples] ** 2).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How a batch is to be cut."""
+    """The limits under which a batch is divided."""
 
     budget: int
-    """Token positions that one micro-batch may compute: ``learner.tokens_per_microbatch``."""
+    """Greatest number of token positions in one micro-batch: ``learner.tokens_per_microbatch``."""
     num_ranks: int = 1
-    """Over how many the micro-batches are spread."""
+    """Number of ranks to which micro-batches are dealt."""
     cost: Cost = field(default_factory=Cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Whole samples of a batch, one after the other, in the batch's order."""
+    """Whole samples of a batch, one after the other, in the order of the batch."""
 
     samples_K: Index
-    """Places of the samples in the batch, ascending."""
+    """Indices of the samples in the batch, ascending."""
     lengths_K: Index
-    """Tokens of each."""
+    """Number of tokens of each sample."""
     places_M: Index
-    """Where each token lies in the batch's columns: ``column_N[places_M]`` is the micro-batch's column."""
+    """Index of each token in the batch's columns: ``column_N[places_M]`` is the micro-batch's column."""
     rows_M: Index | None = None
-    """The row of the pass in which each token is computed, where samples share rows; ``None`` for a row each."""
+    """Row of the pass in which each token is computed, if samples share rows; ``None`` if each token has its own
+    row."""
 
     @property
     def places_R(self) -> Index:
-        """Where the token of each computed row lies in the batch's columns."""
+        """Return the index in the batch's columns of the token of each computed row."""
         if self.rows_M is None:
             return self.places_M
         _, first_R = np.unique(self.rows_M, return_index=True)
         return self.places_M[first_R]
 
     def positions_M(self) -> Index:
-        """Position of each token within its sample, from 0."""
+        """Return the position of each token within its sample, from 0."""
         return ragged_arange(np.zeros_like(self.lengths_K), self.lengths_K)
 
     def local_samples_M(self) -> Index:
-        """The place, from 0, of each token's sample in this micro-batch."""
+        """Return the index of each token's sample in this micro-batch, from 0."""
         return np.repeat(np.arange(len(self.lengths_K)), self.lengths_K)
 
     @classmethod
     def of(cls, units: Sequence[Unit], lengths_S: Index) -> MicroBatch:
-        """The samples of the units; of no unit, an empty one, which a rank computes beside the others' full ones."""
+        """Return the micro-batch of the samples of ``units``. Without units it is empty; a rank computes an empty one
+        while the others compute theirs."""
         members = np.sort(np.concatenate([np.zeros(0, np.int64), *(unit.samples for unit in units)]))
         lengths_K, starts_S = lengths_S[members], np.cumsum(lengths_S) - lengths_S
         shared = any(unit.prefix for unit in units)
@@ -108,13 +113,13 @@ class MicroBatch:
 
     @classmethod
     def whole(cls, lengths_S: IntColumn) -> MicroBatch:
-        """The whole batch as one."""
+        """Return the whole batch as one micro-batch."""
         lengths = lengths_S.astype(np.int64)
         return cls(samples_K=np.arange(len(lengths)), lengths_K=lengths, places_M=np.arange(lengths.sum()))
 
 
 def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
-    """``start, start+1, …`` for each pair, one after the other.
+    """Return ``start, start+1, …`` for each pair, one after the other.
 
     >>> ragged_arange(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]
@@ -126,7 +131,8 @@ def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
 
 
 def _rows(units: Sequence[Unit], members: Index, lengths_K: Index) -> Index:
-    """Rows in the order in which tokens come first; the prefix of a unit's later samples lies in the first one's."""
+    """Return the row of each token, in the order in which tokens first occur. The prefix of a unit's later samples uses
+    the rows of its first sample."""
     first_K, prefix_K = np.arange(len(members)), np.zeros(len(members), np.int64)
     for unit in units:
         place = np.searchsorted(members, unit.samples)
@@ -141,7 +147,8 @@ def _rows(units: Sequence[Unit], members: Index, lengths_K: Index) -> Index:
 
 
 def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: int) -> list[MicroBatch]:
-    """Cut the chosen ``samples`` of a batch with samples of ``lengths_S`` tokens. The same input gives the same cut.
+    """Divide the chosen ``samples`` of a batch with samples of ``lengths_S`` tokens. The same input gives the same
+    result.
 
     Raises :class:`~headrace.base.errors.RunError` for a sample that is longer than ``tokens_per_microbatch``.
 
@@ -153,15 +160,16 @@ def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: in
 
 
 def singly(samples: Index) -> list[Unit]:
-    """Each sample by itself."""
+    """Return each sample as a unit of its own."""
     return [Unit(samples=samples[place : place + 1]) for place in range(len(samples))]
 
 
 def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[list[MicroBatch]]:
-    """The micro-batches of every rank, as many for each; the last may be empty. The same input gives the same plan.
+    """Return the micro-batches of every rank, the same number for each; the last may be empty. The same input gives the
+    same plan.
 
     Ranks that wait for each other after every micro-batch compute about equally costly ones at the same time. Raises
-    :class:`~headrace.base.errors.RunError` for a unit that no micro-batch holds.
+    :class:`~headrace.base.errors.RunError` for a unit that fits into no micro-batch.
 
     >>> ranks = plan(np.array([3, 2, 4], np.int32), singly(np.arange(3)), Packing(budget=4, num_ranks=2))
     >>> [[micro.samples_K.tolist() for micro in rank] for rank in ranks]
@@ -179,7 +187,9 @@ def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[
     micros = [MicroBatch.of([units[unit] for unit in bins[number]], lengths) for number in order]
     ranks: list[list[MicroBatch]] = [[] for _ in range(packing.num_ranks)]
     for turn, first in enumerate(range(0, len(micros), packing.num_ranks)):
-        for rank, micro in enumerate(micros[first : first + packing.num_ranks]):  # back and forth: totals even out
+        for rank, micro in enumerate(
+            micros[first : first + packing.num_ranks]
+        ):  # in alternating order, which balances the totals
             ranks[rank if turn % 2 == 0 else packing.num_ranks - 1 - rank].append(micro)
     return ranks
 
@@ -202,12 +212,13 @@ def pack(
     multiple_of: int = 1,
     at_least: int = 0,
 ) -> list[Index]:
-    """Spread units over as few bins as first-fit decreasing needs, but ``at_least`` so many, rounded up to a multiple,
-    evenly filled by cost.
+    """Distribute units over as few bins as first-fit decreasing needs, but ``at_least`` that many, rounded up to a
+    multiple of ``multiple_of`` and balanced by cost.
 
-    Costliest first, each to the cheapest bin that has room; where one finds no room, first-fit's own answer stands.
-    Ties go to the earlier unit and bin. ``rows_U``: what each takes of a bin's ``capacity``, at most all of it;
-    ``cost_U``: what it costs, its rows by default. Returns each bin's members; bins of the rounding may be empty.
+    The costliest unit comes first, and each goes to the cheapest bin with enough space; if one fits nowhere, the result
+    of first-fit is used. Ties go to the earlier unit and bin. ``rows_U`` is the size of each unit, at most
+    ``capacity``; ``cost_U`` is its cost, by default its size. Returns the members of each bin; bins added by the
+    rounding may be empty.
     """
     first_U = _first_fit(rows_U, capacity)
     needed = int(first_U.max()) + 1 if len(first_U) else 0
@@ -240,3 +251,36 @@ def _cheapest_first(
         room[number] -= rows_U[unit]
         spent[number] += cost_U[unit]
     return bins_U
+
+
+def siblings(batch: Batch, samples: Index, budget: int) -> list[Unit]:
+    """Return the chosen ``samples`` as units: samples of one group that begin with the same tokens, computed by the
+    same experts, stay together as long as they fit into ``budget`` rows."""
+    lengths_S = batch.lengths_S.astype(np.int64)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    units: list[Unit] = []
+    for group in dict.fromkeys(batch.groups_S[samples].tolist()):
+        members = np.sort(samples[batch.groups_S[samples] == group])
+        prefix = min(
+            (_common(batch, starts_S[[members[0], other]], lengths_S[[members[0], other]]) for other in members[1:]),
+            default=0,
+        )
+        while len(members):
+            own = lengths_S[members] - prefix
+            fits = max(1, int((prefix + np.cumsum(own) <= budget).sum()))
+            units.append(Unit(samples=members[:fits], prefix=prefix if fits > 1 else 0))
+            members = members[fits:]
+    return units
+
+
+def _common(batch: Batch, starts: Index, lengths: Index) -> int:
+    """Return the length of the common prefix of two samples, in tokens."""
+    shorter = int(lengths.min())
+    one, other = (np.arange(start, start + shorter) for start in starts)
+    same = batch.ids_N[one] == batch.ids_N[other]
+    if batch.routing is not None:
+        first, second = batch.routing.take(one), batch.routing.take(other)
+        same &= first.known_T == second.known_T
+        both = first.known_T & second.known_T
+        same[both] &= (first.experts_RLK[both[first.known_T]] == second.experts_RLK[both[second.known_T]]).all((1, 2))
+    return int(np.argmin(same)) if not same.all() else shorter

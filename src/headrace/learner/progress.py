@@ -1,4 +1,5 @@
-"""What a learner is at, unit by unit: a micro-batch, the optimizer, a copy of the weights. Another thread reads it."""
+"""The progress of a learner, unit by unit: a micro-batch, the optimizer, a copy of the weights. Another thread reads
+it."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from headrace.base.clock import Clock
 
 FORGETTING = 0.9
-"""What remains of the longest unit of a kind with each later one: a first one that compiles is not the measure for
-ever."""
+"""The factor by which the longest duration of a kind of units decays with each later unit, so that a first unit that
+compiles does not count for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +19,15 @@ class WorkUnit:
     """One unit of work."""
 
     kind: str
-    """Units of one kind take about as long."""
+    """Kind of the unit; units of one kind take about the same time."""
     what: str
-    """The unit in words: ``micro-batch 3 of 8 of step 5``; empty: none, the learner waits for orders."""
+    """Description of the unit: ``micro-batch 3 of 8 of step 5``. Empty if the learner waits for calls."""
     begun_s: float
     """When it was begun, on the clock."""
 
 
 class Progress:
-    """The unit that a learner is at, how many it has ended, and how long each kind usually takes.
+    """The current unit of a learner, the number of finished units, and the usual duration of each kind.
 
     Its owner calls :meth:`at`; the attributes may be read in any thread.
 
@@ -43,13 +44,13 @@ class Progress:
         self._clock = clock
         self._usual_s: dict[str, float] = {}
         self.num_units = 0
-        """Units that have ended."""
+        """Number of units that have ended."""
         self.unit = WorkUnit(kind="", what="", begun_s=clock.now())
-        """What it is at now."""
+        """The current unit."""
 
     @contextmanager
     def at(self, kind: str, what: str) -> Iterator[None]:
-        """Within this the learner is at that unit; units may lie within others."""
+        """Set the current unit inside the ``with`` block; units may be nested."""
         outer, begun_s = self.unit, self._clock.now()
         self.unit = WorkUnit(kind=kind, what=what, begun_s=begun_s)
         try:
@@ -60,5 +61,5 @@ class Progress:
             self.unit, self.num_units = outer, self.num_units + 1
 
     def usual_s(self) -> float:
-        """How long a unit of the present kind has taken at most of late; 0 where there was none."""
+        """Return the recent longest duration of units of the current kind, in seconds; 0 if there was none."""
         return self._usual_s.get(self.unit.kind, 0.0)

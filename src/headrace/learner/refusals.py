@@ -1,4 +1,4 @@
-"""What a learner cannot do, in words."""
+"""Errors for a batch or a setting that a learner cannot train with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from headrace.base.errors import ConfigError, RunError
 
 
 def nothing_to_learn(step: int, loss_tokens: int) -> RunError:
-    """The error for a batch none of whose tokens can carry loss."""
+    """Return the error for a batch in which no token can carry loss."""
     return RunError(
         f"no token of the batch of step {step} can carry loss: {loss_tokens} are in its mask, "
         "none of those has a finite engine logprob",
@@ -15,7 +15,7 @@ def nothing_to_learn(step: int, loss_tokens: int) -> RunError:
 
 
 def refuse_settings(temperature: float) -> None:
-    """Raises :class:`~headrace.base.errors.ConfigError` for a temperature that nothing can be learned at."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a sampling temperature at which nothing can be learned."""
     if temperature <= 0:
         raise ConfigError(
             f"sampling temperature {temperature} leaves no distribution to learn",

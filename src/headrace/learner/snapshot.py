@@ -1,7 +1,9 @@
-"""The learner's part of a snapshot: an ordinary Hugging Face model directory, and the optimizer beside it. Of a model
-with an adapter: that, as an ordinary directory of peft's; where agents train their own, theirs in ``agents/NAME``.
+"""The learner's part of a snapshot: an ordinary Hugging Face model directory, and the optimizer beside it. For a model
+with an adapter it is an ordinary directory of peft with the adapter; if agents train their own, these are in
+``agents/NAME``.
 
-Nothing in it is pickled: tensors and numbers, as safetensors. The schedule is a function of the step and needs no file.
+Nothing in it is pickled: tensors and numbers are stored as safetensors. The schedule is a function of the step and
+needs no file.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.base.errors import CheckpointError, ModelError
-from headrace.learner.checksums import seal
-from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, whole_or_nothing
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, seal, whole_or_nothing
 from headrace.models import ModelConfig, load_model
 from headrace.models.config import AGENTS
 from headrace.models.weights import is_adapted, weight_tensors
@@ -32,11 +33,11 @@ _STEP = "step"
 
 
 Beside = Mapping[str, dict[str, Tensor]]
-"""Other tensors of a snapshot: what each file holds."""
+"""Further tensors of a snapshot: the tensors of each file, by name."""
 
 
 def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, beside: Beside) -> int:
-    """About how large a snapshot is."""
+    """Return the approximate size of a snapshot, in bytes."""
     moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     tensors = [*weight_tensors(model).values(), *moments, *(t for held in beside.values() for t in held.values())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
@@ -44,19 +45,19 @@ def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, beside: Beside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What lies in a snapshot beside the weights and the optimizer."""
+    """The contents of a snapshot beside the weights and the optimizer."""
 
     step: int
     model_dir: Path
-    """Where the tokenizer's files come from."""
+    """Directory from which the tokenizer's files are copied."""
     beside: Beside
-    """Of the companions."""
+    """Tensors of the auxiliary models."""
 
 
 def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, extras: Extras) -> None:
     """Write everything into the existing ``directory``, flushed.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` where that cannot be done; the directory is removed then.
+    Raises :class:`~headrace.base.errors.CheckpointError` if that fails; the directory is removed then.
     """
     with whole_or_nothing(directory, num_bytes(model, optimizer, extras.beside)):
         if is_adapted(model):
@@ -84,9 +85,9 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
 
 
 def restore_weights(directory: Path, model: PreTrainedModel) -> None:
-    """Copy the weights that were saved into ``model``, in place.
+    """Copy the saved weights into ``model``, in place.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` if they are of another model.
+    Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
     """
     if is_adapted(model):
         _restore_adapter(directory, model)
@@ -123,9 +124,11 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 
 
 def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Moments and random state as they were saved; the step. Rates and decays are the configuration's, not the file's.
+    """Restore moments and random state, and return the step. Rates and decays come from the configuration, not from the
+    file.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or of another model.
+    Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
+    model.
     """
     path = directory / OPTIMIZER_FILE
     try:
@@ -153,12 +156,12 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, dict[str, Tensor]]:
-    """The optimizer's tensors of each parameter, by the parameter's name; empty before the first update."""
+    """Return the optimizer's tensors of each parameter, by the parameter's name; empty before the first update."""
     names = _names(model, optimizer)
     return {names[number]: state for number, state in optimizer.state_dict()["state"].items()}
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the optimizer's parameters, in the order in which its state counts them."""
+    """Return the names of the optimizer's parameters, in the order of its state."""
     names = {parameter: name for name, parameter in weight_tensors(model).items()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""One batch on its way through the learner.
+"""The data of one batch during a training step, and the metrics of the step.
 
 Shape legend: N tokens of the batch, M tokens of a micro-batch, P parts of the objective that select tokens.
 """
@@ -6,11 +6,12 @@ Shape legend: N tokens of the batch, M tokens of a micro-batch, P parts of the o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,43 +20,43 @@ from headrace.algo.metrics import add, means
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.taught import Taught
-from headrace.base.types.tokens import FloatColumn
-from headrace.learner.forward import Passed, TopK
+from headrace.base.types.tokens import FloatColumn, IntColumn
+from headrace.learner.forward import ForwardResult, TopK
 from headrace.learner.intake import Mask
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
-from headrace.learner.stats import TokenStats, step_metrics
 
 ROUTED = "routing_differs"
-"""The metric of a replay; each rank counts the rows that it routes."""
+"""The metric of a routing replay; each rank counts the rows that it routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """A batch, and what was decided about all of it before the first forward pass."""
+    """A batch, with everything that was decided about the whole of it before the first forward pass."""
 
     batch: Batch
     mask_N: Mask
-    """The tokens that carry loss: those of the batch's mask whose μ is finite."""
+    """The tokens that carry loss: those in the batch's mask whose μ is finite."""
     weights_N: Tensor
-    """The reduction: what each token weighs in the batch's loss."""
+    """Weight of each token in the batch's loss, computed by the reduction."""
     old: Old = "learner"
-    """Who is π_old."""
+    """The policy that is π_old in ratios."""
     selected_NP: Tensor | None = None
-    """bool; the tokens that parts of the objective chose from the whole batch; ``None`` if none does."""
+    """The tokens that parts of the objective selected from the whole batch, as bool; ``None`` if no part selects."""
     log_old_N: Tensor | None = None
-    """log π_old of kept weights, in the host's memory."""
+    """log π_old of kept weights, in host memory; ``None`` if π_old is another policy."""
     log_ref_N: Tensor | None = None
-    """log π_ref, in the host's memory."""
+    """log π_ref, in host memory; ``None`` if there is no reference."""
     top: TopK | None = None
-    """The teacher's likeliest entries."""
+    """The likeliest entries of the teacher; ``None`` if no loss reads them."""
     taught_N: Taught | None = None
-    """What a teacher beside this learner says of the sampled tokens; ``None`` where it was not asked that."""
+    """Log-probabilities of a teacher that this learner computes, for the sampled tokens; ``None`` if they were not
+    computed."""
     metrics: Metrics = field(default_factory=dict)
-    """What companions measured, this rank's share."""
+    """Metrics that auxiliary models measured; each rank has its share."""
 
     def only(self, mask_N: Mask) -> StepWork:
-        """The same, with the loss of these tokens alone: what the rest weighs stays what it is."""
+        """Return the same work with the loss of these tokens only. The weights of these tokens do not change."""
         if mask_N is self.mask_N:
             return self
         return replace(self, mask_N=mask_N, weights_N=self.weights_N * torch.from_numpy(mask_N))
@@ -67,7 +68,7 @@ class StepWork:
         entropy_M: Tensor | None = None,
         top_MK: Tensor | None = None,
     ) -> LossInputs:
-        """The columns of ``micro``, where ``log_pi_M`` lies. ``top_MK``: log π of the teacher's entries.
+        """Return the columns of ``micro`` on the device of ``log_pi_M``. ``top_MK`` is log π of the teacher's entries.
 
         A batch is one update, so the learner before this step is π without its gradient.
         """
@@ -99,18 +100,18 @@ class StepWork:
 
 @dataclass(slots=True, kw_only=True)
 class StepSums:
-    """What the parts of a step have added up to."""
+    """The sums over the parts of a step."""
 
     tally: MicroBatchStats
     mass: float = 0.0
-    """The reduction's denominator."""
+    """Denominator of the reduction."""
     loss_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What the micro-batches of some ranks said."""
+    """The sums over the micro-batches of one share of the ranks, as a message."""
 
     loss: float
     metrics: dict[str, tuple[float, float]]
@@ -118,7 +119,7 @@ class _Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MicroBatchStats:
-    """Gathers what the micro-batches of one step say."""
+    """A collector of the losses, metrics and token statistics of the micro-batches of one step."""
 
     def __init__(self) -> None:
         self._before = 0
@@ -130,26 +131,26 @@ class MicroBatchStats:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that carried loss."""
+        """The number of tokens that carried loss."""
         return sum(len(stats.ages_L) for stats in self._stats)
 
-    def open(self, work: StepWork) -> None:
-        """Its micro-batches follow."""
+    def begin(self, work: StepWork) -> None:
+        """Begin a batch, or a part of one, whose micro-batches follow."""
         self._before, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
         self._metrics.append(work.metrics)
         self._taught += [] if work.taught_N is None else [work.taught_N]
 
-    def add(self, work: StepWork, micro: MicroBatch, passed: Passed, output: LossOutput) -> None:
-        """One micro-batch's share."""
+    def add(self, work: StepWork, micro: MicroBatch, result: ForwardResult, output: LossOutput) -> None:
+        """Add the results of one micro-batch."""
         batch, mask_M = work.batch, work.mask_N[micro.places_M]
         places_L = micro.places_M[mask_M]
         self._losses.append(float(output.loss.detach()))
         self._metrics.append(output.metrics)
-        if passed.seen is not None:
-            self._metrics.append({ROUTED: Ratio(passed.seen.differing, passed.seen.total)})
+        if result.routing_pass is not None:
+            self._metrics.append({ROUTED: Ratio(result.routing_pass.differing, result.routing_pass.total)})
         self._stats.append(
             TokenStats(
-                log_pi_L=passed.log_pi_M.detach().cpu().numpy()[mask_M],
+                log_pi_L=result.log_pi_M.detach().cpu().numpy()[mask_M],
                 log_mu_L=batch.logprobs_N[places_L],
                 ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
                 places_L=(self._before + places_L).astype(np.int32),
@@ -157,7 +158,7 @@ class MicroBatchStats:
         )
 
     def join(self, ranks: AnyRanks) -> None:
-        """The last micro-batch was added: what all ranks added, on each of them."""
+        """Replace the results of this rank by those of all ranks, after the last micro-batch."""
         if ranks.config.num_shares * ranks.config.context == 1:
             return
         codec = MessageCodec(_Share)
@@ -167,44 +168,46 @@ class MicroBatchStats:
             stats=TokenStats.concat([*self._stats, TokenStats.none()]),
         )
         parts: list[_Share] = [codec.decode(words) for words in ranks.gather_parts(codec.encode(mine))]
-        shares = parts[:: ranks.config.context]  # all of one share say the same, but of the rows that they route
+        shares = parts[:: ranks.config.context]  # the parts of a share agree, except for the rows that they route
         routed = [{ROUTED: Ratio(*part.metrics.pop(ROUTED))} for part in parts if ROUTED in part.metrics]
         self._losses = [share.loss for share in shares]
         self._metrics = [*routed, *({name: Ratio(*pair) for name, pair in share.metrics.items()} for share in shares)]
         self._stats = [share.stats for share in shares]
 
     def log_pi_N(self) -> FloatColumn:
-        """log π of every token as the step began; NaN for those that carried no loss."""
+        """Return log π of every token at the beginning of the step, ``[N]``; NaN for tokens that carried no loss."""
         return TokenStats.concat(self._stats).log_pi_of(self._num_tokens)
 
     def taught_N(self) -> Taught | None:
-        """What a teacher beside the learner says of every token; ``None`` where it was not asked that."""
+        """Return the log-probabilities of a teacher that the learner computes, for every token; ``None`` if they were
+        not computed."""
         return Taught.concat(self._taught) if self._taught else None
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
-        """The step's; ``scale`` multiplies the losses."""
+        """Return the metrics of the step. ``scale`` multiplies the losses."""
         own = {"loss": sum(self._losses) * scale, "tokens": float(self._num_tokens)}
         return {**means(add(self._metrics)), **own, **step_metrics(TokenStats.concat(self._stats))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """What one :meth:`LearnerCore.forward_backward` added up."""
+    """The result of one :meth:`LearnerCore.forward_backward`."""
 
     metrics: dict[str, float]
     trained_tokens: int
-    """Tokens that carried loss."""
+    """Number of tokens that carried loss."""
     dropped_tokens: dict[str, int]
-    """Tokens of the mask that could carry none, by reason."""
+    """Number of tokens in the mask that could not carry loss, by reason."""
     log_pi_N: FloatColumn
-    """log π under the weights that the gradient is of; NaN for tokens that carried no loss."""
+    """log π under the weights at which the gradient was computed, ``[N]``; NaN for tokens that carried no loss."""
     seconds: float
     taught_N: Taught | None
-    """What a teacher beside the learner says of the sampled tokens; ``None`` where it was not asked that."""
+    """Log-probabilities of a teacher that this learner computes, for the sampled tokens; ``None`` if they were not
+    computed."""
 
     @classmethod
     def of(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
-        """``scale``: what the losses are yet to be multiplied by."""
+        """Return the gradient's record. ``scale`` is the factor by which the losses still have to be multiplied."""
         return cls(
             metrics=tally.metrics(scale),
             trained_tokens=tally.trained_tokens,
@@ -213,3 +216,66 @@ class Gradient:
             seconds=seconds,
             taught_N=tally.taught_N(),
         )
+
+
+Ages = npt.NDArray[np.int64]
+
+
+class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Columns over the tokens that carried loss."""
+
+    log_pi_L: FloatColumn
+    log_mu_L: FloatColumn
+    ages_L: Ages
+    """Age of each token: version of the learner − version of the token."""
+    places_L: IntColumn
+    """Index of each token among the tokens of the batch."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[TokenStats]) -> TokenStats:
+        """Return the tokens of all ``parts``, one after the other; there must be at least one part."""
+        return cls(
+            log_pi_L=np.concatenate([part.log_pi_L for part in parts]),
+            log_mu_L=np.concatenate([part.log_mu_L for part in parts]),
+            ages_L=np.concatenate([part.ages_L for part in parts]),
+            places_L=np.concatenate([part.places_L for part in parts]),
+        )
+
+    @classmethod
+    def none(cls) -> TokenStats:
+        """Return empty columns."""
+        nothing = np.zeros(0, np.float32)
+        return cls(log_pi_L=nothing, log_mu_L=nothing, ages_L=np.zeros(0, np.int64), places_L=np.zeros(0, np.int32))
+
+    def log_pi_of(self, num_tokens: int) -> FloatColumn:
+        """Return log π of each of the batch's ``num_tokens`` tokens; NaN for tokens that carried no loss."""
+        log_pi_N = np.full(num_tokens, np.nan, np.float32)
+        log_pi_N[self.places_L] = self.log_pi_L
+        return log_pi_N
+
+
+def step_metrics(stats: TokenStats) -> dict[str, float]:
+    """Return the ages of the tokens, and the distance between log π and log μ: its maximum over all tokens, and its
+    mean over tokens of age 0, where only the mismatch of engine and learner separates the two (for others staleness
+    adds to it).
+
+    ``mismatch_kl`` estimates KL(μ‖π) as the mean of eˣ − 1 − x with x = log(π/μ), clamped to ±20 (Schulman 2020,
+    "k3"); ``mismatch_abs`` is the mean of |x|. Both are missing where no token is of age 0.
+
+    >>> log_pi, log_mu = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -4.0], np.float32)
+    >>> stats = TokenStats(log_pi_L=log_pi, log_mu_L=log_mu, ages_L=np.array([0, 3]), places_L=np.array([0, 1]))
+    >>> {name: round(value, 4) for name, value in step_metrics(stats).items()}
+    {'age_mean': 1.5, 'age_max': 3.0, 'log_ratio_abs_max': 2.0, 'mismatch_kl': 0.1487, 'mismatch_abs': 0.5}
+    """
+    log_ratio = stats.log_pi_L.astype(np.float64) - stats.log_mu_L
+    metrics = {
+        "age_mean": float(stats.ages_L.mean()),
+        "age_max": float(stats.ages_L.max()),
+        "log_ratio_abs_max": float(np.abs(log_ratio).max()),
+    }
+    fresh = log_ratio[stats.ages_L == 0]
+    if len(fresh):
+        clamped = fresh.clip(-20, 20)
+        metrics["mismatch_kl"] = float((np.expm1(clamped) - clamped).mean())
+        metrics["mismatch_abs"] = float(np.abs(fresh).mean())
+    return metrics

@@ -1,7 +1,7 @@
-"""The attention of engine and learner: one function in transformers' own interface, and plans of who sees whom.
+"""The attention of engine and learner: one function with transformers' attention interface, and the plans it follows.
 
-A forward pass runs over flattened tokens: ``[1, N]``, with no padding outside attention. Which tokens belong together
-is not in the shape but in the *plan* that travels to every layer. :class:`PackedPlan` (here) attends within whole
+A forward pass runs over flattened tokens: ``[1, N]``, with no padding outside attention. The shape does not say which
+tokens belong together: a *plan*, which is passed to every layer, does. :class:`PackedPlan` (here) attends within whole
 sequences, with gradients; :class:`~headrace.models.paged.base.PagedPlan` attends over a key-value cache.
 
 Shape legend: N tokens of the pass, T tokens of all sequences (N, unless some share rows), S sequences, B sequences of
@@ -23,53 +23,55 @@ from transformers import AttentionInterface
 from headrace.base.errors import ModelError
 
 NAME = "headrace"
-"""The attention implementation's name in transformers."""
+"""The name of the attention implementation in transformers."""
 
 PLAN = "headrace_plan"
 """The keyword under which a plan travels through ``model(**kwargs)``."""
 
 MAX_WASTE = 0.75
-"""A sequence shares a bucket with a longer one if it fills at least this much of a row."""
+"""The least length, as a fraction of the longest sequence of a bucket, that a sequence of the bucket may have."""
 
 ROW_STEP = 16
-"""Or if it falls short of the longer one by no more tokens than this."""
+"""The largest number of tokens by which a shorter sequence may also fall short of the longest one of its bucket."""
 
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How one layer attends, apart from who sees whom."""
+    """The parameters of one layer's attention, beyond the plan of which token attends to which."""
 
     layer: int
     scale: float
-    """What scores are multiplied by."""
+    """The factor that scores are multiplied by."""
     window: int | None = None
-    """A token sees itself and the ``window - 1`` tokens before it; ``None`` for all before it."""
+    """The number of tokens that a token attends to, itself included: the last ``window`` ones; ``None`` for all
+    before it."""
     softcap: float | None = None
-    """Scores are squashed to ±softcap by tanh."""
+    """The soft cap: scores are limited to ±softcap by tanh; ``None`` for no cap."""
     sinks_H: Tensor | None = None
-    """A learned score per head that takes part in the softmax and has no value."""
+    """A learned score per head that takes part in the softmax and has no value; ``None`` for none."""
 
     @property
     def plain(self) -> bool:
-        """Whether fused kernels know it."""
+        """Return whether fused attention kernels can compute it: there is neither a soft cap nor sinks."""
         return self.softcap is None and self.sinks_H is None
 
 
 class Plan(Protocol):
-    """Says who sees whom in one forward pass."""
+    """The plan of one forward pass: it decides which token attends to which, and computes attention."""
 
     positions_N: Tensor
-    """Position of each token in its sequence; int64."""
+    """The position of each token in its sequence; int64."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """The attention of one layer: ``[N, H, D]``."""
+        """Compute the attention of one layer: ``[N, H, D]``."""
         ...
 
 
 def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None = None) -> Tensor:
-    """Logits ``[N, V]`` of flattened tokens, or ``[len(keep_K), V]`` of the places named in ``keep_K``."""
+    """Return the logits ``[N, V]`` of flattened tokens, or ``[len(keep_K), V]`` of the tokens at the indices
+    ``keep_K``."""
     keep: dict[str, Any] = {} if keep_K is None else {"logits_to_keep": keep_K}
     output = model(
         input_ids=ids_N[None], position_ids=plan.positions_N[None], use_cache=False, **{PLAN: plan}, **keep
@@ -81,7 +83,7 @@ def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None =
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: ``[1, heads, N, D]`` in, ``[1, N, H, D]`` out.
+    """Compute attention as transformers calls it in every layer: ``[1, heads, N, D]`` in, ``[1, N, H, D]`` out.
 
     Dropout is ignored on purpose: log π must be a function of the weights.
     """
@@ -114,22 +116,23 @@ AttentionInterface.register(NAME, attention)  # no mask function: transformers t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
-    """Sequences of about one length, as rows padded on the right."""
+    """Sequences of similar length, as rows padded on the right."""
 
     num_rows: int
     length: int
     gather_BL: Tensor | None
-    """Flat places of the rows' tokens; padding repeats the first. ``None`` where the bucket is all tokens, in order."""
+    """The index in the pass of each row's tokens; padding repeats the first. ``None`` if the bucket is all tokens in
+    order."""
 
 
 class PackedPlan:
-    """Block-diagonal causal attention: sequence after sequence in one flat pass, each sees only itself.
+    """Block-diagonal causal attention: sequences follow each other in one flat pass, and each attends to itself only.
 
-    Inside attention, sequences of about one length become the rows of one call. Padding is on the right, where
-    causality hides it, so no mask is needed; it wastes at most a quarter of a row, or :data:`ROW_STEP` places of it.
+    Inside attention, sequences of similar length become the rows of one call. Padding is on the right, where causality
+    hides it, so no mask is needed. It wastes at most a quarter of a row, or :data:`ROW_STEP` tokens of it.
 
-    Sequences that begin alike may share the rows of their beginning: everything outside attention computes these once,
-    and inside they stand in every one's row. The gradients of shared rows are the sums over the sequences.
+    Sequences with a common beginning may share its tokens: everything outside attention computes these once, and inside
+    attention they are part of each sequence's row. Gradients of shared tokens are summed over the sequences.
 
     >>> PackedPlan([2, 3]).positions_N.tolist()
     [0, 1, 0, 1, 2]
@@ -143,7 +146,8 @@ class PackedPlan:
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """``rows_T``: the flat place in the pass of each token of each sequence; ``None`` for one after the other."""
+        """Lay out sequences of ``lengths_S`` tokens. ``rows_T`` gives the index in the pass of each token of each
+        sequence, so that sequences can share tokens; ``None`` for one sequence after the other."""
         lengths = np.asarray(lengths_S, np.int64)
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(int(lengths.sum())) if rows_T is None else np.asarray(rows_T, np.int64)
@@ -158,7 +162,7 @@ class PackedPlan:
             column = np.arange(length)
             inside = column[None] < lengths[members, None]
             gather = rows[starts[members, None] + np.where(inside, column[None], 0)]
-            place_N[gather[inside]] = filled + np.flatnonzero(inside)  # of a shared row, any of its equal outputs
+            place_N[gather[inside]] = filled + np.flatnonzero(inside)  # any row of a shared token will do
             filled += gather.size
             in_order = gather.size == total and bool((gather.ravel() == np.arange(total)).all())
             flat = None if in_order else torch.from_numpy(gather.ravel()).to(device)
@@ -188,8 +192,8 @@ class PackedPlan:
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """Attention ``[B, H, Lq, D]`` over ``[B, K, Lk, D]``; ``mask`` is true where a query sees a key, or is added to
-    the scores; without one it is causal.
+    """Compute attention ``[B, H, Lq, D]`` over keys and values ``[B, K, Lk, D]``. A boolean ``mask`` is true where a
+    query sees a key; a float mask is added to the scores; without a mask attention is causal.
     """
     if rule.plain:
         return F.scaled_dot_product_attention(
@@ -209,13 +213,13 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def _rows(tensor_NHD: Tensor, bucket: _Bucket) -> Tensor:
-    """The bucket's rows: ``[B, heads, L, D]``."""
+    """Return the rows of the bucket: ``[B, heads, L, D]``."""
     flat = tensor_NHD if bucket.gather_BL is None else tensor_NHD.index_select(0, bucket.gather_BL)
     return flat.reshape(bucket.num_rows, bucket.length, *tensor_NHD.shape[1:]).transpose(1, 2)
 
 
 def cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Indices of the sequences of each bucket, the longest first; empty sequences are in none.
+    """Return the indices of the sequences of each bucket, the longest first. Empty sequences are in none.
 
     >>> [bucket.tolist() for bucket in cut(np.array([100, 20, 90, 10]))]
     [[0, 2], [1, 3]]

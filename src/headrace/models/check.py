@@ -1,7 +1,7 @@
-"""Does an architecture give the same numbers under our attention as under its own?
+"""The check that a loaded architecture computes the same logits with our attention as with its own.
 
-The question is asked of the loaded model itself, on a few tokens, because flags and names do not answer it: a layer may
-mix tokens without attention, attend to what comes later, drop the plan, or want a term we do not know.
+The loaded model itself is tested on a few tokens, since flags and names are not reliable: a layer may mix tokens
+outside attention, attend to later tokens, drop the plan, or need a term that we do not support.
 
 Shape legend: N tokens, V vocabulary.
 """
@@ -20,15 +20,16 @@ from headrace.models.config import SUPPORTED
 from headrace.models.rope import context_limit
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest relative difference of the median token; the tokens beyond it may choose other experts in low precision."""
+"""The largest allowed relative difference of the median token. Tokens above it may choose other experts in low
+precision."""
 
 FIRST, SECOND, FAR = 3, 6, 1
-"""Lengths of the sequences that are packed together. The last one stands at the end of the longest context: what a
-model does otherwise in long sequences, such as scaling its position embeddings, must not reach its neighbours."""
+"""The lengths of the sequences that are packed together. The last one is at the end of the longest context: a change
+that a model makes for long sequences, such as scaled position embeddings, must not affect its neighbours."""
 
 
-class _Watched:
-    """A plan that notes what each layer asks for, with the last sequence at position ``far``."""
+class _RuleRecorder:
+    """A plan that records the parameters of each layer's attention, with the last sequence at position ``far``."""
 
     def __init__(self, plan: PackedPlan, far: int) -> None:
         self.positions_N = plan.positions_N
@@ -41,18 +42,19 @@ class _Watched:
         return self._plan.attend(query_NHD, key_NKD, value_NKD, rule)
 
 
-@torch.no_grad()  # inference mode would leave gathered parameters that cannot be trained
+@torch.no_grad()  # under inference mode, gathered parameters could not be trained later
 def check_packing(model: PreTrainedModel, path: str) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` unless a sequence gives the logits that it gives alone under the
-    architecture's own attention: packed behind another, and before one that reaches the end of the longest context."""
+    """Raise :class:`~headrace.base.errors.ModelError` unless a packed sequence gets the logits that it gets alone
+    with the architecture's own attention. It is packed behind another one, and before one at the end of the longest
+    context."""
     ids_N = torch.arange(FIRST + SECOND + FAR, device=model.device) % model.config.vocab_size
     limit = context_limit(model.config)
     far = 0 if limit is None else limit.length - 1
-    plan = _Watched(PackedPlan([FIRST, SECOND, FAR], model.device), far)
+    plan = _RuleRecorder(PackedPlan([FIRST, SECOND, FAR], model.device), far)
     keep = torch.arange(FIRST, FIRST + SECOND, device=model.device)
     try:
         packed_NV = forward(model, ids_N, plan, keep).float()
-    except Exception as error:  # an architecture that does not fit may fail in any way
+    except Exception as error:  # an unsupported architecture may raise anything
         words = error.problem if isinstance(error, ModelError) else str(error)
         raise _refusal(model, path, f"a packed forward pass fails: {words}") from error
     _refuse_strange_layers(model, path, plan.rules)
@@ -60,7 +62,7 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
     alone_NV = model(input_ids=ids_N[None, FIRST : FIRST + SECOND], use_cache=False).logits[0].float()
     model.set_attn_implementation(NAME)
     difference = ((packed_NV - alone_NV).abs().amax(-1).median() / alone_NV.abs().max()).item()
-    if difference > TOLERANCE[model.dtype]:  # a model whose weights are not finite may pass: its logits say so later
+    if difference > TOLERANCE[model.dtype]:  # weights that are not finite may pass: their logits fail later
         raise _refusal(
             model,
             path,

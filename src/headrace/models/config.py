@@ -10,45 +10,47 @@ from headrace.base.config import Section
 from headrace.base.errors import ConfigError
 
 AGENTS = "agents"
-"""The folder of a snapshot that holds the adapters of agents which train their own, by name."""
+"""The folder of a snapshot with the adapters of agents that train their own, in subfolders by name."""
 
 
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=32)]
-"""A part of the names of tensors, in which dots divide."""
+"""The name of an agent with its own adapter. It becomes a part of tensors' names, which dots separate."""
 SUPPORTED = "use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)"
-"""What to do about a model that cannot be used."""
+"""The remedy in errors about a model that cannot be used."""
 
 
 class LoraConfig(Section):
     """Train low-rank updates beside frozen weights: W·x + (alpha / rank) · B·A·x (Hu et al. 2021, eq. 3).
 
-    The adapters alone are trained, published to the engines and saved. They are float32, whatever the base is.
+    Only the adapters are trained, published to the engines and saved. They are float32, whatever the dtype of the
+    base.
     """
 
     rank: int = Field(default=16, ge=1)
-    """Columns of B and rows of A."""
+    """The rank r: the number of columns of B and of rows of A."""
     alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by ``alpha / rank``."""
+    """The scale α: the update is multiplied by ``alpha / rank``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Ends of the names of the linear layers that get an adapter, such as ``["q_proj", "v_proj"]``; or all but the
-    head."""
+    """The suffixes of the names of the linear layers that get an adapter, such as ``["q_proj", "v_proj"]``;
+    ``"all-linear"`` for all layers but the head."""
     experts: bool = False
-    """Whether every expert of a mixture gets an adapter of its own, too."""
+    """Whether every expert of a mixture-of-experts model gets an adapter of its own, too."""
     use_dora: bool = False
-    """Whether the norms of the rows of the adapted weights are trained apart (DoRA, Liu et al. 2024)."""
+    """Whether the norms of the rows of the adapted weights are trained separately (DoRA, Liu et al. 2024)."""
     init: Literal["default", "gaussian"] = "default"
-    """Of A: uniform in ±1/√inputs, or normal with a deviation of 1/rank. B is 0, so that training begins at the
-    base."""
+    """The initial distribution of A: uniform in ±1/√inputs (``"default"``), or normal with a standard deviation of
+    1/rank. B starts at 0, so that training begins at the base."""
     seed: int = Field(default=0, ge=0)
-    """What A is drawn from, and nothing else: engine and learner draw the same."""
+    """The seed of A's initial values alone: engine and learner draw the same ones."""
     dropout: float = 0.0
-    """Always 0."""
+    """Always 0; another value is refused."""
     adapter: str | None = Field(default=None, min_length=1)
-    """Directory of an adapter in peft's format to begin with, such as a snapshot of such a run."""
+    """The directory of an adapter in peft's format to start from, such as a snapshot of a LoRA run; ``None`` for a
+    new one."""
     agents: tuple[AgentName, ...] = ()
-    """Agents of the environment that each train an adapter of their own, of this shape, such as ``["proposer",
-    "solver"]``; every other name is answered by the policy's. Where ``adapter`` is set all begin with it or, of a
-    snapshot that holds one for each, with their own."""
+    """The agents of the environment that each train an adapter of their own, of this shape, such as ``["proposer",
+    "solver"]``. All other agents use the policy's. With ``adapter``, all of them start from it or, if it is a
+    snapshot with an adapter for each, from their own."""
 
     @model_validator(mode="after")
     def _agents_can_be_told_apart(self) -> Self:
@@ -91,22 +93,25 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model, and in which number format it is kept."""
+    """The model and the number format of its weights."""
 
     path: str = Field(min_length=1)
-    """Directory of a Hugging Face causal language model with its tokenizer and safetensors weights; or its name on the
-    Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, which is fetched where the cache does not hold it."""
+    """The directory of a Hugging Face causal language model with its tokenizer and safetensors weights; or its name
+    on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, which is downloaded unless the cache contains
+    it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights, in engine and learner alike."""
+    """The number format of the weights, in engine and learner alike."""
     deterministic: bool = False
-    """Engine and learner compute with kernels that give a token the same bits whatever is computed beside it: the same
-    request and seed give the same answer under any load, and the learner's log π of a token sampled by the same weights
-    is exactly the engine's log μ. On a CPU in float32, for architectures that the kernels cover; training is slower."""
+    """Whether engine and learner use kernels whose result for a token does not depend on the rest of the batch: the
+    same request and seed give the same answer under any load, and the learner's log π of a token sampled by the same
+    weights is exactly the engine's log μ. Supported on a CPU in float32, for architectures that the kernels cover;
+    training is slower."""
     lora: LoraConfig | None = None
-    """Train an adapter on the frozen weights; ``None`` trains all weights."""
+    """The adapter to train on the frozen weights; ``None`` trains all weights."""
 
     def at(self, snapshot: str) -> Self:
-        """The same model with the weights that a run has written into the directory ``snapshot``.
+        """Return the configuration of the same model with the weights that a run has written into the directory
+        ``snapshot``.
 
         >>> model = ModelConfig(path="base")
         >>> model.at("step-9").path
@@ -121,11 +126,11 @@ class ModelConfig(Section):
 
     @property
     def adapter_agents(self) -> tuple[str, ...]:
-        """Agents that train adapters of their own beside the policy's."""
+        """Return the agents that train adapters of their own beside the policy's."""
         return () if self.lora is None else self.lora.agents
 
     def of_policy(self) -> Self:
-        """The same model with the policy's adapter alone, where agents train their own beside it."""
+        """Return the configuration of the same model with the policy's adapter only."""
         if self.lora is None or not self.lora.agents:
             return self
         return self.model_copy(update={"lora": self.lora.model_copy(update={"agents": ()})})

@@ -1,13 +1,14 @@
-"""Where the parts of a run compute: settled once, before any of them starts.
+"""The choice of the device for each part of a run, made once before any part starts.
 
     GPUs    engine               learner
     0       cpu                  cpu
-    1       cuda:0               cuda:0, the same
+    1       cuda:0               cuda:0, shared
     2       cuda:1               cuda:0
-    n       cuda:n−1, the last   cuda:0, and one GPU more for each rank more
+    n       cuda:n−1, the last   cuda:0, and one more GPU for each further rank
 
-Several engines take the GPUs that the learner leaves, from the last on, and begin again where these are used up.
-A setting that names a device wins over this table. Importing this module does not import torch.
+Several engines get the GPUs that the learner does not use, from the last on; when there are more engines than GPUs,
+they share these in the same order. A setting that names a device overrides this table. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
-"""What a system with a GPU that torch calls ``cuda`` has one of: Linux, Jetson boards, Windows' Linux, AMD."""
+"""The device files of GPU drivers whose GPUs torch calls ``cuda``: Linux, Jetson boards, Windows' Linux, AMD."""
 
 
 def _known(name: str) -> str:
@@ -36,20 +37,22 @@ def _known(name: str) -> str:
 
 
 DeviceName = Annotated[str, AfterValidator(_known)]
-"""``auto``: a GPU where torch sees one, else the processor; ``cpu``; ``cuda``: a GPU; ``cuda:N``: that one."""
+"""The name of a device: ``auto`` for a GPU if torch sees one, else the CPU; ``cpu``; ``cuda`` for a GPU; ``cuda:N``
+for one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """Torch's name of the device of each part."""
+    """The device of each part, by its name in torch."""
 
     engines: tuple[str, ...]
-    """Of the engines, in order."""
+    """The devices of the engines, in their order."""
     learner: tuple[str, ...]
-    """Of its ranks, in order; empty where nothing is trained."""
+    """The devices of the learner's ranks, in their order; empty if nothing is trained."""
 
     def __str__(self) -> str:
-        """
+        """Return the devices in words.
+
         >>> str(Devices(engines=("cuda:1",), learner=("cuda:0",)))
         'engine on cuda:1, learner on cuda:0'
         """
@@ -59,10 +62,10 @@ class Devices:
 
 
 def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
-    """Where this process is to compute, of a setting that may be settled already. From now on it is what this thread's
-    libraries take where nobody names a GPU.
+    """Return the device on which this process computes, given the value ``name`` of ``setting``. A GPU becomes this
+    thread's current CUDA device.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a device that is not there.
+    Raises :class:`~headrace.base.errors.ConfigError` for a device that does not exist.
     """
     import torch
 
@@ -73,12 +76,13 @@ def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
 
 
 def has_gpu_driver() -> bool:
-    """Whether this system can have a GPU that torch computes on."""
+    """Return whether this system has a driver for a GPU that torch can use."""
     return any(Path(driver).exists() for driver in DRIVERS)
 
 
 def num_gpus() -> int:
-    """How many GPUs torch can compute on. Where the system has no driver for one, that is known without torch."""
+    """Return the number of GPUs that torch can use. On a system without a GPU driver, torch is not imported to find
+    out."""
     if not has_gpu_driver():
         return 0
     import torch
@@ -87,11 +91,11 @@ def num_gpus() -> int:
 
 
 def settle(engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, only_cpu: bool = False) -> Devices:
-    """What the settings ``engine.device`` and ``learner.device`` mean on a machine with ``gpus`` GPUs, for ``count``
-    engines and a learner of ``ranks`` ranks; 0 ranks are no learner. ``only_cpu``: what the run asks for exists on
-    processors only; ``auto`` is one then.
+    """Return the devices for ``count`` engines and a learner of ``ranks`` ranks (0 for no learner) on a machine with
+    ``gpus`` GPUs. ``engine`` and ``learner`` are the settings ``engine.device`` and ``learner.device``. With
+    ``only_cpu``, the run uses a feature that exists on CPUs only, and ``auto`` means the CPU.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a device that is not there.
+    Raises :class:`~headrace.base.errors.ConfigError` for a device that does not exist.
 
     >>> str(settle("auto", "auto", ranks=2, gpus=4))
     'engine on cuda:3, learner on cuda:0, cuda:1'
@@ -109,8 +113,8 @@ def settle(engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, 
 
 
 def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:
-    """As :func:`settle`, for a part by itself: ``auto`` and ``cuda`` are the first GPU. ``setting`` is what the user
-    calls it."""
+    """Return the device of a single part, as :func:`settle` would choose it: ``auto`` and ``cuda`` are the first
+    GPU. ``setting`` is the name of the setting for errors."""
     return _one(setting, name, gpus=gpus, usual=0, only_cpu=only_cpu)
 
 
@@ -131,8 +135,8 @@ def _remedy(setting: str, gpus: int) -> str:
 
 
 def _ranks(name: str, *, ranks: int, gpus: int, only_cpu: bool) -> tuple[str, ...]:
-    """Each rank has a GPU of its own: the library that they speak through allows nothing else, and torch numbers them
-    from the first."""
+    """Return the device of each rank. Each rank needs a GPU of its own, since NCCL allows nothing else, and the
+    ranks use torch's GPUs from the first on."""
     first = _one("learner.device", name, gpus=gpus, usual=0, only_cpu=only_cpu)
     if first == CPU or ranks == 1:
         return (first,) * ranks

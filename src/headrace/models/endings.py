@@ -1,4 +1,4 @@
-"""Which tokens end a text."""
+"""The tokens that end a text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
-    """The tokenizer's end of sequence, and what the generation settings of the model directory ``path`` add to it."""
+    """Return the ids of the stop tokens: the tokenizer's ``eos_id``, and those of ``generation_config.json`` in
+    ``path``."""
     file = Path(path) / "generation_config.json"
     try:
         extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")

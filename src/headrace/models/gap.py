@@ -1,8 +1,8 @@
-"""How far apart two ways of computing the same log-probabilities may be, and how far apart they are.
+"""The gap between two computations of the same log-probabilities, and the largest gap that rounding explains.
 
-Rounding is all that may set an engine apart from the learner, or from transformers: of the number format in which
-weights and activations are kept. What is more than that is a fault: another model, another weight, another rope, a term
-of attention that is left out. Reads and computes without torch.
+Engine, learner and transformers may differ by rounding only, which depends on the number format of weights and
+activations. A greater difference is a fault: another model, another weight, another rotary embedding, a missing term of
+attention. This module does not import torch.
 
 Shape legend: N tokens.
 """
@@ -15,29 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float8": 0.25}
-"""Largest mean |log μ − log π| in nats, at temperature 1, that comes of rounding to each format; docs/observing.md says
-what was measured."""
+"""The largest mean |log μ − log π| in nats, at temperature 1, that rounding to each format causes; docs/observing.md
+has the measurements."""
 REROUTED = 0.25
-"""The same below float32 where a mixture of experts chooses them anew: rounding sends a token near a tie to others."""
+"""The limit on the gap, in formats below float32, of a mixture of experts that routes anew: there rounding sends a
+token near a tie to other experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """How far apart two columns of log-probabilities are."""
+    """The difference between two columns of log-probabilities of the same tokens."""
 
     mean_abs: float
-    """Mean |log μ − log π|; not a number where one of them is none."""
+    """The mean |log μ − log π|; NaN if one of them is NaN."""
     kl: float
     """KL(μ‖π), estimator k3: mean of e^x − 1 − x with x = log π − log μ (Schulman, "Approximating KL divergence")."""
     worst: float
     """The largest |log μ − log π|."""
     at: int
-    """The place of that token."""
+    """The index of the token with the largest difference."""
     num_tokens: int
 
     @classmethod
     def between(cls, log_mu_N: npt.NDArray[np.floating], log_pi_N: npt.NDArray[np.floating]) -> Gap:
-        """Compare two columns of at least one token.
+        """Return the gap between two columns of at least one token.
 
         >>> gap = Gap.between(np.array([-1.0, -2.0]), np.array([-1.0, -2.5]))
         >>> gap.mean_abs, gap.worst, gap.at
@@ -55,15 +56,15 @@ class Gap:
         )
 
     def within(self, largest: float) -> bool:
-        """Return whether the mean is at most ``largest``; what is no number is not."""
+        """Return whether the mean is at most ``largest``. It is not if it is NaN."""
         return self.mean_abs <= largest
 
 
 def largest_gap(*formats: str, rerouted: bool = False, temperature: float = 1.0) -> float:
-    """Return the largest mean |log μ − log π| that rounding explains, where the two sides keep numbers in ``formats``.
+    """Return the largest mean |log μ − log π| that rounding explains, if the two sides keep numbers in ``formats``.
 
-    ``rerouted``: the model has experts, and each side chooses its own. The temperature divides logits, and their
-    rounding with them.
+    With ``rerouted``, the model has experts and each side chooses its own. The temperature divides logits and their
+    rounding errors.
 
     >>> largest_gap("float32"), largest_gap("float32", "bfloat16", temperature=0.5)
     (0.001, 0.2)

@@ -1,13 +1,14 @@
 """Models by their name on a hub: ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
 
-huggingface_hub finds and fetches them, with its cache, its token and its offline mode. What is fetched is what a model
-directory may hold: settings, tokenizer and safetensors weights, no pickles and no code. Importing this module imports
-nothing of huggingface_hub.
+huggingface_hub finds and downloads them, with its cache, its token and its offline mode. Only the files of a model
+directory are downloaded: settings, tokenizer and safetensors weights, no pickles and no code. Importing this module
+does not import huggingface_hub.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
@@ -21,23 +22,23 @@ _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revisi
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"/models--(?P<repo>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 SETTINGS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "spiece.model")
-"""Patterns of the small files of a model: its settings and its tokenizer."""
+"""The file patterns of a model's settings and tokenizer, all of which are small."""
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 MODEL_PATHS = (
     *("model.path", "model.lora.adapter", "learner.critic.path"),
     *("learner.reference.path", "learner.old.path"),
 )
-"""Settings that name the directory of a model or of an adapter, or one on a hub."""
+"""The settings whose value is the directory of a model or of an adapter, or its name on a hub."""
 MODEL_TABLES = (("env", "agents", "path"), ("learner", "teachers", "path"))
-"""Lists of tables in sections, and their key that names a model as :data:`MODEL_PATHS` do."""
+"""The lists of tables in sections, and their key whose value is a model as in :data:`MODEL_PATHS`."""
 
 Change = Callable[[str, str], str]
-"""From the name of a setting and its value to another value."""
+"""A function from the name of a setting and its value to a new value."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether ``path`` can be the name of a model on a hub.
+    """Return whether ``path`` can be the name of a model on a hub.
 
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("Qwen/Qwen3-0.6B@main"), is_hub_name("./models/mine")
     (True, True, False)
@@ -46,7 +47,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def pinned(path: str) -> str:
-    """The name and commit of a model whose snapshot in the cache is the directory ``path``; another ``path`` as it is.
+    """Return ``OWNER/NAME@COMMIT`` for the directory ``path`` of a snapshot in the hub's cache; any other ``path``
+    unchanged.
 
     >>> pinned("/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/" + "0f" * 20)
     'Qwen/Qwen3-0.6B@0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f'
@@ -58,7 +60,7 @@ def pinned(path: str) -> str:
 
 
 def called(path: str) -> str:
-    """The name of the model at ``path``, without its directory, owner and revision.
+    """Return the name of the model at ``path``, without its directory, owner and revision.
 
     >>> called("/models/Qwen3-0.6B"), called("Qwen/Qwen3-0.6B@main")
     ('Qwen3-0.6B', 'Qwen3-0.6B')
@@ -68,17 +70,17 @@ def called(path: str) -> str:
 
 
 def with_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
-    """Settings in which everything that names a model is what ``change`` makes of it."""
+    """Return the settings ``tree`` with every value that names a model replaced by the result of ``change``."""
     for setting in MODEL_PATHS:
         *sections, key = setting.split(".")
-        path = _inside(tree, sections).get(key)
+        path = _table_at(tree, sections).get(key)
         if isinstance(path, str) and path:
             piece: dict[str, Any] = {key: change(setting, path)}
             for section in reversed(sections):
                 piece = {section: piece}
             tree = merge(tree, piece)
     for section, name, key in MODEL_TABLES:
-        tables = _inside(tree, [section]).get(name)
+        tables = _table_at(tree, [section]).get(name)
         if isinstance(tables, list | tuple) and tables:
             found = [
                 {**each, key: change(f"{section}.{name}[{place}].{key}", each[key])} if each.get(key) else each
@@ -88,7 +90,7 @@ def with_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
     return tree
 
 
-def _inside(tree: dict[str, Any], sections: list[str]) -> dict[str, Any]:
+def _table_at(tree: dict[str, Any], sections: list[str]) -> dict[str, Any]:
     for section in sections:
         inner = tree.get(section)
         tree = inner if isinstance(inner, dict) else {}
@@ -96,7 +98,7 @@ def _inside(tree: dict[str, Any], sections: list[str]) -> dict[str, Any]:
 
 
 def same_repository(name: str, other: str) -> bool:
-    """Whether ``name`` says no revision, and ``other`` is a revision of the same model.
+    """Return whether ``name`` has no revision, and ``other`` is a revision of the same model.
 
     >>> same_repository("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@main"), same_repository("a/b@main", "a/b@v2")
     (True, False)
@@ -105,9 +107,9 @@ def same_repository(name: str, other: str) -> bool:
 
 
 def local_directory(path: str, setting: str = "model.path", *, weights: bool = True, fetch: bool = True) -> str:
-    """The directory that ``path``, which is the value of ``setting``, stands for: itself, or the snapshot of a model of
-    that name, which is fetched where the cache does not hold it. Without ``weights`` the small files are enough;
-    without ``fetch`` only the cache is looked at.
+    """Return the directory for ``path``, the value of ``setting``: ``path`` itself, or the snapshot of the model with
+    that name on a hub. The snapshot is downloaded unless the cache contains it. Without ``weights`` only the small
+    files are needed; without ``fetch`` only the cache is used.
 
     Raises :class:`~headrace.base.errors.ModelError`.
     """
@@ -115,12 +117,24 @@ def local_directory(path: str, setting: str = "model.path", *, weights: bool = T
     if named is None:
         return path
     patterns = (*SETTINGS, *(WEIGHTS if weights else ()))
+    failures = _failures()
     try:
         return _snapshot(named["repo"], named["revision"], patterns, fetch=fetch)
     except ModelError as error:
         raise ModelError(f"{setting}={path!r}: {error.problem}", remedy=error.remedy) from None
-    except Exception as error:  # its library of HTTP, its own tree of errors, and the disk's
+    except failures as error:
         raise _refusal(path, setting, error) from error
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Return the errors with which huggingface_hub reports that a model is not available: those of the network, the
+    disk and its HTTP library, an invalid name or address (``ValueError``), errors of its downloader in Rust
+    (``RuntimeError``), and a file that is missing both on the hub and in the cache."""
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    of_http: type[Exception] = HfHubHTTPError.__bases__[0]  # httpx, or its successor in a later version
+    library = importlib.import_module(of_http.__module__.partition(".")[0])
+    return (OSError, ValueError, RuntimeError, EntryNotFoundError, of_http, library.InvalidURL)
 
 
 def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fetch: bool) -> str:
@@ -135,8 +149,8 @@ def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fet
         there = HfApi().model_info(repo, revision=revision)
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
-    except Exception:
-        known = _cached(repo, revision, patterns)  # without a network, or without the hub, what is there will do
+    except _failures():
+        known = _cached(repo, revision, patterns)  # without a network or the hub, the cached snapshot is good enough
         if known is None:
             raise
         return known
@@ -160,7 +174,7 @@ def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, loc
         repo,
         revision=revision,
         allow_patterns=list(patterns),
-        ignore_patterns=["*/*"],  # other formats of the same weights lie in folders
+        ignore_patterns=["*/*"],  # folders contain other formats of the same weights
         local_files_only=local_files_only,
     )
 
@@ -181,7 +195,7 @@ def _refuse_without_safetensors(files: Iterable[str]) -> None:
 
 
 def _refusal(path: str, setting: str, error: Exception) -> ModelError:
-    """Why a model could not be had, for people."""
+    """Return the error for users that explains why a model is not available."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -203,16 +217,16 @@ def _refusal(path: str, setting: str, error: Exception) -> ModelError:
     if isinstance(error, RepositoryNotFoundError):
         return ModelError(
             f"{setting}={path!r}: {local}, and no model of that name at {hub}, unless it is private",
-            remedy=f"correct the name{_nearby(repo)}; for a private model, {login}",
+            remedy=f"correct the name{_similar(repo)}; for a private model, {login}",
         )
     if constants.HF_HUB_OFFLINE:
         return ModelError(
             f"{setting}={path!r}: {local}, HF_HUB_OFFLINE is set, and {cache}",
-            remedy=f"unset HF_HUB_OFFLINE, fetch it where there is a network (hf download {repo}){_nearby(repo)}",
+            remedy=f"unset HF_HUB_OFFLINE, fetch it where there is a network (hf download {repo}){_similar(repo)}",
         )
     return ModelError(
         f"{setting}={path!r}: {local}, {cache}, and it could not be fetched from {hub}: {_first_line(error)}",
-        remedy=f"look at the network (HF_ENDPOINT names another hub) and the disk, or give a directory{_nearby(repo)}",
+        remedy=f"look at the network (HF_ENDPOINT names another hub) and the disk, or give a directory{_similar(repo)}",
     )
 
 
@@ -220,8 +234,8 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _nearby(repo: str) -> str:
-    """Directories of models here that may be meant, as the end of a remedy."""
+def _similar(repo: str) -> str:
+    """Return the end of a remedy that names local model directories with a similar name; empty if there are none."""
     owner, _, name = repo.partition("/")
     found = {
         folder.name.casefold(): str(folder)

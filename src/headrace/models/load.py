@@ -1,6 +1,6 @@
-"""From a directory to a model or a tokenizer, with every way it can fail said in words.
+"""Load a model or a tokenizer from a directory; every failure becomes an error with a remedy.
 
-Nothing is fetched, no code of the directory runs, and weights are read from safetensors only. Importing this module
+Nothing is downloaded, no code of the directory runs, and weights are read from safetensors only. Importing this module
 imports neither torch nor transformers.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE_LINE = 64
-"""Bytes."""
+"""The size of a cache line in bytes."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _REMEDY = (
@@ -38,7 +38,7 @@ _REMEDY = (
 
 @contextmanager
 def called(setting: str) -> Iterator[None]:
-    """Inside, the directory that is read is that of ``setting``, and errors say so."""
+    """Let errors about a model directory name ``setting`` instead of ``model.path``, within this context."""
     try:
         yield
     except ModelError as error:
@@ -47,11 +47,11 @@ def called(setting: str) -> Iterator[None]:
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
-    """The model, ready for :func:`headrace.models.attention.forward`: in evaluation mode, on ``device``, dropout off;
-    frozen, with an adapter, where ``config.lora`` asks for one.
+    """Load the model for :func:`headrace.models.attention.forward`: in evaluation mode, on ``device``, without dropout;
+    with ``config.lora``, frozen and with an adapter.
 
-    Before it comes back it has shown, on a few tokens, that packing sequences changes nothing: each gives what it
-    gives alone, under the architecture's own attention. Raises :class:`~headrace.base.errors.ModelError`.
+    Before it is returned, the model is tested on a few tokens: packing must not change what a sequence gets alone
+    with the architecture's own attention. Raises :class:`~headrace.base.errors.ModelError`.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -77,7 +77,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except Exception as error:  # a foreign architecture or file may fail in any way
+    except Exception as error:  # a foreign architecture or file may raise anything
         _refuse_own_attention(config.path, error)
         raise ModelError(
             f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=_REMEDY
@@ -86,7 +86,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     if config.lora is not None:
         from headrace.models.lora import add_adapters
 
-        add_adapters(model, config.lora, config.path)  # before it moves: drawn on the CPU, it is the same everywhere
+        add_adapters(model, config.lora, config.path)  # drawn on the CPU: the same on every device
     model = model.to(device).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -99,8 +99,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Let weights on a processor begin where a line of its cache begins, in large pages: they lie anywhere in a
-    safetensors file, and a vector that is read out of two lines takes twice as long."""
+    """Move weights on a CPU to cache-line boundaries, in large pages. In a safetensors file they begin anywhere, and
+    a vector that crosses two cache lines takes twice as long to read."""
     import torch
 
     there = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
@@ -112,7 +112,7 @@ def _align(model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model directory ``path``; it has an end-of-sequence token."""
+    """Load the tokenizer of the model directory ``path``, which must have an end-of-sequence token."""
     _spare_torch()
     from transformers import AutoTokenizer
 
@@ -140,8 +140,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` unless the same ids mean the same tokens to the models in the
-    directories ``path``, which is that of ``setting``, and ``own``."""
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the models in ``path``, the value of ``setting``, and
+    ``own`` have the same tokens for the same ids."""
     theirs, ours = load_tokenizer(path).get_vocab(), load_tokenizer(own).get_vocab()
     if theirs == ours:
         return
@@ -174,7 +174,7 @@ def limit_of(path: str) -> ContextLimit:
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """The configuration of the model directory ``path``."""
+    """Load the configuration of the model directory ``path``."""
     _spare_torch()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -197,17 +197,18 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 class _Torch(ModuleType):
-    """torch, imported when something of it is asked for."""
+    """A stand-in for the module torch that imports it when an attribute is first used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("torch"), name)
 
 
 def _spare_torch() -> None:
-    """Settings and tokenizers are read without torch, which costs a process that computes nothing a second and 150 MB.
+    """Import transformers' readers of settings and tokenizers without torch, which would cost a process that computes
+    nothing a second and 150 MB.
 
-    transformers imports it beside them for functions that its models call, and to make an object of the name of a
-    dtype: here only where it is imported anyway.
+    transformers imports torch beside them for functions that its models call, and to convert the name of a dtype;
+    with this patch, only if torch is already imported.
     """
     if "torch" in sys.modules or "transformers.configuration_utils" in sys.modules:
         return
@@ -270,7 +271,8 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
 
 
 def _refuse_own_attention(path: str, error: Exception) -> None:
-    """Older architectures look their attention up in a table of their own, by the name that we have asked for."""
+    """Raise the error for older architectures, which look attention up in a table of their own and do not find our
+    name."""
     from headrace.models.attention import NAME
 
     if isinstance(error, KeyError) and error.args == (NAME,):
@@ -282,7 +284,7 @@ def _refuse_own_attention(path: str, error: Exception) -> None:
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers and a warning."""
+    """Raise :class:`ModelError` for missing weights: transformers would fill them with random numbers and a warning."""
     mismatched = [f"{name} ({list(found)}, expected {list(wanted)})" for name, found, wanted in info["mismatched_keys"]]
     missing = sorted(info["missing_keys"]) + sorted(mismatched)
     if missing:

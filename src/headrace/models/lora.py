@@ -1,11 +1,11 @@
-"""Adapters on a frozen model, by peft: put in, loaded, saved, switched.
+"""LoRA adapters on a frozen model, by peft: add, load, save, switch.
 
     load_model ──▶ add_adapter: peft wraps layers in place; the class of the model and its tree of modules stay
                ──▶ A from its own seed, B = 0, or both from files ──▶ only they require gradients
-               ──▶ one more for each agent that trains its own: all are trained, and one at a time computes (Switch)
-    weight_tensors(model) ──▶ the tensors in training: optimizer, publication, snapshot see nothing else
+               ──▶ one more for each agent that trains its own: all are trained, one at a time is active (Switch)
+    weight_tensors(model) ──▶ the tensors in training: optimizer, publication and snapshot see nothing else
 
-The only file that imports peft.
+This is the only file that imports peft.
 """
 
 # gate: getattr - peft notes its adapters on a foreign model
@@ -32,32 +32,32 @@ from headrace.models.hub import called, pinned
 from headrace.models.weights import DEFAULT, adapter_of, of_adapter, weight_tensors, without_adapter
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-"""An adapter on the disk, as peft names its files."""
+"""The file names of an adapter in peft's format."""
 
 _PREFIX = "base_model.model."
-"""What peft puts before the names in its files."""
+"""The prefix of tensors' names in peft's files."""
 
 _CONV1D = "Conv1D"
 """The class of linear layers with a transposed weight (gpt2)."""
 
-_TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Layers that peft takes for parts of the experts wherever it meets them in a mixture: shared experts and dense layers
-of a mixture get no adapter."""
+_EXPERT_LAYER_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""The names of layers that peft takes for parts of the experts wherever it finds them in a mixture: shared experts
+and dense layers of a mixture get no adapter."""
 
-_SAID = {"r": "rank", "lora_alpha": "alpha", "use_dora": "use_dora"}
-"""What decides what the same tensors compute: in peft's files, and in :class:`LoraConfig`."""
+_KEYS = {"r": "rank", "lora_alpha": "alpha", "use_dora": "use_dora"}
+"""The settings that decide what the same tensors compute: their keys in peft's files, and in :class:`LoraConfig`."""
 
-_ELSEWHERE = frozenset(
+_IGNORED = frozenset(
     {"auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"}
     | {"init_lora_weights", "lora_dropout", "peft_type", "peft_version", "revision", "target_modules"}
-    | {"target_parameters", "task_type", "layers_pattern", *_SAID}
+    | {"target_parameters", "task_type", "layers_pattern", *_KEYS}
 )
-"""Settings of peft's files that are checked in another way, or do not change what an adapter computes."""
+"""The keys of peft's files that are checked in another way, or do not change what an adapter computes."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
-    """Put the policy's adapter into ``model``, in place, and one for each of ``config.agents``. All are trained; the
-    policy's computes, until a :class:`Switch` says otherwise. See :func:`add_adapter`."""
+    """Add the policy's adapter to ``model``, in place, and one for each of ``config.agents``. All are trained; the
+    policy's is active until a :class:`Switch` changes that. See :func:`add_adapter`."""
     add_adapter(model, config, base)
     for agent in config.agents:
         begins = None if config.adapter is None else str(directory_of(Path(config.adapter), agent))
@@ -69,25 +69,27 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
 
 
 def directory_of(snapshot: Path, agent: str) -> Path:
-    """Where the adapter of ``agent`` (empty: of the policy) lies in ``snapshot``; that of a lone adapter is everyone's
-    to begin with."""
+    """Return the directory of the adapter of ``agent`` (empty for the policy's) in ``snapshot``. If the snapshot has
+    one adapter only, every agent starts from that."""
     return snapshot / AGENTS / agent if agent and (snapshot / AGENTS).is_dir() else snapshot
 
 
 class Switch:
-    """Which of the adapters of ``model`` computes: a change of names in its layers. What is trained, and what gradients
-    wait, stays as it is."""
+    """A switch between the adapters of ``model``. It changes which adapter the layers use; trainable parameters and
+    accumulated gradients stay the same."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
         trained = dict.fromkeys(map(adapter_of, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
         self.agents = tuple("" if name == DEFAULT else name for name in trained) if len(trained) > 1 else ("",)
-        """Whose adapters are trained, the policy's (empty) among them; that alone where there are not several."""
+        """The agents whose adapters are trained, the policy (empty name) among them; the policy alone if there are
+        not several."""
 
     @contextmanager
     def on(self, agent: str) -> Iterator[None]:
-        """Inside, the adapter of ``agent`` computes: forward passes, and backward passes that compute again."""
+        """Activate the adapter of ``agent`` within this context, for forward passes and for backward passes that
+        recompute."""
         if agent not in self.agents:
             raise ModelError(f"agent {agent!r} trains no adapter", remedy=f"choose one of {', '.join(self.agents[1:])}")
         if len(self.agents) == 1:
@@ -106,16 +108,16 @@ class Switch:
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str = DEFAULT) -> None:
-    """Put the adapter ``name`` into ``model``, in place, and make it the active one; all else is frozen.
+    """Add the adapter ``name`` to ``model``, in place, and make it the active one; all other parameters are frozen.
 
-    The same configuration and base give the same numbers, whatever the state of torch's generators, which stays as it
-    is. ``base`` is the directory of the model. Raises :class:`~headrace.base.errors.ModelError` for layers that are not
-    there and for an adapter that does not fit, :class:`~headrace.base.errors.ConfigError` where peft is not installed.
+    The same configuration and base give the same numbers, and torch's random generators are not changed. ``base`` is
+    the directory of the model. Raises :class:`~headrace.base.errors.ModelError` for layers that do not exist and for
+    an adapter that does not fit, :class:`~headrace.base.errors.ConfigError` if peft is not installed.
     """
     peft = _peft()
     wanted = _peft_config(peft, model, config, base)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of the adapters that are there
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # about adapters that exist already
         torch.manual_seed(config.seed)  # noqa: TID251 - peft initialises from the global generator
         try:
             peft.inject_adapter_in_model(wanted, model, adapter_name=name)
@@ -131,15 +133,16 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str
 
 
 def adapters(model: nn.Module) -> tuple[str, ...]:
-    """The names of the adapters in ``model``; none for a model that is trained as a whole."""
+    """Return the names of the adapters in ``model``; empty for a model that is trained as a whole."""
     return tuple(getattr(model, "peft_config", ()))
 
 
 @contextmanager
 def active(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Inside, the adapter ``name`` computes and is trained, and no other; afterwards whichever did before.
+    """Make the adapter ``name`` the only active and trainable one within this context; restore the previous one
+    afterwards.
 
-    A gradient that another adapter has gathered stays where it is.
+    Gradients of other adapters are kept.
     """
     if name not in adapters(model):
         raise ModelError(
@@ -154,22 +157,22 @@ def active(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def active_adapter(model: nn.Module) -> str:
-    """The name of the one that computes."""
+    """Return the name of the active adapter."""
     layer: Any = next(module for module in model.modules() if _is_adapted(module))
     (name,) = layer.active_adapters
     return str(name)
 
 
 def save_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
-    """Write the adapter ``name`` (empty: the active one) into ``directory``, as peft's ``PeftModel.from_pretrained``
-    reads it."""
+    """Write the adapter ``name`` (empty for the active one) into ``directory``, in the format of peft's
+    ``PeftModel.from_pretrained``."""
     name = name or active_adapter(model)
     _write(model, name, _in_files(model, name), directory)
 
 
 def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write ``tensors``, named like the :func:`~headrace.models.weights.weight_tensors` of ``model``, as adapters of
-    its kind: a folder of ``directory`` for each, called like the adapter."""
+    """Write ``tensors``, which are named as the :func:`~headrace.models.weights.weight_tensors` of ``model``, as
+    adapters: each into a folder of ``directory`` with the name of the adapter."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     of_each: dict[str, dict[str, Tensor]] = {name: {} for name in adapters(model)}
     for name, parameter in weight_tensors(model).items():
@@ -181,10 +184,11 @@ def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], direct
 
 
 def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
-    """Copy the adapter in ``directory`` into the one of ``model`` called ``name`` (empty: the active one).
+    """Copy the adapter in ``directory`` into the adapter ``name`` of ``model`` (empty for the active one).
 
-    Raises :class:`~headrace.base.errors.ModelError`, and leaves the model as it was, for a directory that is none, an
-    adapter that was trained on another base or computes otherwise, and tensors of other names or shapes.
+    Raises :class:`~headrace.base.errors.ModelError`, and leaves the model unchanged, for a directory without an
+    adapter, for an adapter that was trained on another base or with other settings, and for tensors of other names
+    or shapes.
     """
     name = name or active_adapter(model)
     tree, tensors = read_adapter(directory)
@@ -212,7 +216,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> Non
 
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and the tensors of an adapter on the disk, the latter without peft's prefix."""
+    """Return the settings and the tensors of an adapter on the disk, the latter without peft's prefix."""
     try:
         tree = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS_FILE)
@@ -227,19 +231,19 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def config_of(directory: Path) -> LoraConfig:
-    """The configuration under which the adapter in ``directory`` loads."""
+    """Return the configuration with which the adapter in ``directory`` can be loaded."""
     tree, _ = read_adapter(directory)
     targets = tree.get("target_modules")
     return LoraConfig(
         target_modules=targets if targets == "all-linear" else sorted(targets or ()),
         experts=bool(tree.get("target_parameters")),
         adapter=str(directory),
-        **{said: tree.get(key) for key, said in _SAID.items()},
+        **{setting: tree.get(key) for key, setting in _KEYS.items()},
     )
 
 
 def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
-    """The layers that peft has wrapped, by name, each with its wraps from the outermost in."""
+    """Return the layers that peft has wrapped, by name, each with its wrappers from the outermost in."""
     found: list[tuple[str, list[Any]]] = []
     for name, module in model.named_modules():
         if _is_adapted(module) and found and name.startswith(f"{found[-1][0]}."):
@@ -250,7 +254,7 @@ def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
 
 
 def _refuse_other(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
-    """An adapter whose tensors would fit, and mean something else."""
+    """Raise :class:`ModelError` for an adapter whose tensors would fit, and whose base or settings differ."""
     base, here = tree.get("base_model_name_or_path"), held.base_model_name_or_path
     if base and called(str(base)) != called(here):
         raise ModelError(
@@ -258,15 +262,15 @@ def _refuse_other(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
             remedy=f"set model.path to {base}; if that is the same model under another name, "
             f"change base_model_name_or_path in {directory / CONFIG_FILE}",
         )
-    wrong = {said: tree.get(key) for key, said in _SAID.items() if tree.get(key) != getattr(held, key)}
+    wrong = {setting: tree.get(key) for key, setting in _KEYS.items() if tree.get(key) != getattr(held, key)}
     if wrong:
-        ours = ", ".join(f"{said}={getattr(held, key)}" for key, said in _SAID.items() if said in wrong)
+        ours = ", ".join(f"{setting}={getattr(held, key)}" for key, setting in _KEYS.items() if setting in wrong)
         raise ModelError(
             f"the adapter in {directory} was trained with other settings than model.lora's {ours}",
-            remedy=f"set {', '.join(f'model.lora.{said} = {json.dumps(value)}' for said, value in wrong.items())}",
+            remedy=f"set {', '.join(f'model.lora.{name} = {json.dumps(value)}' for name, value in wrong.items())}",
         )
     plain = type(held)().to_dict()
-    strange = sorted(key for key, value in tree.items() if value and key not in _ELSEWHERE and value != plain.get(key))
+    strange = sorted(key for key, value in tree.items() if value and key not in _IGNORED and value != plain.get(key))
     if strange:
         raise ModelError(
             f"the adapter in {directory} uses {', '.join(f'{key}={tree[key]!r}' for key in strange)}, "
@@ -304,7 +308,8 @@ def _peft_config(peft: Any, model: nn.Module, config: LoraConfig, base: str) -> 
 
 
 def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
-    """The layers whose names end so."""
+    """Return the names of layers that end with one of ``ends``. Raises :class:`ModelError` for an end that matches
+    none."""
     lost = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
     if lost:
         known = sorted({name.rpartition(".")[2] for name in names})
@@ -317,9 +322,9 @@ def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """All layers that can be adapted."""
+    """Return the names of all layers that can have an adapter."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    barred = _TAKEN_FOR_EXPERTS if _expert_names(model) else frozenset()
+    barred = _EXPERT_LAYER_NAMES if _expert_names(model) else frozenset()
     names = {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
@@ -330,7 +335,7 @@ def _linear_names(model: nn.Module) -> list[str]:
 
 
 def _expert_parameters(model: nn.Module) -> list[str]:
-    """The ends of the names of the parameters that hold all experts of a layer: ``mlp.experts.down_proj``."""
+    """Return the suffixes of the parameters that contain all experts of a layer, such as ``mlp.experts.down_proj``."""
     ends = {re.sub(r"^.*\.\d+\.", "", name) for name in _expert_names(model)}
     if not ends:
         raise ModelError(
@@ -355,7 +360,7 @@ def _select(model: nn.Module, name: str) -> None:
 
 
 def _is_adapted(module: nn.Module | None) -> bool:
-    """A layer that peft has wrapped."""
+    """Return whether peft has wrapped the layer."""
     return module is not None and hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
@@ -366,6 +371,6 @@ def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], dir
 
 
 def _in_files(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
-    """The tensors of an adapter themselves, under peft's names in files, without its prefix."""
+    """Return the tensors of an adapter, not copies, by their names in peft's files without the prefix."""
     found: dict[str, Tensor] = _peft().get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return found

@@ -1,4 +1,4 @@
-"""An adapter and its base as one plain model."""
+"""Merge an adapter into its base, as one plain model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from headrace.models.lora import config_of, wrapped_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What became of the adapter's update."""
+    """The effect of merging an adapter."""
 
     changed: int
-    """Weights that the adapter changes, in float32."""
+    """The number of weights that the adapter changes, in float32."""
     lost: int
-    """Those of them that are the base's again in the number format of the files."""
+    """The number of those weights that equal the base's again in the number format of the files."""
 
     @property
     def lost_share(self) -> float:
-        """0 in float32. In bfloat16 the update of a young adapter is smaller than the rounding: serve the adapter
-        itself beside its base, or write float32."""
+        """Return the fraction of changed weights that rounding undoes; 0 in float32. In bfloat16 the update of a
+        young adapter is smaller than the rounding: serve the adapter itself beside its base, or write float32."""
         return self.lost / max(1, self.changed)
 
 
 def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Merged:
-    """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face
-    directory ``out``, which is made, with the tokenizer.
+    """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face directory
+    ``out`` with the tokenizer. ``out`` is created.
 
-    Raises :class:`~headrace.base.errors.ModelError` for an adapter that is not of this base.
+    Raises :class:`~headrace.base.errors.ModelError` for an adapter of another base.
     """
     model = load_model(ModelConfig(path=str(base), lora=config_of(adapter)))
     target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]

@@ -1,4 +1,4 @@
-"""Which model types are mixtures of experts whose routing can be recorded and replayed; reads only a config."""
+"""The types of mixture-of-experts models whose routing can be recorded and replayed. Reads a config only."""
 
 # gate: getattr - the settings of a foreign config differ from model to model
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 NAMES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
-"""Their model types."""
+"""The model types of the supported families."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def routes(config: PreTrainedConfig) -> bool:
-    """Whether a model of this configuration routes its tokens to experts.
+    """Return whether a model of this configuration routes its tokens to experts.
 
-    Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts of a family that is not known here.
+    Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts of an unsupported family.
     """
     if config.model_type in NAMES:
         return True
@@ -35,7 +35,7 @@ def routes(config: PreTrainedConfig) -> bool:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this configuration has experts, of whatever family."""
+    """Return whether a model of this configuration has experts, of any family."""
     return config.model_type in NAMES or bool(_experts(config))
 
 

@@ -1,10 +1,10 @@
-"""How long a sequence may be before its rotary position embedding depends on more than a token's position.
+"""The longest context in which a model's rotary position embeddings depend on a token's position only.
 
-transformers scales some rotary embeddings by the length of a whole call: ``longrope`` turns every position of a longer
-sequence by other factors, ``dynamic`` by another base. In one flattened call the longest sequence would decide for all,
-and keys that are in a cache were turned before the sequence grew. Up to the length where such a scaling begins all of
-them are functions of the position alone, so that engine and learner compute what transformers computes for each
-sequence by itself. No longer sequence is taken. Reads only a config.
+transformers scales some rotary embeddings by the length of a whole call: ``longrope`` uses other factors for all
+positions of a longer sequence, ``dynamic`` another base. In one flattened call the longest sequence would decide for
+all, and cached keys were rotated before the sequence grew. Up to the length at which such a scaling begins, all
+embeddings are functions of the position alone, so that engine and learner compute what transformers computes for each
+sequence by itself. Longer sequences are refused. Reads a config only.
 """
 
 # gate: getattr - the settings of a foreign config differ from model to model
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BY_POSITION = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""Types of rotary embeddings that are functions of the position."""
+"""The types of rotary embeddings that are functions of the position."""
 BY_LENGTH = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "max_position_embeddings",
 }
-"""Types that depend on a sequence's length, and the setting that names the longest sequence that they leave alone."""
+"""The types that depend on a sequence's length, and the setting with the longest length that is not affected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLimit:
-    """The longest sequence that a model is computed on, and what limits it."""
+    """The longest sequence that a model may compute, and the reason for the limit."""
 
     length: int
-    """Tokens."""
+    """The length in tokens."""
     reason: str = ""
-    """Why it is shorter than ``max_position_embeddings``, or may not be passed by any sample; empty for no reason but
-    that setting."""
+    """Why the limit is below ``max_position_embeddings``, or applies to every sample; empty if that setting is the
+    only reason."""
 
 
 def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
-    """Return the longest context of a model; ``None`` where its config does not say ``max_position_embeddings``."""
+    """Return the longest context of a model; ``None`` if its config has no ``max_position_embeddings``."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         return None
@@ -59,7 +59,7 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 
 def unknown_rope(config: PreTrainedConfig) -> str:
-    """Return the first type of rotary embedding of which it is not known what it depends on; empty if there is none."""
+    """Return the first type of rotary embedding that is unknown; empty if there is none."""
     return next((kind for kind, _ in rope_types(config) if kind not in BY_POSITION and kind not in BY_LENGTH), "")
 
 

@@ -17,35 +17,36 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinySpec:
-    """What :func:`make_tiny` builds."""
+    """The description of a model for :func:`make_tiny`."""
 
     vocab: str
-    """The characters of the tokenizer, each once; ids follow the three special tokens in this order."""
+    """The characters of the tokenizer, each once; their ids follow the three special tokens in this order."""
     seed: int = 0
     kind: str = "qwen3"
-    """``model_type`` of any causal language model that transformers knows."""
+    """The ``model_type`` of any causal language model that transformers supports."""
     hidden_size: int = 64
-    """Numbers per token between layers; a multiple of ``num_heads``."""
+    """The size of a token's hidden state; a multiple of ``num_heads``."""
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
     intermediate_size: int = 128
-    """Numbers per token inside the feed-forward part of a layer."""
+    """The size of a token's inner activation in the feed-forward part of a layer."""
     max_positions: int = 512
-    """Longest context, in tokens."""
+    """The longest context, in tokens."""
     init_std: float = 0.02
-    """Standard deviation of the random matrices; larger ones make the model's choices more decided."""
+    """The standard deviation of the random matrices; larger values make the model's distribution less uniform."""
     even_ends: bool = False
-    """Whether an answer is as likely to end in any place, so that lengths are geometric: the logit of the end is 0
-    whatever was written, and the others lie around it. Their mean is about the number of characters in ``vocab``."""
+    """Whether an answer ends with about the same probability at every position, so that lengths have a geometric
+    distribution: the logit of the end token is always 0, and the others lie around it. The mean length is about the
+    number of characters in ``vocab``."""
     chat_template: str | None = None
-    """Jinja template of the tokenizer; ``None`` for a model of plain text."""
+    """The Jinja chat template of the tokenizer; ``None`` for a model of plain text."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of that kind of model, such as ``sliding_window``."""
 
 
 def make_tiny(directory: Path, spec: TinySpec) -> Path:
-    """Write model and tokenizer into ``directory``, which is made; the same spec makes the same bytes.
+    """Write model and tokenizer into ``directory``, which is created; the same spec makes the same bytes.
 
     The tokenizer has distinct padding and end-of-sequence tokens and one token per character.
     """
@@ -81,7 +82,7 @@ def make_tiny(directory: Path, spec: TinySpec) -> Path:
 
 
 def char_tokenizer(vocab: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per character; a character outside ``vocab`` becomes ``<unk>``.
+    """Return a tokenizer with one token per character; a character outside ``vocab`` becomes ``<unk>``.
 
     >>> tokenizer = char_tokenizer("ab c")
     >>> tokenizer.encode("a cab"), tokenizer.decode(tokenizer.encode("a cab"))

@@ -1,4 +1,4 @@
-"""The tensors that are trained, and travel from the learner to the engines."""
+"""The tensors that are trained, and transferred from the learner to the engines."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 DEFAULT = "default"
-"""What the adapter of a model with one is called: the policy's."""
+"""The name of the policy's adapter, which is the only one in most models."""
 
 _LORA = "lora_"
-"""How peft begins the names of what it adds to a layer; the name of the adapter follows as a part of its own."""
+"""The prefix of the names that peft adds to a layer; the name of the adapter is the next part of the name."""
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter of ``model`` once, by name, in the order of its modules; a tied one under its first name.
+    """Return every parameter of ``model`` once, by name, in the order of its modules; a tied one under its first name.
 
-    Of a model with adapters: those that are trained. The policy's, or that of the only one, are under names that do not
-    say what the adapter is called; those of agents that are trained beside it say so. The rest never changes, so it
-    need not travel.
+    For a model with adapters, only the trained parameters are returned. The names of the policy's, or of the only
+    adapter's, do not contain the adapter's name; those of agents with adapters of their own do. The other parameters
+    never change, so they need not be transferred.
 
-    The tensors are the parameters themselves: pointing one elsewhere (``tensor.data = view``) changes the model, in
-    every place where the parameter is tied.
+    The tensors are the parameters themselves: pointing one to other memory (``tensor.data = view``) changes the model,
+    wherever the parameter is tied.
 
     >>> layer = nn.Linear(2, 3)
     >>> {name: tuple(tensor.shape) for name, tensor in weight_tensors(layer).items()}
@@ -37,9 +37,9 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {without_adapter(name) if adapter_of(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
 
 
-def kept_as(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` of ``model`` under the names, and in the shapes, in which such models are kept in files: one tensor
-    for each expert, say."""
+def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` of ``model`` with the names and shapes of the model's files, for example with one tensor
+    for each expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if not tensors:
@@ -49,7 +49,7 @@ def kept_as(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Of all parameters.
+    """Return the size of all parameters in bytes.
 
     >>> model_bytes(nn.Linear(2, 3))
     36
@@ -58,12 +58,13 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether adapters are trained, and not the model itself."""
+    """Return whether adapters are trained, instead of the model itself."""
     return any(of_adapter(name) for name, _ in model.named_parameters())
 
 
 def without_adapter(name: str) -> str:
-    """
+    """Return the name of an adapter's parameter without the name of the adapter.
+
     >>> without_adapter("layers.0.q_proj.lora_A.default.weight")
     'layers.0.q_proj.lora_A.weight'
     """
@@ -73,7 +74,8 @@ def without_adapter(name: str) -> str:
 
 
 def adapter_of(name: str) -> str:
-    """
+    """Return the name of the adapter that a parameter belongs to.
+
     >>> adapter_of("layers.0.q_proj.lora_A.default.weight")
     'default'
     """
@@ -82,10 +84,10 @@ def adapter_of(name: str) -> str:
 
 
 def of_adapter(name: str) -> bool:
-    """Whether a parameter or module of this name was added by peft."""
+    """Return whether a parameter or module of this name was added by peft."""
     return any(part.startswith(_LORA) for part in name.split("."))
 
 
 def _place(parts: list[str]) -> int:
-    """Of the adapter's name among the parts of a parameter's."""
+    """Return the index of the adapter's name among the parts of a parameter's name."""
     return next(place for place, part in enumerate(parts) if part.startswith(_LORA)) + 1

@@ -1,4 +1,4 @@
-"""Primitives for those who write their own loop: one process, an engine that samples, a learner that trains.
+"""Primitives for a training loop that a user writes: one process, an engine that samples, and a learner that trains.
 
     prompts ──sample──▶ Engine, in a thread ──samples──▶ your rewards ──advantages──▶ forward_backward, repeatedly
                           ▲                                                             │ gradient, added up

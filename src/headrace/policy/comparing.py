@@ -1,6 +1,6 @@
-"""The comparison of a policy's engine with its learner, when the policy is opened.
+"""The comparison of a policy's engine with its learner when the policy is opened.
 
-Both have the same weights, and must give the same log-probabilities up to rounding, or nothing that is sampled could be
+Both have the same weights and must compute the same log-probabilities up to rounding; otherwise no sample could be
 trained on.
 
 Shape legend: N tokens of the probe.
@@ -20,18 +20,18 @@ from headrace.models import ModelConfig
 from headrace.models.gap import Gap, largest_gap
 
 _LENGTHS = (2, 7, 40)
-"""Tokens of the sequences that are scored by both."""
+"""Lengths, in tokens, of the sequences that both compute."""
 
 
 def probe_tokens(vocab_size: int, longest: int) -> list[Tokens]:
-    """Return a few sequences of at most ``longest`` tokens from all over the vocabulary."""
+    """Return a few sequences of at most ``longest`` tokens, drawn from the whole vocabulary."""
     rng = np.random.default_rng(0)
     lengths = [min(length, longest) for length in _LENGTHS]
     return [Tokens.observed(rng.integers(0, vocab_size, length).astype(np.int32)) for length in lengths]
 
 
 def probe_batch(step: int, sequences: list[Tokens]) -> Batch:
-    """Return the batch whose mask asks for log π of every token but the first of each sequence."""
+    """Return the batch of ``sequences`` whose mask selects every token but the first of each."""
     samples = [
         TrainSample(key=EpisodeKey(0, place), tokens=tokens, mask_T=np.arange(len(tokens)) > 0, advantage=0.0)
         for place, tokens in enumerate(sequences)
@@ -40,38 +40,38 @@ def probe_batch(step: int, sequences: list[Tokens]) -> Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeTerms:
-    """What the rounding of engine and learner depends on."""
+class ProbeSettings:
+    """The settings on which the rounding of engine and learner depends."""
 
     model: ModelConfig
     temperature: float
-    """By which both divide logits."""
+    """Temperature by which both divide logits."""
     rerouted: bool
-    """Whether the model has experts: both sides choose their own."""
+    """Whether the model has experts, which engine and learner choose independently."""
 
     @property
     def largest(self) -> float:
-        """The largest mean |log μ − log π| that rounding explains; 0 where both compute the same bits."""
+        """The largest mean |log μ − log π| that rounding explains; 0 if both compute the same bits."""
         if self.model.deterministic:
             return 0.0
         return largest_gap(self.model.dtype, rerouted=self.rerouted, temperature=self.temperature)
 
 
-def refuse_apart(batch: Batch, log_mu_N: FloatColumn, log_pi_N: FloatColumn, terms: ProbeTerms) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a gap that rounding does not explain."""
+def refuse_mismatch(batch: Batch, log_mu_N: FloatColumn, log_pi_N: FloatColumn, settings: ProbeSettings) -> None:
+    """Raise :class:`~headrace.base.errors.RunError` if the log-probabilities differ more than rounding explains."""
     (places,) = np.nonzero(batch.mask_N)
     if not len(places):
         return
     gap = Gap.between(log_mu_N[places], log_pi_N[places])
-    if gap.within(terms.largest):
+    if gap.within(settings.largest):
         return
     ends_S = np.cumsum(batch.lengths_S)
     sample = int(np.searchsorted(ends_S, places[gap.at], side="right"))
     position = int(places[gap.at] - ends_S[sample] + batch.lengths_S[sample])
     raise RunError(
         f"the policy's engine and learner at equal weights: mean |Δ logprob| {gap.mean_abs:.2g}, KL {gap.kl:.2g}, over "
-        f"{gap.num_tokens} tokens, and rounding explains {terms.largest:.2g}; the largest is {gap.worst:.2g} at token "
-        f"{position} of a sequence of {batch.lengths_S[sample]}: they do not compute the same model",
+        f"{gap.num_tokens} tokens, and rounding explains {settings.largest:.2g}; the largest is {gap.worst:.2g} at "
+        f"token {position} of a sequence of {batch.lengths_S[sample]}: they do not compute the same model",
         remedy="load the policy with engine={'kernels': 'off'} or another model.dtype; where that does not help, "
         "report the model's config.json",
     )

@@ -1,4 +1,4 @@
-"""Settings of a policy: the sections of a run file that sampling and training need."""
+"""The settings of a policy: the sections of a run file that sampling and training need."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from headrace.algo.config import AlgoConfig
 from headrace.base.config import Section, merge, validate
 from headrace.base.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.learner.companions.critic_config import CriticConfig
+from headrace.learner.auxiliary.config import CriticConfig
 from headrace.learner.config import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import AUTO, DeviceName
 from headrace.models.hub import is_hub_name, local_directory, with_models
 
 Table = Mapping[str, Any] | Section
-"""A section as a run file has it, or as its record."""
+"""A section as in a run file, or as a record of settings."""
 
 
 class PolicyConfig(Section):
-    """What a policy is made of."""
+    """The settings from which a policy is made."""
 
     model: ModelConfig
-    """Which model is trained."""
+    """The model that is trained."""
     engine: EngineConfig = EngineConfig()
-    """How it is sampled. Its temperature is the learner's too."""
+    """Settings of the engine that samples. Its temperature is also the learner's."""
     learner: LearnerConfig = LearnerConfig()
-    """The optimizer and its schedule."""
+    """Settings of the optimizer and its schedule."""
     algo: AlgoConfig = AlgoConfig()
-    """The loss of a ``forward_backward`` that names none, and the advantages of an ``advantages`` that names none."""
+    """The loss of a ``forward_backward`` without ``loss``, and the advantage of an ``advantages`` without a name."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Where a decaying learning rate ends."""
+    """Number of steps after which a decaying learning rate reaches its floor. Unset: only for a constant rate."""
     seed: int = Field(default=0, ge=0)
-    """With the number of prompts sampled so far it fixes every draw for which ``sample`` is given no seed."""
+    """Seed of every draw for which ``sample`` is given no seed, together with the number of prompts sampled so far."""
     device: DeviceName = AUTO
-    """Where engine and learner compute: ``cpu``, ``cuda`` or ``cuda:N``; ``auto``: the first GPU that torch sees, the
-    processor where there is none."""
+    """Device of engine and learner: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the first GPU that torch finds,
+    otherwise the CPU."""
 
     @model_validator(mode="after")
     def _schedule_ends(self) -> Self:
@@ -98,29 +98,29 @@ class PolicyConfig(Section):
 
 
 class PolicySettings(TypedDict, total=False):
-    """What may be said to :meth:`headrace.Policy.load` beside the model's directory: :class:`PolicyConfig`'s keys."""
+    """The keyword arguments of :meth:`headrace.Policy.load`, which are the keys of :class:`PolicyConfig`."""
 
     model: Table
-    """All but its path."""
+    """Settings of the model, without its path."""
     engine: Table
-    """See :class:`~headrace.engine.config.EngineConfig`."""
+    """Settings of the engine; see :class:`~headrace.engine.config.EngineConfig`."""
     learner: Table
-    """See :class:`~headrace.learner.config.LearnerConfig`."""
+    """Settings of the learner; see :class:`~headrace.learner.config.LearnerConfig`."""
     algo: Table
-    """See :class:`~headrace.algo.config.AlgoConfig`."""
+    """Settings of the algorithm; see :class:`~headrace.algo.config.AlgoConfig`."""
     total_steps: int
-    """Where a decaying learning rate ends."""
+    """Number of steps after which a decaying learning rate reaches its floor."""
     seed: int
-    """Of the draws."""
+    """Seed of the draws."""
     device: str
-    """Where it computes."""
+    """Device of engine and learner."""
 
 
 def resolve(
     base: Mapping[str, Any], settings: Mapping[str, Any], lr: float | None, loss: str | Mapping[str, Any] | None
 ) -> PolicyConfig:
-    """``base`` under ``settings``, with ``lr`` and ``loss`` at their places. ``algo`` replaces that of the base; keys
-    of other sections are laid over it one by one.
+    """Return the settings ``base`` overridden by ``settings``, ``lr`` and ``loss``. ``algo`` replaces that of the base;
+    the other sections are merged key by key.
 
     >>> resolve({"model": {"path": "m"}}, {"engine": {"temperature": 0.8}}, 1e-5, "gspo").algo.loss.kind
     'gspo'
@@ -142,7 +142,8 @@ def resolve(
 
 
 def with_local_models(config: PolicyConfig) -> PolicyConfig:
-    """The same settings with a directory for each model of a hub, fetched where its cache does not hold it."""
+    """Return the settings with a local directory for each model of a hub, which is downloaded if it is not in the
+    cache."""
     tree = config.model_dump(mode="json")
     found = with_models(tree, lambda setting, path: local_directory(path, setting))
     return config if found == tree else validate(PolicyConfig, found)

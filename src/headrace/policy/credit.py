@@ -1,4 +1,4 @@
-"""Rewards to advantages, nested as samples are."""
+"""Computation of advantages from rewards, nested as samples are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from headrace.base.errors import ConfigError, DataError
 def advantages_of(
     name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None, options: Mapping[str, Any], algo: AlgoConfig
 ) -> list[Any]:
-    """The advantage called ``name``, or that of ``algo``; see :meth:`headrace.policy.Policy.advantages`.
+    """Return the advantages called ``name``, or those of ``algo`` if it is ``None``; see
+    :meth:`headrace.policy.Policy.advantages`.
 
     >>> advantages_of("rloo", [[1, 0], [0, 0]], None, {}, AlgoConfig())
     [[1.0, -1.0], [0.0, 0.0]]

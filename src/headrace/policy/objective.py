@@ -1,8 +1,8 @@
-"""Which formula one ``forward_backward`` uses, and how a function of the log-probabilities becomes one.
+"""The objective of one ``forward_backward``, and the conversion of a function of the log-probabilities into one.
 
 A function f of all log π of a batch, however it combines them, has the gradient Σ_i ∂f/∂log π_i · ∇ log π_i. So f is
-computed once on all of them, and the slopes ∂f/∂log π_i are the weights of a plain sum, which any micro-batching gives
-exactly.
+computed once on all of them, and the slopes ∂f/∂log π_i are the weights of a plain sum, whose gradient is exact with
+any division into micro-batches.
 
 Shape legend: N tokens of the samples one after the other.
 """
@@ -26,22 +26,22 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.learner.config import COLUMNS, SETTINGS
 
 Choice = str | Mapping[str, Any] | AlgoConfig
-"""A loss by name, the ``[algo]`` table of a run file, or its record."""
+"""A loss by name, or the ``[algo]`` table of a run file, or its record."""
 
 Metrics = Mapping[str, Any]
 Formula = Callable[[LossInputs], Tensor | tuple[Tensor, Metrics]]
-"""The loss of a whole batch, a scalar, with or without numbers to report."""
+"""The loss of a whole batch as a scalar, with or without metrics."""
 
 
-class Current(Objective):
-    """Stands where a learner's objective stands, and is the one that was chosen last."""
+class ReplaceableObjective(Objective):
+    """An objective that delegates to another one, which can be replaced between batches."""
 
     def __init__(self, first: Objective) -> None:
         self.choose(first)
 
     def choose(self, objective: Objective) -> None:
-        """From now on."""
-        object.__setattr__(self, "_now", objective)  # its base is frozen; this is the part that changes
+        """Replace the objective that is used from now on."""
+        object.__setattr__(self, "_now", objective)  # the base class is frozen
 
     _now: Objective
 
@@ -51,7 +51,7 @@ class Current(Objective):
 
     @property
     def critic(self) -> Any:
-        return None  # advantages are the caller's
+        return None  # the caller computes advantages
 
     @property
     def teaching(self) -> Any:
@@ -76,7 +76,7 @@ class Current(Objective):
 
 
 class Slopes(LossSection):
-    """Σ slope · log π, with the slopes in the column of advantages."""
+    """The loss Σ slope · log π, with the slopes in the column of advantages."""
 
     kind: Literal["slopes"] = "slopes"
 
@@ -85,7 +85,7 @@ class Slopes(LossSection):
 
 
 class Sum:
-    """Σ_tokens x, with nothing below it."""
+    """The reduction Σ_tokens x, without a denominator."""
 
     kind: ClassVar[str] = "sum"
 
@@ -97,10 +97,10 @@ LINEAR = Objective(Slopes(), (), Sum())
 
 
 def algo_of(choice: Choice) -> AlgoConfig:
-    """The settings that ``choice`` stands for; a name alone leaves all others at their defaults.
+    """Return the settings that ``choice`` stands for; a name alone leaves all others at their defaults.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a name or key that does not exist, and for a formula that
-    reads what the learner does not compute.
+    Raises :class:`~headrace.base.errors.ConfigError` for an unknown name or key, and for a formula that reads a column
+    that the learner does not compute.
 
     >>> algo_of("gspo").correction[0].kind
     'tis'
@@ -122,9 +122,9 @@ def algo_of(choice: Choice) -> AlgoConfig:
 
 
 def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
-    """∂fn/∂log π (N, float32), and what ``fn`` reports, ``loss`` among it.
+    """Return ∂fn/∂log π ``[N]`` in float32, and the metrics of ``fn`` with ``loss`` among them.
 
-    Raises :class:`~headrace.base.errors.DataError` for anything that has no such slopes.
+    Raises :class:`~headrace.base.errors.DataError` if ``fn`` returns no loss, or has no finite slopes.
     """
     with torch.enable_grad():
         returned = fn(inputs)
@@ -154,8 +154,8 @@ def _number(value: Any) -> float:
 
 
 def refuse_uncorrected(batch: Batch, algo: AlgoConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for tokens of older weights that ``algo`` does not
-    account for."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for tokens of older weights for which ``algo`` does not
+    correct."""
     sampled_N = batch.mask_N & (batch.versions_N != NOT_SAMPLED)
     ages = batch.ages()[sampled_N[batch.mask_N]]
     oldest = int(ages.max(initial=0))

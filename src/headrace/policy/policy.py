@@ -25,10 +25,11 @@ from headrace.base.types.tokens import FloatColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport
 from headrace.engine import RequestOptions
-from headrace.engine.local import LocalEngine, LocalTerms
 from headrace.engine.native import NativeEngine
-from headrace.learner.checksums import verify
-from headrace.learner.core import LearnerContext, LearnerCore, Update
+from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
+from headrace.learner.base import LearnerContext
+from headrace.learner.core import LearnerCore, Update
+from headrace.learner.disk import verify
 from headrace.learner.packing import MicroBatch
 from headrace.learner.work import Gradient, StepWork
 from headrace.models import context_length, load_model, load_tokenizer
@@ -40,21 +41,21 @@ from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.weights import weight_tensors
 from headrace.policy import objective, store
-from headrace.policy.comparing import ProbeTerms, probe_batch, probe_tokens, refuse_apart
+from headrace.policy.comparing import ProbeSettings, probe_batch, probe_tokens, refuse_mismatch
 from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_local_models
 from headrace.policy.credit import advantages_of
-from headrace.policy.objective import Choice, Current, Formula, algo_of, refuse_uncorrected, slopes_of
+from headrace.policy.objective import Choice, Formula, ReplaceableObjective, algo_of, refuse_uncorrected, slopes_of
 from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
 from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, together
 from headrace.policy.slots import Slots
 
 
 class Policy:
-    """A model that can be sampled and trained, each from plain Python.
+    """A model that plain Python can sample and train.
 
-    Sampling is asynchronous and needs the policy to be open (``async with policy``, or :meth:`start`); training is not,
-    and does not. The learner is used by one thread at a time; ``await asyncio.to_thread(policy.forward_backward, ...)``
-    trains while this event loop and its sampling go on.
+    Sampling is asynchronous and needs the policy to be open (``async with policy``, or :meth:`start`). Training is
+    synchronous and does not need it. Only one thread at a time may use the learner;
+    ``await asyncio.to_thread(policy.forward_backward, ...)`` trains while this event loop continues to sample.
 
     >>> import asyncio, tempfile
     >>> from pathlib import Path
@@ -73,14 +74,15 @@ class Policy:
     """
 
     def __init__(self, config: PolicyConfig, *, num_prompts: int = 0) -> None:
-        """See :meth:`load`. ``num_prompts``: sampled before, in an earlier life."""
+        """Make the policy of ``config``; see :meth:`load`. ``num_prompts`` is the number of prompts sampled before it
+        was saved."""
         config = with_local_models(config)
         path = config.model.path
         where = str(use("device", config.device, only_cpu=config.model.deterministic))
         self.config = config
         self.tokenizer = tokenizer = load_tokenizer(path)
         self._clock = RealClock()
-        self._objective = Current(Objective.build(algo_of(config.algo)))
+        self._objective = ReplaceableObjective(Objective.build(algo_of(config.algo)))
         model = load_model(config.model, where)
         self._learner = LearnerCore(
             model,
@@ -95,10 +97,10 @@ class Policy:
         )
         self._entropy_gradient = "entropy" in self._objective.columns
         self._max_context = config.engine.max_context or context_length(path)
-        twin = load_model(config.model, where)
-        self._slots = Slots(weight_tensors(model), weight_tensors(twin))
+        engine_model = load_model(config.model, where)
+        self._slots = Slots(weight_tensors(model), weight_tensors(engine_model))
         self._core = NativeEngine(
-            twin,
+            engine_model,
             config.engine,
             max_context=self._max_context,
             receiver=self._slots,
@@ -109,7 +111,7 @@ class Policy:
             warnings.warn(str(facts["fallback"]), RuntimeWarning, stacklevel=3)
         self._sampler = PolicySampler(
             tokenizer,
-            _usual_sampling(config, tokenizer.eos_token_id),
+            _default_sampling(config, tokenizer.eos_token_id),
             seed=config.seed,
             num_prompts=num_prompts,
             keep_mask=config.learner.keep_sampling_mask,
@@ -121,7 +123,7 @@ class Policy:
         self._busy = threading.Lock()
         self._busy_with = ""
         self._comparing = threading.Lock()
-        """Held by each call of the learner, and by the comparison of :meth:`start`, which waits for such a call."""
+        """Held by each call of the learner, and by the comparison in :meth:`start`, which waits for such a call."""
         self._weights = threading.Lock()
 
     @classmethod
@@ -133,11 +135,11 @@ class Policy:
         loss: str | Mapping[str, Any] | None = None,
         **settings: Unpack[PolicySettings],
     ) -> Self:
-        """The policy in ``directory``: a Hugging Face causal language model, or what :meth:`save` wrote, which goes on
-        exactly where it was.
+        """Load the policy in ``directory``: a Hugging Face causal language model, or a directory of :meth:`save`, from
+        which it continues exactly.
 
         ``lr`` stands for ``learner={"lr": ...}`` and ``loss`` for ``algo={"loss": ...}``; ``settings`` are those of
-        :class:`~headrace.policy.config.PolicyConfig`, laid over the saved ones. Raises
+        :class:`~headrace.policy.config.PolicyConfig` and override the saved ones. Raises
         :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.ModelError`,
         :class:`~headrace.base.errors.CheckpointError`, and :class:`~headrace.base.errors.DataError` for a file that has
         changed since it was saved.
@@ -157,32 +159,33 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Of the learner's weights: the number of optimizer steps behind them."""
+        """The version of the learner's weights, which is the number of optimizer steps made."""
         return self._learner.version
 
     @property
     def engine_version(self) -> int:
-        """Of the weights that sample; -1 before the policy is open."""
+        """The version of the weights that sample; -1 before the policy is open."""
         return self._slots.committed
 
     @property
     def engine(self) -> LocalEngine:
-        """What samples while the policy is open, for those who serve it."""
+        """Return the engine of an open policy, for example to serve it."""
         return self._open("engine")
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open it, once: start the engine in this event loop, publish the learner's weights to it, and compare the two.
+        """Open the policy, once: start the engine in this event loop, publish the learner's weights to it, and compare
+        the two.
 
-        Raises :class:`~headrace.base.errors.RunError` where their log-probabilities of a few tokens are further apart
-        than rounding explains; with ``model.deterministic``, where they are apart at all.
+        Raises :class:`~headrace.base.errors.RunError` if their log-probabilities of a few tokens differ more than
+        rounding explains, or differ at all with ``model.deterministic``.
         """
         if self._loop is not None:
             raise RunError("the policy was opened before", remedy="open it once; load it again for another loop")
         self._loop = asyncio.get_running_loop()
-        terms = LocalTerms(max_requests=self.config.engine.max_waiting)
-        self._engine = await LocalEngine(self._core, clock=self._clock, terms=terms).__aenter__()
+        terms = LocalEngineConfig(max_requests=self.config.engine.max_waiting)
+        self._engine = await LocalEngine(self._core, clock=self._clock, config=terms).__aenter__()
         try:
             await self.publish()
             await self._compare()
@@ -191,7 +194,7 @@ class Policy:
             raise
 
     async def close(self) -> None:
-        """End sampling; whoever waits for samples hears of it. The learner can still be used and saved."""
+        """End sampling; calls that wait for samples raise an error. The learner can still be used and saved."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.__aexit__()
@@ -206,15 +209,16 @@ class Policy:
     async def sample(
         self, prompts: Sequence[Prompt], n: int = 1, *, seed: int | None = None, **how: Unpack[SampleOptions]
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt: a list for every prompt, in order.
+        """Return ``n`` answers to each prompt: a list for every prompt, in order.
 
-        A prompt is text, chat messages, token ids, or :class:`~headrace.base.types.tokens.Tokens`. ``how`` is laid over
+        A prompt is text, chat messages, token ids, or :class:`~headrace.base.types.tokens.Tokens`. ``how`` overrides
         the settings of the engine; samples of another temperature cannot be trained. With ``seed`` the same call gives
-        the same answers under the same weights; without, each call draws anew. Weights that are published meanwhile are
-        used from then on, and every token says which version sampled it.
+        the same answers under the same weights; without it, each call draws anew. Weights that are published meanwhile
+        are used from then on, and every token records the version that sampled it.
 
-        Raises :class:`~headrace.base.errors.DataError` for a prompt, :class:`~headrace.base.errors.ConfigError` for a
-        setting and :class:`~headrace.base.errors.RequestError` for what the engine cannot serve; no answer comes back
+        Raises :class:`~headrace.base.errors.DataError` for an invalid prompt,
+        :class:`~headrace.base.errors.ConfigError` for an invalid setting and
+        :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve; no answer is returned
         then.
         """
         engine = self._open("sample")
@@ -230,10 +234,10 @@ class Policy:
         stale: StaleFork = StaleFork.RECOMPUTE,
         **how: Unpack[SampleOptions],
     ) -> list[Sample]:
-        """``n`` other answers that begin with the first ``at`` tokens of ``sample``'s.
+        """Return ``n`` other answers that begin with the first ``at`` tokens of ``sample``'s answer.
 
-        What they begin with is a part of their prompts: it carries no loss there, and is trained with ``sample``. The
-        engine remembers ``engine.fork_memory`` sequences; where it has forgotten this one, its tokens can be a prompt.
+        These tokens are part of their prompts: they carry no loss there, and are trained with ``sample``. The engine
+        remembers ``engine.fork_memory`` sequences; if it has forgotten this one, its tokens can be given as a prompt.
         ``stale`` says what happens if newer weights were published since.
         """
         engine = self._open("fork")
@@ -245,15 +249,16 @@ class Policy:
         given = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
         options = RequestOptions(fork=ForkRequest(parent=sample.request_id, at=at, stale=stale))
         (group,) = self._sampler.plan([given], n, seed, how)
-        asked = [replace(one, group=sample.group, options=options) for one in group]
-        (forked,) = await self._sampler.sample(engine, [asked])
+        requests = [replace(one, group=sample.group, options=options) for one in group]
+        (forked,) = await self._sampler.sample(engine, [requests])
         return forked
 
     async def score(self, samples: Sequence[Sample | Tokens], *, temperature: float | None = None) -> list[FloatColumn]:
-        """The log-probability of each token of prompt and answer under the weights that sample; 0 for the first.
+        """Return the log-probability of each token of prompt and answer under the weights that sample; 0 for the first
+        token.
 
-        A column (F,) for each; where a token has a kept-set or routing, under that. ``temperature`` is by default that
-        of the policy.
+        The result has a column ``[F]`` for each sample. A recorded kept-set or routing is applied. ``temperature`` is
+        by default that of the policy.
         """
         engine = self._open("score")
         divisor = self.config.engine.temperature if temperature is None else temperature
@@ -261,10 +266,10 @@ class Policy:
         return await together([engine.score(one, temperature=divisor) for one in tokens])
 
     async def publish(self, mode: Interrupt | str = Interrupt.INFLIGHT) -> SwapReport:
-        """Make the learner's weights the ones that sample, between two engine steps; what runs goes on as ``mode``
-        says. The learner stands still for one copy of its weights.
+        """Make the engine use the learner's weights, between two engine steps. ``mode`` says how running sequences
+        continue. Training stops for one copy of the weights.
 
-        Raises :class:`~headrace.base.errors.RunError` if they are in use already.
+        Raises :class:`~headrace.base.errors.RunError` if the engine uses these weights already.
         """
         engine = self._open("publish")
         if mode not in tuple(Interrupt):
@@ -280,24 +285,25 @@ class Policy:
     def advantages(
         self, name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None = None, **options: Any
     ) -> list[Any]:
-        """The advantage called ``name`` of each reward; ``None`` for what ``config.algo`` says.
+        """Return the advantage of each reward, by the formula called ``name``; ``None`` for that of ``config.algo``.
 
-        ``rewards`` are nested as samples are, a list for each prompt; or flat, with ``groups`` to say which share a
-        baseline. The result is nested in the same way. ``options`` as in :func:`headrace.algo.advantage`.
+        ``rewards`` are nested as samples are, a list for each prompt; or flat, with ``groups`` to say which of them
+        share a baseline. The result is nested in the same way. ``options`` are those of
+        :func:`headrace.algo.advantage`.
         """
         return advantages_of(name, rewards, groups, options, self.config.algo)
 
     def forward_backward(self, samples: Samples, advantages: Sequence[Any], *, loss: Choice | None = None) -> Gradient:
-        """Add the gradient of a loss over ``samples`` to what :meth:`optim_step` will use.
+        """Add the gradient of a loss over ``samples`` to the gradient that :meth:`optim_step` will use.
 
         ``advantages`` are nested as the samples are: a number for each, or one for each token of its answer. ``loss``
-        is a name, a table or record of ``[algo]``; by default the policy's own. Its denominator is that of this call:
-        over several calls the gradients add up. π_old is the learner's policy at this moment; for several updates on
-        the same samples set ``algo.old = "engine"``.
+        is a name, or a table or record of ``[algo]``; by default the policy's own. Its denominator is that of this
+        call: the gradients of several calls add up. π_old is the learner's policy at this moment; for several updates
+        on the same samples set ``algo.old = "engine"``.
 
         Raises :class:`~headrace.base.errors.DataError`, :class:`~headrace.base.errors.ConfigError` and
-        :class:`~headrace.base.errors.RunError` before anything has changed. If the computation itself fails, no
-        gradient is left, not that of earlier calls either.
+        :class:`~headrace.base.errors.RunError` before any change. If the computation itself fails, the whole gradient
+        is discarded, that of earlier calls included.
         """
         with self._learning("forward_backward"):
             algo = self.config.algo if loss is None else algo_of(loss)
@@ -308,57 +314,58 @@ class Policy:
                     "gives entropies without gradient",
                     remedy="give Policy.load an algo whose loss has entropy_coef > 0",
                 )
-            batch = make_batch(samples, advantages, self._terms())
+            batch = make_batch(samples, advantages, self._requirements())
             refuse_uncorrected(batch, algo)
             self._objective.choose(chosen)
-            with self._unread():
+            with self._weights_locked():
                 return self._learner.forward_backward(batch)
 
     def forward_backward_custom(
         self, samples: Samples, fn: Formula, *, advantages: Sequence[Any] | None = None
     ) -> Gradient:
-        """As :meth:`forward_backward`, for any differentiable function of the log-probabilities of all samples.
+        """Add the gradient of any differentiable function of the log-probabilities of all samples, as
+        :meth:`forward_backward` does for a loss.
 
         ``fn`` gets :class:`~headrace.algo.base.LossInputs` with every token of prompts and answers, one sample after
-        the other, and returns the loss, or the loss and a dict of numbers to report. It is called once, whatever the
-        micro-batches, so it may combine samples as it likes; that takes a second forward pass. ``log_old_N`` is as
-        ``config.algo.old`` says, ``log_ref_N`` that of ``config.learner.reference``. ``log_pi_N`` is 0
-        outside ``mask_N``, and a gradient there has no effect. Nothing is normalised but by ``fn``.
+        the other, and returns the loss, or the loss and a dict of metrics. It is called once, whatever the
+        micro-batches, so it may combine samples; that needs a second forward pass. ``log_old_N`` is π_old by
+        ``config.algo.old``, and ``log_ref_N`` that of ``config.learner.reference``. ``log_pi_N`` is 0 outside
+        ``mask_N``, and a gradient there has no effect. The loss is not normalised except by ``fn``.
 
         Raises :class:`~headrace.base.errors.DataError` for a function that gives no loss or no finite gradient.
         """
         with self._learning("forward_backward_custom"):
-            batch = make_batch(samples, advantages, self._terms())
+            batch = make_batch(samples, advantages, self._requirements())
             self._objective.choose(objective.LINEAR)
             slopes_N, reported = slopes_of(fn, self._inputs(batch))
             linear = msgspec.structs.replace(batch, advantages_N=slopes_N.cpu().numpy().astype(np.float32))
-            with self._unread():
+            with self._weights_locked():
                 gradient = self._learner.forward_backward(linear)
             return replace(gradient, metrics={**gradient.metrics, **reported})
 
     def optim_step(self) -> Update:
-        """One optimizer step with the gradient that was added up; :attr:`version` counts up.
+        """Make one optimizer step with the accumulated gradient, and increase :attr:`version` by one.
 
-        Raises :class:`~headrace.base.errors.RunError` if there is none, or it is not finite: the weights are as they
-        were.
+        Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite; the weights are
+        unchanged then.
         """
         with self._learning("optim_step"), self._weights:
             return self._learner.optim_step()
 
     def demonstrations(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Sample]:
-        """Samples that nobody sampled, to be imitated with ``loss="ce"`` and advantages of 1; each answer gets the
-        tokenizer's end of sequence."""
+        """Return samples of given answers, to be imitated with ``loss="ce"`` and advantages of 1. The tokenizer's
+        end-of-sequence token is appended to each answer."""
         encoded = self._sampler.encode(prompts)
         if len(encoded) != len(answers):
             raise DataError(f"{len(encoded)} prompts and {len(answers)} answers", remedy="give an answer to each")
         return [self._sampler.demonstration(*pair) for pair in zip(encoded, answers, strict=True)]
 
     def save(self, directory: str | Path) -> None:
-        """Write model, tokenizer, optimizer, version and settings into ``directory``, which must be new; :meth:`load`
-        goes on from there bit for bit, and any Hugging Face program reads the model.
+        """Write model, tokenizer, optimizer, version and settings into ``directory``, which must be new. :meth:`load`
+        continues from there bit for bit, and any Hugging Face program can read the model.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` where that cannot be done, and
-        :class:`~headrace.base.errors.RunError` between ``forward_backward`` and ``optim_step``.
+        Raises :class:`~headrace.base.errors.CheckpointError` if that fails, and :class:`~headrace.base.errors.RunError`
+        between ``forward_backward`` and ``optim_step``.
         """
         with self._learning("save"):
             if self._learner.has_gradient:
@@ -370,12 +377,12 @@ class Policy:
             state = store.PolicyState(config=settings, num_prompts=self._sampler.num_prompts)
             store.save(Path(directory).expanduser().absolute(), self._learner, state)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- private ----------------------------------------------------------------------------------------------------
 
     async def _compare(self) -> None:
-        """Refuse an engine that does not compute the learner's model: what it samples could not be trained on."""
-        config, room = self.config, self._core.stats().cache_blocks * BLOCK
-        longest = min(self._max_context, room, config.learner.tokens_per_microbatch)
+        """Refuse an engine that does not compute the learner's model, because its samples could not be trained on."""
+        config, cache_tokens = self.config, self._core.stats().cache_blocks * BLOCK
+        longest = min(self._max_context, cache_tokens, config.learner.tokens_per_microbatch)
         sequences = probe_tokens(self._vocab_size, longest)
         batch = probe_batch(self.version, sequences)
         version, scored, log_pi_N = NOT_SAMPLED, list[FloatColumn](), np.zeros(0, np.float32)
@@ -383,36 +390,36 @@ class Policy:
             if version != NOT_SAMPLED:
                 await self.publish()
             scored = await self.score(sequences)
-            version, log_pi_N = await asyncio.to_thread(self._learned, batch)
+            version, log_pi_N = await asyncio.to_thread(self._learner_logprobs, batch)
         rerouted = is_mixture(self._learner.model.config)
-        terms = ProbeTerms(model=config.model, temperature=config.engine.temperature, rerouted=rerouted)
-        refuse_apart(batch, np.concatenate(scored), log_pi_N, terms)
+        settings = ProbeSettings(model=config.model, temperature=config.engine.temperature, rerouted=rerouted)
+        refuse_mismatch(batch, np.concatenate(scored), log_pi_N, settings)
 
-    def _learned(self, batch: Batch) -> tuple[int, FloatColumn]:
-        """Return the learner's version and its log π of the batch, when the call that it is in has ended."""
+    def _learner_logprobs(self, batch: Batch) -> tuple[int, FloatColumn]:
+        """Return the learner's version and its log π of the batch, after the learner's current call has ended."""
         with self._comparing:
             return self.version, self._learner.logprobs(batch)
 
-    def _terms(self) -> SampleRequirements:
+    def _requirements(self) -> SampleRequirements:
         return SampleRequirements(
             step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size
         )
 
     def _inputs(self, batch: Batch) -> Any:
-        """All columns of the batch, those of kept weights too, with log π as the leaf that a loss is differentiated
-        by."""
+        """Return all columns of the batch, those of auxiliary models included, with log π as the leaf of the
+        differentiation."""
         mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         work = StepWork(batch=batch, mask_N=mask_N.numpy(), weights_N=torch.zeros(0), old=self.config.algo.old)
         log_pi_N = torch.from_numpy(self._learner.logprobs(batch)).to(self._learner.model.device).requires_grad_()
-        with self._unread():
-            work = self._learner.accompany(work)
+        with self._weights_locked():
+            work = self._learner.add_columns(work)
         inputs = work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N)
         groups_S = torch.from_numpy(batch.groups_S.astype(np.int64)).to(log_pi_N.device)
         return replace(inputs, groups_S=groups_S)
 
-    def _unread(self) -> AbstractContextManager[Any]:
-        """Nobody publishes while the model holds weights that are not its own."""
-        return self._weights if self._learner.lends else nullcontext()
+    def _weights_locked(self) -> AbstractContextManager[Any]:
+        """Return a lock that prevents publishing while the model holds weights that are not its own."""
+        return self._weights if self._learner.lends_weights else nullcontext()
 
     def _open(self, what: str) -> LocalEngine:
         if self._engine is None:
@@ -427,6 +434,7 @@ class Policy:
 
     @contextmanager
     def _learning(self, what: str) -> Iterator[None]:
+        """Mark the learner as used by this thread inside the ``with`` block."""
         if not self._busy.acquire(blocking=False):
             raise RunError(
                 f"{what} was called while another thread is inside {self._busy_with}",
@@ -440,8 +448,8 @@ class Policy:
             self._busy.release()
 
 
-def _usual_sampling(config: PolicyConfig, eos_id: int) -> Sampling:
-    """Return how a policy samples where a call of ``sample`` says nothing else."""
+def _default_sampling(config: PolicyConfig, eos_id: int) -> Sampling:
+    """Return the sampling settings of a call of ``sample`` without options."""
     path = config.model.path
     return Sampling(
         max_new_tokens=config.engine.max_new_tokens,

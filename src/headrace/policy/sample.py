@@ -1,4 +1,4 @@
-"""What was sampled, and what a learner makes of it.
+"""Samples, and the batch that a learner makes of them.
 
 Shape legend: P tokens of a prompt, T tokens of an answer, F = P + T tokens of both, N tokens of all samples one after
 the other.
@@ -28,9 +28,9 @@ _FRESH = "sample again with this policy, or load the policy that sampled them"
 class Sample:
     """A prompt and one answer to it, token for token as they were sampled.
 
-    All tokens of the answer carry loss, and those of the prompt that a policy sampled: the next prompt of a
-    conversation is ``sample.full + Tokens.observed(ids)``, and its sample trains every turn. What must not be trained
-    (again) is given as ids.
+    All tokens of the answer carry loss, and so do tokens of the prompt that a policy sampled: the next prompt of a
+    conversation is ``sample.full + Tokens.observed(ids)``, and its sample trains every turn. Tokens that must not be
+    trained (again) are given as ids.
 
     >>> sample = Sample(prompt=Tokens.observed([5, 6]), tokens=Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]))
     >>> sample.full.ids_T.tolist(), sample.mask_F.tolist()
@@ -39,23 +39,23 @@ class Sample:
 
     prompt: Tokens
     tokens: Tokens
-    """The answer, its stop token included."""
+    """The answer, including its stop token."""
     text: str = ""
-    """The answer without special tokens."""
+    """The answer as text, without special tokens."""
     stop_reason: StopReason | None = None
-    """Why it ended; ``None`` if it was not sampled."""
+    """Why the answer ended; ``None`` if it was not sampled."""
     group: int = 0
-    """Names its prompt: samples of one group share a baseline."""
+    """Number of its prompt: samples of one group share a baseline."""
     sampling: Sampling | None = None
-    """How it was sampled; ``None`` if it was not."""
+    """Settings with which it was sampled; ``None`` if it was not."""
     request_id: int = -1
-    """Names it in the engine, for a fork."""
+    """Number of its request in the engine, for a fork."""
     engine: str = ""
-    """Names the engine that sampled it; empty if it was not sampled."""
+    """Name of the engine that sampled it; empty if it was not sampled."""
 
     @classmethod
     def of(cls, full: Tokens, *, group: int = 0) -> Sample:
-        """A whole conversation that is held with what was recorded of it, up to the last token that was sampled.
+        """Return the sample of a whole recorded conversation, up to the last sampled token.
 
         >>> held = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]) + Tokens.observed([8])
         >>> sample = Sample.of(held)
@@ -72,49 +72,49 @@ class Sample:
 
     @property
     def full(self) -> Tokens:
-        """Prompt and answer."""
+        """The tokens of prompt and answer, one after the other."""
         return self.prompt + self.tokens
 
     @property
     def mask_F(self) -> npt.NDArray[np.bool_]:
-        """Which tokens of prompt and answer carry loss."""
+        """Return which tokens of prompt and answer carry loss, ``[F]``."""
         return np.concatenate([self.prompt.sampled_T, np.ones(len(self.tokens), bool)])
 
 
 Samples = Sequence[Sample] | Sequence[Sequence[Sample]]
-"""Samples, or a list of them for each prompt."""
+"""Samples in one list, or in one list for each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequirements:
-    """What a learner asks of samples."""
+    """The properties of a learner that samples must match."""
 
     step: int
-    """The version it has."""
+    """Version of the learner's weights."""
     temperature: float
-    """By which it divides logits."""
+    """Temperature by which the learner divides logits."""
     vocab_size: int
-    """Ids run from 0 to one below it."""
+    """Size of the vocabulary; ids are smaller than it."""
 
 
-def make_batch(samples: Samples, advantages: Any, terms: SampleRequirements) -> Batch:
-    """The batch of ``samples``. ``advantages``, nested as they are, is a number for each, or one for each token of its
-    answer; ``None`` for 0 throughout.
+def make_batch(samples: Samples, advantages: Any, required: SampleRequirements) -> Batch:
+    """Return the batch of ``samples``. ``advantages`` are nested as the samples are: a number for each sample, or one
+    for each token of its answer; ``None`` for 0.
 
-    Raises :class:`~headrace.base.errors.DataError` for what does not fit together, and
-    :class:`~headrace.base.errors.RunError` for what this learner cannot have asked for.
+    Raises :class:`~headrace.base.errors.DataError` for samples and advantages that do not match, and
+    :class:`~headrace.base.errors.RunError` for samples that this learner's policy cannot have sampled.
     """
     flat = _flat_samples(samples)
     fulls = [sample.full for sample in flat]
     for place, (sample, full) in enumerate(zip(flat, fulls, strict=True)):
-        _refuse_foreign(f"sample {place}", sample, full, terms)
+        _refuse_foreign(f"sample {place}", sample, full, required)
     credit = [0.0] * len(flat) if advantages is None else _flat_advantages(samples, advantages)
     columns = [_credit(place, *pair) for place, pair in enumerate(zip(flat, credit, strict=True))]
     laid_out = [
         TrainSample(key=EpisodeKey(sample.group, place), tokens=full, mask_T=sample.mask_F, advantage=0.0)
         for place, (sample, full) in enumerate(zip(flat, fulls, strict=True))
     ]
-    return msgspec.structs.replace(Batch.collate(terms.step, laid_out), advantages_N=np.concatenate(columns))
+    return msgspec.structs.replace(Batch.collate(required.step, laid_out), advantages_N=np.concatenate(columns))
 
 
 def _flat_samples(samples: Samples) -> list[Sample]:
@@ -163,7 +163,7 @@ def _refuse_length(what: str, expected: int, found: int) -> None:
 
 
 def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
-    """The advantage of every token of prompt and answer."""
+    """Return the advantage of every token of prompt and answer, ``[F]``."""
     try:
         given = np.asarray(advantage, np.float32)
     except (TypeError, ValueError):
@@ -188,25 +188,25 @@ def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
     return np.concatenate([np.zeros(len(sample.prompt), np.float32), given])
 
 
-def _refuse_foreign(name: str, sample: Sample, full: Tokens, terms: SampleRequirements) -> None:
-    outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= terms.vocab_size))
+def _refuse_foreign(name: str, sample: Sample, full: Tokens, required: SampleRequirements) -> None:
+    outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= required.vocab_size))
     if len(outside):
         raise DataError(
             f"{name} holds token {full.ids_T[outside[0]]}, outside this model's vocabulary of "
-            f"{terms.vocab_size}: it is another model's",
+            f"{required.vocab_size}: it is another model's",
             remedy=_FRESH,
         )
     newest = int(oldest(full.versions_T).max(initial=-1))
-    if newest > terms.step:
+    if newest > required.step:
         raise RunError(
-            f"{name} was sampled by version {newest}, and the learner has version {terms.step}: it is another "
+            f"{name} was sampled by version {newest}, and the learner has version {required.step}: it is another "
             "policy's, or one from before this one was loaded",
             remedy=_FRESH,
         )
-    if sample.sampling is not None and sample.sampling.temperature != terms.temperature:
+    if sample.sampling is not None and sample.sampling.temperature != required.temperature:
         raise RunError(
             f"{name} was sampled at temperature {sample.sampling.temperature:g}, and the learner divides "
-            f"logits by engine.temperature={terms.temperature:g}",
+            f"logits by engine.temperature={required.temperature:g}",
             remedy="train on samples of the policy's own temperature; load the policy with "
             "engine={'temperature': ...} for another",
         )

@@ -1,4 +1,5 @@
-"""Prompts to samples: all requests of one call join the engine's batch together.
+"""The sampler of a policy, which turns prompts into requests and answers into samples. All requests of one call join
+the engine's batch together.
 
 Shape legend: P tokens of a prompt, T tokens of an answer.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
@@ -17,10 +18,10 @@ import numpy.typing as npt
 
 from headrace.base.errors import ConfigError, DataError, nearest
 from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.messages.engine import PLAIN
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
 from headrace.engine import Engine, RequestOptions
-from headrace.engine.base import PLAIN
 from headrace.policy.sample import Sample
 from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
 from headrace.rollout.runner import episode_seed
@@ -28,30 +29,30 @@ from headrace.rollout.runner import episode_seed
 T = TypeVar("T")
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.integer[Any]] | Tokens
-"""Text, chat messages, token ids, or tokens of which some may have been sampled."""
+"""A prompt: text, chat messages, token ids, or tokens of which some may have been sampled."""
 
 
 class SampleOptions(TypedDict, total=False):
-    """What may be said of one call of ``sample``; see :class:`~headrace.base.types.sampling.Sampling`."""
+    """The options of one call of ``sample``; see :class:`~headrace.base.types.sampling.Sampling`."""
 
     max_new_tokens: int
-    """Stop after this many."""
+    """Greatest number of tokens of an answer."""
     temperature: float
-    """Divides logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_k: int
-    """Only this many of the likeliest; 0 for all."""
+    """Number of likeliest tokens among which is sampled; 0 for all."""
     top_p: float
-    """Only the likeliest that together reach this; 1 for all."""
+    """Least total probability of the likeliest tokens among which is sampled; 1 for all."""
     min_p: float
-    """Only those at least this fraction as likely as the likeliest; 0 for all."""
+    """Least probability, as a fraction of that of the likeliest token; 0 for all tokens."""
     repetition_penalty: float
-    """For tokens in prompt or answer; 1 for none."""
+    """Penalty for tokens that occur in prompt or answer; 1 for none."""
     presence_penalty: float
-    """For tokens in the answer."""
+    """Penalty for tokens that occur in the answer; 0 for none."""
     frequency_penalty: float
-    """For each time in the answer."""
+    """Penalty for each occurrence of a token in the answer; 0 for none."""
     logit_bias: dict[int, float]
-    """Added to the logits of these ids."""
+    """Numbers that are added to the logits of these ids."""
     stop_ids: tuple[int, ...]
     """Ids that end an answer, instead of the model's own."""
     stop: tuple[str, ...]
@@ -60,7 +61,7 @@ class SampleOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sequence to sample."""
+    """A request for one sequence."""
 
     prompt: Tokens
     group: int
@@ -69,21 +70,21 @@ class SampleRequest:
 
 
 class PolicySampler:
-    """Speaks to the engine. ``usual`` is how it samples where nothing else is said; with ``keep_mask`` truncated
-    sampling brings its kept-sets."""
+    """The sampler of a policy. ``defaults`` are the sampling settings for calls without options; with ``keep_mask``,
+    truncated sampling records its kept-sets."""
 
-    def __init__(self, tokenizer: Any, usual: Sampling, *, seed: int, num_prompts: int, keep_mask: bool) -> None:
+    def __init__(self, tokenizer: Any, defaults: Sampling, *, seed: int, num_prompts: int, keep_mask: bool) -> None:
         self._tokenizer: PromptTokenizer = tokenizer
-        self._usual = usual
+        self._defaults = defaults
         self._seed = seed
         self._keep_mask = keep_mask
         self.name = secrets.token_hex(8)
-        """Tells the samples of this engine from those of others, and of earlier lives."""
+        """A random name, which marks the samples of this engine."""
         self.num_prompts = num_prompts
-        """Sampled so far; names the next group."""
+        """Number of prompts sampled so far, which is also the number of the next group."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        """The prompts as the model reads them. Raises :class:`~headrace.base.errors.DataError`, naming the prompt."""
+        """Return the tokens of each prompt. Raises :class:`~headrace.base.errors.DataError`, which names the prompt."""
         if isinstance(prompts, str | Tokens) or not isinstance(prompts, Iterable):
             raise DataError(f"prompts is a {type(prompts).__name__}", remedy="give a list of prompts: [prompt]")
         encoded = [self._encode(place, prompt) for place, prompt in enumerate(prompts)]
@@ -107,16 +108,18 @@ class PolicySampler:
     def plan(
         self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]
     ) -> list[list[SampleRequest]]:
-        """The requests for ``n`` answers to each prompt. A ``seed`` makes the call repeatable; without one, every call
-        draws anew."""
+        """Return the requests for ``n`` answers to each prompt. A ``seed`` makes the call repeatable; without it, every
+        call draws anew."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n={n!r} answers to each prompt", remedy="set n >= 1")
         first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompts)
-        usual = self._sampling(how)
+        defaults = self._sampling(how)
         return [
             [
                 SampleRequest(
-                    prompt=prompt, group=first + place, sampling=_seeded(usual, self._draw(seed, first, place, member))
+                    prompt=prompt,
+                    group=first + place,
+                    sampling=_seeded(defaults, self._draw(seed, first, place, member)),
                 )
                 for member in range(n)
             ]
@@ -134,27 +137,27 @@ class PolicySampler:
             if key not in known:
                 raise ConfigError(f"sampling has no setting {key!r}", remedy=nearest(key, known))
         try:
-            tree = {**msgspec.to_builtins(self._usual), **how}
+            tree = {**msgspec.to_builtins(self._defaults), **how}
             sampling = msgspec.convert({**tree, "logit_bias": dict(tree["logit_bias"])}, Sampling)
         except msgspec.ValidationError as error:
             raise ConfigError(f"sampling {dict(how)}: {error}", remedy="mend that setting") from None
         return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:
-        """One sample for each request, nested as they are."""
-        flat = await together([self._one(engine, asked) for group in groups for asked in group])
+        """Return one sample for each request, nested as the requests are."""
+        flat = await together([self._one(engine, request) for group in groups for request in group])
         samples = iter(flat)
         return [[next(samples) for _ in group] for group in groups]
 
-    async def _one(self, engine: Engine, asked: SampleRequest) -> Sample:
+    async def _one(self, engine: Engine, request: SampleRequest) -> Sample:
         parts: list[Tokens] = []
-        prompt, stop_reason, request_id = asked.prompt, None, -1
-        given_T = np.zeros(0, np.int32) if asked.options.fork else prompt.ids_T
-        async for chunk in engine.generate(given_T, asked.sampling, asked.options):
-            if chunk.restarted:
+        prompt, stop_reason, request_id = request.prompt, None, -1
+        given_T = np.zeros(0, np.int32) if request.options.fork else prompt.ids_T
+        async for chunk in engine.generate(given_T, request.sampling, request.options):
+            if chunk.lost:
                 parts.clear()
             if chunk.prompt_routing is not None:
-                prompt = replace(prompt, routing=chunk.prompt_routing)
+                prompt = msgspec.structs.replace(prompt, routing=chunk.prompt_routing)
             parts.append(chunk.tokens)
             stop_reason, request_id = chunk.stop_reason, chunk.request_id
         tokens = Tokens.concat(parts)
@@ -163,20 +166,20 @@ class PolicySampler:
             tokens=tokens,
             text=self._text(tokens),
             stop_reason=stop_reason,
-            group=asked.group,
-            sampling=asked.sampling,
+            group=request.group,
+            sampling=request.sampling,
             request_id=request_id,
             engine=self.name,
         )
 
     def _text(self, tokens: Tokens) -> str:
-        tokenizer: Any = self._tokenizer  # nothing is tidied: what counts is what was sampled
+        tokenizer: Any = self._tokenizer  # without clean-up, so that the text is what was sampled
         return str(
             tokenizer.decode(tokens.ids_T.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     def demonstration(self, prompt: Tokens, answer: str) -> Sample:
-        """An answer that was given, with the tokenizer's end of sequence."""
+        """Return a sample of a given answer, with the tokenizer's end-of-sequence token."""
         tokenizer: Any = self._tokenizer
         ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         self.num_prompts += 1
@@ -188,7 +191,8 @@ def _seeded(sampling: Sampling, seed: int) -> Sampling:
 
 
 async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them return, in their order; where one fails the others are cancelled, and its error is raised."""
+    """Run all coroutines concurrently and return their results in order. If one fails, the others are cancelled and its
+    error is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(job) for job in jobs]

@@ -1,7 +1,8 @@
-"""Weights from the learner's model to the engine's, within one process: two slots on the engine's device.
+"""The transport of weights from the learner's model to the engine's within one process: two slots on the engine's
+device.
 
     learner's thread     copy(version)     ──▶ the slot that the engine does not read
-    stager's thread      stage(update)         was that the last copy, and newer than what is in use?
+    stager's thread      stage(update)         check that this is the last copy, and newer than the version in use
     engine's thread      commit_parts(...)     the engine's parameters point into it, between two steps
 
 Nothing leaves the process, so nothing is hashed: a slot is written by one copy and read only after it.
@@ -22,8 +23,8 @@ from headrace.sync.manifest import plan
 
 
 class Slots:
-    """Both sides of the transport. ``source`` are the learner's tensors by name, ``target`` the engine's; the first
-    slot is the memory that the engine's tensors have already."""
+    """Both sides of the transport. ``source`` are the learner's tensors by name and ``target`` the engine's. The first
+    slot is the memory of the engine's tensors."""
 
     def __init__(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         self._manifest = plan(source)
@@ -35,16 +36,16 @@ class Slots:
         self._used = 0
         self._lock = threading.Lock()
         self._copied: int | None = None
-        """The version in the free slot; ``None`` if it was taken, or is being written."""
+        """The version in the free slot; ``None`` if it was committed, or is being written."""
         self._exchanging: int | None = None
         self.committed = NOT_SAMPLED
         """The version that the engine uses."""
 
     def copy(self, version: int) -> WeightUpdate:
-        """Copy the source as it is now into the free slot; the source must not change meanwhile.
+        """Copy the source into the free slot; the source must not change meanwhile.
 
-        Raises :class:`~headrace.base.errors.RunError` if the engine uses this version, and
-        :class:`~headrace.base.errors.WeightsError` while an earlier one is still coming into use.
+        Raises :class:`~headrace.base.errors.RunError` if the engine uses this version already, and
+        :class:`~headrace.base.errors.WeightsError` while an earlier one is still being committed.
         """
         with self._lock:
             if version <= self.committed:
@@ -64,16 +65,17 @@ class Slots:
         return WeightUpdate(version=version, slot=free, path="", manifest=self._manifest, checksums=())
 
     def stage(self, update: WeightUpdate) -> None:
-        """Refuse what is not the latest copy."""
+        """Raise :class:`~headrace.base.errors.WeightsError` unless ``update`` is the latest copy."""
         if update.version != self._copied:
             raise WeightsError(f"version {update.version} is not the latest copy", remedy="publish again")
 
     def staged(self) -> dict[str, Tensor]:
-        """The latest copy, by name."""
+        """Return the tensors of the latest copy, by name."""
         return dict(zip(self._names, self._slots[1 - self._used], strict=True))
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Use the copy of ``version``, in ``parts`` changes; refused at once if it is not there."""
+        """Return an iterator that switches the engine to ``version`` in ``parts`` steps. Raises
+        :class:`~headrace.base.errors.WeightsError` at once if the version is not staged."""
         with self._lock:
             if version != self._copied:
                 raise WeightsError(f"version {version} is not staged", remedy="publish again")

@@ -1,4 +1,5 @@
-"""A policy on the disk: an ordinary model directory with the optimizer, and what else it takes to go on."""
+"""Saving and loading of a policy: an ordinary model directory with the optimizer, and the state that is needed to
+continue."""
 
 from __future__ import annotations
 
@@ -10,29 +11,29 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import CheckpointError
-from headrace.learner.checksums import seal
 from headrace.learner.core import LearnerCore
-from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
+from headrace.learner.disk import SLACK_BYTES, flush_one, seal, whole_or_nothing
 
 STATE_FILE = "policy.json"
 FORMAT = 1
 
 
 class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy remembers beside weights, optimizer and version."""
+    """The state of a policy beside weights, optimizer and version."""
 
     config: dict[str, Any]
-    """Its settings."""
+    """Settings of the policy."""
     num_prompts: int
-    """Sampled so far: the next draws follow from it."""
+    """Number of prompts sampled so far, from which the next draws follow."""
     format: int = FORMAT
-    """Raised when an older reader could no longer make sense of it."""
+    """Version of the format, which is raised when older programs cannot read it any more."""
 
 
 def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
-    """Write all of it; ``directory`` appears at once, whole and flushed. It must not exist, or be empty.
+    """Write learner and state into ``directory``, which must not exist or must be empty. It appears at once, complete
+    and flushed.
 
-    Raises :class:`~headrace.base.errors.CheckpointError`; nothing is left then.
+    Raises :class:`~headrace.base.errors.CheckpointError`; no files are left then.
     """
     unfinished = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
     try:
@@ -57,9 +58,9 @@ def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
 
 
 def read_state(directory: Path) -> PolicyState | None:
-    """What was saved there; ``None`` for a directory that is only a model's.
+    """Return the saved state; ``None`` for a directory that contains only a model.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` for a file that cannot be understood.
+    Raises :class:`~headrace.base.errors.CheckpointError` for a file that cannot be read.
     """
     path = directory / STATE_FILE
     if not path.is_file():

@@ -1,10 +1,11 @@
-"""Who answers in an episode."""
+"""The agents of a run, and the engines or adapters that answer for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from headrace.base.errors import EpisodeError, nearest
@@ -15,7 +16,7 @@ from headrace.engine import Engine
 from headrace.rollout.environments.agents import POLICY
 
 FROZEN_AGENT = "frozen_agent"
-"""Why a turn carries no loss that weights sampled which are not trained."""
+"""The reason why a turn sampled by frozen weights carries no loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +24,19 @@ class Agents:
     """The agents of a run."""
 
     known: frozenset[str] = frozenset()
-    """Roles that may be asked beside the policy; empty: any, and all of them are the policy under training."""
+    """Roles that an episode may use beside the policy; empty: any name, and all of them are the policy under
+    training."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
-    """Of the roles whose weights are frozen."""
+    """The engines of the roles whose weights are frozen."""
     adapters: tuple[str, ...] = ()
     """Roles that train adapters of their own, beside the policy's, in the policy's engines."""
-    posing: str = ""
-    """Whose adapter answers in the policy's place; empty: its own."""
+    stand_in: str = ""
+    """The role whose adapter answers in place of the policy; empty: the policy's own."""
 
     def frozen(self, name: str) -> Engine | None:
-        """The engine of an agent with frozen weights; ``None``: it is the policy under training.
+        """Return the engine of an agent with frozen weights; ``None`` for the policy under training.
 
-        Raises :class:`~headrace.base.errors.EpisodeError` for a name that there is not.
+        Raises :class:`~headrace.base.errors.EpisodeError` for an unknown name.
         """
         role = role_of(name)
         if self.known and role != POLICY and role not in self.known:
@@ -45,15 +47,16 @@ class Agents:
         return self.engines.get(role)
 
     def adapter(self, name: str) -> str:
-        """Whose adapter answers for an agent that is trained: its own role's, or the policy's (empty)."""
+        """Return the adapter that answers for a trained agent: that of its role, or the policy's (empty)."""
         role = role_of(name)
-        return role if role in self.adapters else self.posing
+        return role if role in self.adapters else self.stand_in
 
 
 POLICY_ALONE = Agents()
-"""Every name is the policy under training."""
+"""The agents of a run without ``[[env.agents]]``: every name is the policy under training."""
 
 
 def of_frozen(tokens: Tokens) -> Tokens:
-    """Tokens of an agent with frozen weights: versions of its own mean nothing to the run."""
-    return replace(tokens, versions_T=np.full(len(tokens), FROZEN, np.int32))
+    """Return tokens of an agent with frozen weights, marked as frozen: the versions of its engine are not those of the
+    run."""
+    return msgspec.structs.replace(tokens, versions_T=np.full(len(tokens), FROZEN, np.int32))

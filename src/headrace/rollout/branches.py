@@ -1,10 +1,10 @@
-"""Turns that go on in more than one way: cut where others leave them, with those others below.
+"""Turns that continue in more than one way: a turn is split where branches leave it.
 
     task ── answer        ▶        task ── kept ──┬── rest of the answer
                                                   ├── branch 0 ── ...
                                                   └── branch 1 ── ...
 
-What is kept is one turn, so it is trained once, like every turn that paths share.
+The kept part is one turn, so it is trained once, like every turn that several paths share.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Forking:
-    """An engine for one branch: what it is asked to go on with, it forks from the sequence that holds it, ``parent``,
-    under the weights of that one's cache, which are kept for as long as it takes. Where these are not in use any more,
-    or the sequence is forgotten, it goes on from the tokens alone, which have to be computed again, under the weights
-    it begins with; ``on_prefix`` is told. ``name`` gives it draws of its own.
+    """A token source for one branch, which forks the sequence that holds the kept tokens.
+
+    The fork of request ``parent`` uses the weights of that request's cache and stays pinned to them. If those weights
+    are no longer in use, or the engine has forgotten the request, the branch is sampled from the tokens alone: they are
+    computed again, under the weights in use, and ``on_prefix`` is called. ``name`` gives the branch draws of its own.
     """
 
     def __init__(self, engine: TokenSource, *, parent: int | None, name: str, on_prefix: Callable[[], None]) -> None:
@@ -42,7 +43,7 @@ class Forking:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """See :class:`~headrace.engine.base.Engine`."""
+        """Sample one sequence; see :class:`~headrace.engine.base.Engine`."""
         digest = hashlib.blake2b(f"{sampling.seed}/{self._name}".encode(), digest_size=8).digest()
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
         kept_T = options.answer_ids_T
@@ -50,12 +51,13 @@ class Forking:
             async for chunk in self._engine.generate(prompt_ids_T, sampling, options):
                 yield chunk
             return
-        options, came = replace(options, pinned=True), False
+        options, came = msgspec.structs.replace(options, pinned=True), False
         if self._parent is not None:
             fork = ForkRequest(parent=self._parent, at=len(kept_T))
             rest = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(kept_T))
+            forked = msgspec.structs.replace(options, fork=fork, answer_ids_T=None)
             try:
-                async for chunk in self._engine.generate(_NONE, rest, replace(options, fork=fork, answer_ids_T=None)):
+                async for chunk in self._engine.generate(_NONE, rest, forked):
                     came = True
                     yield chunk
                 return
@@ -68,8 +70,8 @@ class Forking:
 
 
 def split(turns: list[Turn], index: int, ends: Sequence[int]) -> None:
-    """Cut a turn into a chain of turns, which end before ``ends`` and with the turn itself. What continued it continues
-    the last of them, which keeps its stop reason and reward."""
+    """Split a turn into a chain of turns that end before ``ends`` and at its own end. The turns that continued it now
+    continue the last part, which keeps its stop reason and reward."""
     whole, added = turns[index], len(ends)
     bounds = [0, *ends, len(whole.tokens)]
     pieces = [replace(whole, tokens=whole.tokens[: bounds[1]])]
@@ -86,7 +88,7 @@ def _moved(parent: int | None, index: int, added: int) -> int | None:
 
 
 def repeats(turns: Sequence[Turn], index: int, at: int, attempt: Sequence[Turn]) -> bool:
-    """Whether ``attempt`` is what ``turns`` are up to token ``at`` of turn ``index``, and more."""
+    """Return whether ``attempt`` begins with ``turns`` up to token ``at`` of turn ``index``, and continues after it."""
     if len(attempt) <= index or len(attempt[index].tokens) <= at:
         return False
     before = zip(turns[: index + 1], attempt[: index + 1], strict=True)
@@ -102,7 +104,8 @@ def _kept_ids(turn: Turn, place: int, index: int, at: int) -> IntColumn:
 
 
 def graft(turns: list[Turn], index: int, at: int, attempt: Sequence[Turn], branch: Branch) -> None:
-    """Hang below turn ``index``, which is the ``at`` tokens that are kept, what ``attempt`` has behind them."""
+    """Append the turns of ``attempt`` after its first ``at`` tokens of turn ``index`` as a branch below that turn,
+    which has been split there."""
     base = len(turns)
     for turn in attempt[index:]:
         first = len(turns) == base

@@ -1,4 +1,4 @@
-"""The messages of one model: written as tokens, and read from them."""
+"""The conversion between messages and the tokens of one model."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from headrace.rollout.answers.base import THINK, ParsedAnswer
 from headrace.rollout.rendering import Renderer, Tokenizer
 
 _TAIL = 16
-"""Tokens at the end of a prompt among which the beginning of a thought, and the space behind it, are looked for."""
+"""The number of tokens at the end of a prompt that are searched for the beginning of a thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How an answer is to be read."""
+    """Options for reading an answer."""
 
     stop: Sequence[str] = ()
-    """Strings that end it, and are no part of it."""
+    """Strings that end it; they are not part of it."""
     calls: bool = False
-    """Whether there are tools that it could call."""
+    """Whether the model was offered tools to call."""
     opened: bool = False
-    """Whether the prompt has begun a thought."""
+    """Whether the prompt ends with the beginning of a thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """An answer, read."""
+class ReadAnswer:
+    """An answer as a message."""
 
     message: Message
     stop: str = ""
-    """The stop string that ended it; empty where none did."""
+    """The stop string that ended it; empty if none did."""
     problems: tuple[str, ...] = ()
-    """What looked like a call and is none."""
+    """Text that looks like a call of a tool but is not a valid one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What writes and reads the messages of one model."""
+    """The writer and reader of messages for one model."""
 
     tokenizer: Tokenizer
     renderer: Renderer | None
-    """``None`` for a model without a chat template: it reads tokens only."""
+    """The renderer of messages; ``None`` for a model without a chat template, which reads tokens only."""
     parser: Parser
-    """Finds the calls of tools in an answer."""
+    """The parser that finds calls of tools in an answer."""
     stop_ids: frozenset[int]
-    """Any of these ends an answer, and is no part of what is said."""
+    """Tokens that end an answer. They are not part of its text."""
     hidden_ids: frozenset[int]
-    """Special tokens that are no part of what is said."""
+    """Special tokens that are not part of an answer's text."""
     longest_token: int
-    """Characters of it: how much text a context can hold at the most."""
+    """The most characters of one token, which bounds how much text a context can hold."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, stop_ids: Sequence[int], parser: str = "auto") -> Self:
-        """For the model of ``tokenizer``; ``parser`` is a name of ``env.tool_parser``."""
+        """Return the chat of the model with this ``tokenizer``. ``parser`` is a value of ``env.tool_parser``."""
         template = tokenizer.chat_template
         chosen = parser_for(parser, template or "")
         shown = {tokenizer.convert_tokens_to_ids(marker) for marker in chosen.markers}
@@ -72,27 +72,27 @@ class Chat:
         )
 
     def opens_thought(self, prompt_ids_T: IntColumn) -> bool:
-        """Whether the model reads the beginning of a thought as the last of its prompt."""
+        """Return whether the prompt ends with the beginning of a thought."""
         return _opens_thought(self.tokenizer, tuple(prompt_ids_T[-_TAIL:].tolist()))
 
-    def read(self, turn: int, ids: Sequence[int], how: Reading) -> Read:
-        """The message that the sampled tokens of ``turn`` are."""
+    def read(self, turn: int, ids: Sequence[int], reading: Reading) -> ReadAnswer:
+        """Return the message that the sampled ``ids`` of turn ``turn`` represent."""
         last = len(ids) - 1
-        said = [token for place, token in enumerate(ids) if token not in self.hidden_ids]
-        if ids and ids[last] in self.stop_ids and said and said[-1] == ids[last]:
-            said.pop()
-        text = self.tokenizer.decode(said, skip_special_tokens=False)
+        spoken = [token for place, token in enumerate(ids) if token not in self.hidden_ids]
+        if ids and ids[last] in self.stop_ids and spoken and spoken[-1] == ids[last]:
+            spoken.pop()
+        text = self.tokenizer.decode(spoken, skip_special_tokens=False)
         cut, ended_by = min(
-            ((place, string) for string in how.stop if (place := text.find(string)) >= 0), default=(None, "")
+            ((place, string) for string in reading.stop if (place := text.find(string)) >= 0), default=(None, "")
         )
-        reasoning, rest = split_reasoning(text[:cut], opened=how.opened)
-        answer = self.parser(rest) if how.calls else ParsedAnswer(content=rest)
+        reasoning, rest = split_reasoning(text[:cut], opened=reading.opened)
+        answer = self.parser(rest) if reading.calls else ParsedAnswer(content=rest)
         made = tuple(
             ToolCall(id=f"call_{turn}_{number}", name=name, arguments=arguments)
             for number, (name, arguments) in enumerate(answer.calls)
         )
         message = Message(role="assistant", content=answer.content, reasoning=reasoning, tool_calls=made)
-        return Read(message=message, stop=ended_by, problems=answer.problems)
+        return ReadAnswer(message=message, stop=ended_by, problems=answer.problems)
 
 
 @lru_cache(maxsize=4096)  # siblings begin alike

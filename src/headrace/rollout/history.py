@@ -1,7 +1,7 @@
-"""Which turn stands for which messages, and how much of a list of messages is held already.
+"""The tree of an episode's turns, and the search for the turns that a list of messages continues.
 
-root (given: system, user) ── answer ──┬── given: tool ── answer        a path is what one list of messages says
-                              answer   └── given: user ── answer        after the other
+root (given: system, user) ── answer ──┬── given: tool ── answer        a path is a conversation:
+                              answer   └── given: user ── answer        its messages one after the other
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ class HistoryNode:
     """A turn that others may continue."""
 
     turn: int
-    """Its index."""
+    """The index of the turn."""
     parent: HistoryNode | None
     """The turn that it continues; ``None`` for a root."""
     messages: tuple[Message, ...] | None
-    """That it adds to those of its parent, in one spelling; ``None`` where it stands for tokens only."""
+    """The messages that it adds to those of its parent, in canonical spelling; ``None`` for a turn of tokens only."""
     sampled: bool
     children: list[HistoryNode] = field(default_factory=list)
 
     def path(self) -> list[int]:
-        """The turns from the root to here."""
+        """Return the turns from the root to this node."""
         turns: list[int] = []
-        at: HistoryNode | None = self
-        while at is not None:
-            turns.append(at.turn)
-            at = at.parent
+        node: HistoryNode | None = self
+        while node is not None:
+            turns.append(node.turn)
+            node = node.parent
         return turns[::-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPrefix:
-    """How much of what was asked is held."""
+    """The part of a conversation that the history holds already."""
 
     node: HistoryNode | None
-    """Where the longest path ends that begins it; ``None``: nothing is held."""
+    """The last node of the longest path that begins the conversation; ``None``: no path does."""
     length: int
-    """Messages, or tokens, of that path."""
+    """The number of messages, or of tokens, on that path."""
 
 
 class History:
-    """The turns of one episode that have ended, as a forest of :class:`HistoryNode`."""
+    """The ended turns of one episode, as a forest of :class:`HistoryNode`."""
 
     def __init__(self, turns: list[Turn]) -> None:
         self.turns = turns
@@ -64,85 +64,92 @@ class History:
     def add_given(
         self, turn: Turn, parent: HistoryNode | None, messages: Sequence[Message] | None, tools: Sequence[Tool] = ()
     ) -> HistoryNode:
-        """Append a turn that was not sampled, and hang it below ``parent``, or as a root under ``tools``."""
-        spelled = None if messages is None else tuple(map(in_one_spelling, messages))
+        """Append a turn that was not sampled, as a child of ``parent``, or as a root for conversations with
+        ``tools``."""
+        canonical_messages = None if messages is None else tuple(map(canonical, messages))
         self.turns.append(turn)
-        node = HistoryNode(turn=len(self.turns) - 1, parent=parent, messages=spelled, sampled=False)
-        beside = self._roots.setdefault(_CODEC.encode(tools), []) if parent is None else parent.children
-        beside.append(node)
+        node = HistoryNode(turn=len(self.turns) - 1, parent=parent, messages=canonical_messages, sampled=False)
+        siblings = self._roots.setdefault(_CODEC.encode(tools), []) if parent is None else parent.children
+        siblings.append(node)
         return node
 
     def add_sampled(self, turn: int, parent: HistoryNode, message: Message) -> HistoryNode:
-        """Hang a turn that was sampled, and stands for ``message``, below ``parent``."""
-        messages = None if parent.messages is None else (in_one_spelling(message),)
+        """Add a sampled turn, which represents ``message``, as a child of ``parent``."""
+        messages = None if parent.messages is None else (canonical(message),)
         node = HistoryNode(turn=turn, parent=parent, messages=messages, sampled=True)
         parent.children.append(node)
         return node
 
     def find_messages(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str = POLICY) -> HeldPrefix:
-        """The longest path whose messages begin these, and that was begun under these tools. It ends with an answer, or
-        with the last of the messages; of paths that are equally long, it is the one with the most answers of ``agent``,
-        and among those the one that was continued least."""
-        spelled = tuple(map(in_one_spelling, messages))
-        best, best_own = HeldPrefix(node=None, length=0), 0
-        left = [(root, 0, 0) for root in self._roots.get(_CODEC.encode(tools), ())]
-        while left:
-            node, before, own = left.pop()
+        """Return the longest path whose messages begin this list, and that began with the same tools.
+
+        It ends with an answer, or with the last of the messages. Among paths of equal length the one with the most
+        answers of ``agent`` is returned, and among those the one with the fewest continuations.
+        """
+        canonical_messages = tuple(map(canonical, messages))
+        best, best_num_own = HeldPrefix(node=None, length=0), 0
+        pending = [(root, 0, 0) for root in self._roots.get(_CODEC.encode(tools), ())]
+        while pending:
+            node, start, num_own = pending.pop()
             if node.messages is None:
                 continue
-            length = before + len(node.messages)
-            if not _are_same(node.messages, spelled[before:length]):
+            length = start + len(node.messages)
+            if not _are_same(node.messages, canonical_messages[start:length]):
                 continue
-            own += node.sampled and self.turns[node.turn].author == agent
-            ends = node.sampled or length == len(spelled)
-            if ends and _rank(node, length, own) > _rank(best.node, best.length, best_own):
-                best, best_own = HeldPrefix(node=node, length=length), own
-            on = length < len(spelled)  # else most of the answers, of which there may be thousands, need no look
-            left.extend((child, length, own) for child in node.children if on or not child.messages)
+            num_own += node.sampled and self.turns[node.turn].author == agent
+            ends = node.sampled or length == len(canonical_messages)
+            if ends and _rank(node, length, num_own) > _rank(best.node, best.length, best_num_own):
+                best, best_num_own = HeldPrefix(node=node, length=length), num_own
+            # at the end of the list, the children are thousands of answers at most times: they are not visited
+            goes_deeper = length < len(canonical_messages)
+            pending.extend((child, length, num_own) for child in node.children if goes_deeper or not child.messages)
         return best
 
     def find_tokens(self, ids_T: IntColumn) -> HeldPrefix:
-        """The longest path whose tokens begin these."""
+        """Return the longest path whose tokens begin these."""
         best = HeldPrefix(node=None, length=0)
-        left = [(root, 0) for roots in self._roots.values() for root in roots]
-        while left:
-            node, before = left.pop()
+        pending = [(root, 0) for roots in self._roots.values() for root in roots]
+        while pending:
+            node, start = pending.pop()
             own_T = self.turns[node.turn].tokens.ids_T
-            length = before + len(own_T)
-            if not np.array_equal(own_T, ids_T[before:length]):
+            length = start + len(own_T)
+            if not np.array_equal(own_T, ids_T[start:length]):
                 continue
             if _rank(node, length) > _rank(best.node, best.length):
                 best = HeldPrefix(node=node, length=length)
-            left.extend((child, length) for child in node.children)
+            pending.extend((child, length) for child in node.children)
         return best
 
     def path_ids(self, node: HistoryNode | None) -> Iterator[IntColumn]:
-        """The tokens of every turn up to ``node``."""
+        """Yield the tokens of every turn up to ``node``."""
         return (self.turns[index].tokens.ids_T for index in (node.path() if node is not None else ()))
 
 
-def in_one_spelling(message: Message) -> Message:
-    """The message as it is compared: programs that read the arguments of a call may write the same JSON otherwise.
+def canonical(message: Message) -> Message:
+    """Return the message in the spelling in which messages are compared: programs may write the arguments of a call
+    back as different text of the same JSON.
 
     >>> from headrace.base.types.chat import ToolCall
     >>> call = ToolCall(id="0", name="add", arguments='{"a":1}')
-    >>> in_one_spelling(Message(role="assistant", tool_calls=(call,))).tool_calls[0].arguments
+    >>> canonical(Message(role="assistant", tool_calls=(call,))).tool_calls[0].arguments
     '{"a": 1}'
     """
     if not message.tool_calls:
         return message
-    calls = tuple(msgspec.structs.replace(call, arguments=_respelled(call.arguments)) for call in message.tool_calls)
+    calls = tuple(
+        msgspec.structs.replace(call, arguments=_canonical_json(call.arguments)) for call in message.tool_calls
+    )
     return msgspec.structs.replace(message, tool_calls=calls)
 
 
 def num_chars(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-    """About how long they are, as text."""
-    told = sum(len(message.content) + len(message.reasoning) for message in messages)
+    """Return the approximate number of characters of messages and tools."""
+    text_chars = sum(len(message.content) + len(message.reasoning) for message in messages)
     calls = sum(len(call.name) + len(call.arguments) for message in messages for call in message.tool_calls)
-    return told + calls + (len(_CODEC.encode(tools)) if tools else 0)
+    return text_chars + calls + (len(_CODEC.encode(tools)) if tools else 0)
 
 
-def _respelled(arguments: str) -> str:
+def _canonical_json(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):
@@ -154,11 +161,12 @@ def _are_same(held: Sequence[Message], given: Sequence[Message]) -> bool:
 
 
 def _is_same(held: Message, given: Message) -> bool:
-    """Protocols without a place for the reasoning leave it out; the answer is the same."""
+    """Return whether two messages are equal. A given answer may lack the reasoning, which some protocols cannot
+    carry."""
     if held.reasoning and not given.reasoning and held.role == given.role == "assistant":
         held = msgspec.structs.replace(held, reasoning="")
     return held == given
 
 
-def _rank(node: HistoryNode | None, length: int, own: int = 0) -> tuple[int, int, int, int]:
-    return (-1, 0, 0, 0) if node is None else (length, own, -len(node.children), -node.turn)
+def _rank(node: HistoryNode | None, length: int, num_own: int = 0) -> tuple[int, int, int, int]:
+    return (-1, 0, 0, 0) if node is None else (length, num_own, -len(node.children), -node.turn)

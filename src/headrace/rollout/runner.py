@@ -1,4 +1,4 @@
-"""One episode, from its task to its last token: the boundary at which a failure becomes a record."""
+"""The run of one episode, from its task to its last token. This is the boundary at which a failure becomes a record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.base.clock import being_cancelled
 from headrace.base.errors import EpisodeError, HeadraceError, RequestError
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn, Tokens
@@ -23,20 +23,19 @@ from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, of_froze
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import UNLIMITED, Conversations, EpisodeLimits, TurnRequest
 from headrace.rollout.environments import AttemptOutcome, Environment
-from headrace.rollout.withdrawal import Withdrawal
 
 RETRIED = ("env_error", "env_timeout", "env_crashed", "env_blocked")
-"""Reasons for which an attempt is made again, where ``env.retries`` are left."""
+"""The reasons of failure after which an episode is attempted again, while ``env.retries`` are left."""
 NOT_CHOSEN = "not_chosen"
-"""Why a turn carries no loss that a rollout has not named among those that do."""
+"""The reason why a turn carries no loss that the rollout's ``trained`` leaves out."""
 CUT_OFF = "cut_off"
-"""Why a turn carries no loss whose end nobody waited for, or that broke off: nobody has read it."""
+"""The reason why an unfinished turn carries no loss: it was abandoned or broke off, so that no caller has read it."""
 _OWN_DRAWS = -1
-"""In place of a turn: the seed of the environment itself."""
+"""The number in place of a turn for the seed of the environment itself."""
 
 
 def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
-    """The seed of one sampled turn: fixed by the run's seed and the turn's place, whatever else happens.
+    """Return the seed of one sampled turn. It depends only on the run's seed and the position of the turn.
 
     >>> episode_seed(0, EpisodeKey(1, 2)) == episode_seed(0, EpisodeKey(1, 2))
     True
@@ -46,141 +45,147 @@ def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
 
 
 def prompt_digest(prompt_ids_T: IntColumn) -> str:
-    """Names what a turn is sampled after."""
+    """Return a digest of a prompt, by which the tokens sampled after it are found again."""
     return hashlib.blake2b(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes(), digest_size=8).hexdigest()
 
 
-def _ignore(_: TurnPart) -> None:
-    """Nobody keeps what is sampled."""
+def _ignore(_: TokenChunk) -> None:
+    """Do nothing with a chunk."""
 
 
 def _ignore_turn(_: EpisodeKey, __: IntColumn, ___: Turn) -> None:
-    """Nobody looks at turns before their episode has ended."""
+    """Do nothing with a turn."""
 
 
 def _ignore_note(_: str) -> None:
-    """Nobody counts what is odd."""
+    """Do nothing with a note."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EnginePolicy:
-    """Samples the turns of one episode from an engine, and holds all of its turns."""
+    """The sampler of one episode's turns from an engine; it holds all turns of the episode."""
 
     engine: TokenSource
     sampling: Sampling
     run_seed: int
     key: EpisodeKey
     on_tokens: Callable[[int], None]
-    """Told how many tokens have arrived, as they arrive."""
-    on_part: Callable[[TurnPart], None] = _ignore
-    """Handed every token of a turn as it arrives."""
+    """Called with the number of tokens that have arrived."""
+    on_part: Callable[[TokenChunk], None] = _ignore
+    """Called with every chunk of a turn as it arrives."""
     on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
-    """Handed every turn that has come to its end, with what it was sampled after."""
+    """Called with every completed turn and its prompt."""
     agents: Agents = POLICY_ALONE
-    """Who answers under which name."""
+    """The agents that may answer."""
     sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Is entered while a turn is sampled: the episode waits for the engine then, not for its environment."""
-    begun: dict[int, TurnPart] = field(default_factory=dict)
-    """What was sampled of turns in an earlier life or attempt, by their places among the sampled turns."""
+    """A context that is entered while a turn is sampled: the episode then waits for the engine and not for its
+    environment."""
+    begun: dict[int, TokenChunk] = field(default_factory=dict)
+    """The tokens of turns that were sampled before a restart or in an earlier attempt, by the number of the sampled
+    turn."""
     turns: list[Turn] = field(default_factory=list)
-    """Given and sampled, parents before children; those that failed halfway included."""
-    _asked: dict[int, TurnPart] = field(default_factory=dict)
-    _lost: str = "crash"
+    """Turns given and sampled, parents before children; those that failed halfway included."""
+    _sampled: dict[int, TokenChunk] = field(default_factory=dict)
+    _restart_reason: str = "crash"
 
-    async def sample(self, wanted: TurnRequest) -> int:
-        """Sample a turn and append it; its index."""
-        frozen = self.agents.frozen(wanted.author)
+    async def sample(self, request: TurnRequest) -> int:
+        """Sample a turn, append it, and return its index."""
+        frozen = self.agents.frozen(request.author)
         if frozen is not None:
-            wanted = replace(wanted, untrained=FROZEN_AGENT)
-        prompt = self._name(wanted)
+            request = replace(request, untrained=FROZEN_AGENT)
+        prompt = self._prompt_key(request)
         number = self._number(prompt)
-        empty = TurnPart(key=self.key, turn=number, prompt=prompt, tokens=Tokens.concat([]))
-        self._asked[number] = empty
-        parts: list[TurnPart] = []
+        empty = TokenChunk(key=self.key, turn=number, prompt=prompt, tokens=Tokens.concat([]))
+        self._sampled[number] = empty
+        parts: list[TokenChunk] = []
         try:
             with self.sampling_turn():
-                await self._collect(parts, empty, wanted)
+                await self._collect(parts, empty, request)
         finally:
-            routings = (part.context_routing for part in parts if part.context_routing is not None)
+            routings = (part.prompt_routing for part in parts if part.prompt_routing is not None)
             ended = parts[-1].stop_reason if parts else None
             turn = Turn(
-                author=wanted.author,
+                author=request.author,
                 tokens=Tokens.concat([part.tokens for part in parts]),
-                parent=wanted.parent,
+                parent=request.parent,
                 stop_reason=ended,
                 context_routing=next(routings, None),
-                untrained=wanted.untrained or ("" if ended else CUT_OFF),
+                untrained=request.untrained or ("" if ended else CUT_OFF),
             )
             self.turns.append(turn)
             index = len(self.turns) - 1
-            self._asked[number] = replace(
-                empty, tokens=turn.tokens, stop_reason=turn.stop_reason, context_routing=turn.context_routing
+            self._sampled[number] = msgspec.structs.replace(
+                empty, tokens=turn.tokens, stop_reason=turn.stop_reason, prompt_routing=turn.context_routing
             )
         if frozen is None:
-            self.on_turn(self.key, wanted.prompt_ids_T, turn)
+            self.on_turn(self.key, request.prompt_ids_T, turn)
         return index
 
-    async def _collect(self, parts: list[TurnPart], empty: TurnPart, wanted: TurnRequest) -> None:
-        """Add the parts of a turn to ``parts`` as they arrive; where some were lost, those that follow replace them."""
-        async for part in self._parts(empty, wanted):
+    async def _collect(self, parts: list[TokenChunk], empty: TokenChunk, request: TurnRequest) -> None:
+        """Add the chunks of a turn to ``parts`` as they arrive. If earlier ones were lost, the following ones replace
+        them."""
+        async for part in self._parts(empty, request):
             if part.lost:
                 parts.clear()
             parts.append(part)
-            if wanted.hear is not None:
-                wanted.hear(part)
+            if request.on_chunk is not None:
+                request.on_chunk(part)
 
-    def begin_again(self) -> None:
-        """The episode is attempted once more: what is asked again is answered with what was sampled."""
-        self.begun = self.begun | {number: part for number, part in self._asked.items() if len(part.tokens)}
-        self._asked = {}
-        self._lost = "env_retry"
+    def restart(self) -> None:
+        """Prepare another attempt at the episode. When a turn is requested again, its recorded tokens are used
+        again."""
+        self.begun = self.begun | {number: part for number, part in self._sampled.items() if len(part.tokens)}
+        self._sampled = {}
+        self._restart_reason = "env_retry"
         self.turns.clear()
 
-    def _name(self, wanted: TurnRequest) -> str:
-        """A digest of what the turn is sampled after and, where that is not as usual, how, and by whom."""
-        other = f"{wanted.sampling.stop}" if wanted.sampling.stop != self.sampling.stop else ""
-        if wanted.untrained:
-            other += f"{wanted.sampling.temperature}/{wanted.sampling.top_p}/{wanted.sampling.top_k}"
-        if wanted.untrained == FROZEN_AGENT or self.agents.adapter(wanted.author):
-            other += f"/{wanted.author}"
-        return prompt_digest(wanted.prompt_ids_T) + other
+    def _prompt_key(self, request: TurnRequest) -> str:
+        """Return a digest of the prompt and, where they are not the usual ones, of the sampling parameters and the
+        agent."""
+        other = f"{request.sampling.stop}" if request.sampling.stop != self.sampling.stop else ""
+        if request.untrained:
+            other += f"{request.sampling.temperature}/{request.sampling.top_p}/{request.sampling.top_k}"
+        if request.untrained == FROZEN_AGENT or self.agents.adapter(request.author):
+            other += f"/{request.author}"
+        return prompt_digest(request.prompt_ids_T) + other
 
     def _number(self, prompt: str) -> int:
-        """The place of the next turn among those that are sampled: that of one that was begun after the same, if any,
-        else the first that is free."""
-        same = [number for number, part in self.begun.items() if part.prompt == prompt and number not in self._asked]
+        """Return the number of the next turn among the sampled ones: that of a recorded turn with the same prompt, if
+        there is one, else the first unused number."""
+        same = [number for number, part in self.begun.items() if part.prompt == prompt and number not in self._sampled]
         if same:
             return min(same)
-        return next(number for number in range(len(self._asked) + 1) if number not in self._asked)
+        return next(number for number in range(len(self._sampled) + 1) if number not in self._sampled)
 
-    async def _parts(self, empty: TurnPart, wanted: TurnRequest) -> AsyncIterator[TurnPart]:
-        """The turn as it grows, from what there is of it: the same draws come after the same tokens."""
-        sampling = msgspec.structs.replace(wanted.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
+    async def _parts(self, empty: TokenChunk, request: TurnRequest) -> AsyncIterator[TokenChunk]:
+        """Yield the chunks of the turn, first those recorded. The seed depends on the turn's number, so that the same
+        tokens are followed by the same draws."""
+        sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         begun, lost = self.begun.get(empty.turn), ""
         session = f"{self.run_seed}/{self.key.group}/{self.key.place}"
-        options = RequestOptions(session=session, agent=self.agents.adapter(wanted.author))
+        options = RequestOptions(session=session, agent=self.agents.adapter(request.author))
         if begun is not None and begun.prompt != empty.prompt:
-            begun, lost = None, self._lost
+            begun, lost = None, self._restart_reason
         if begun is not None:
             full = len(begun.tokens) >= sampling.max_new_tokens
             ended = begun.stop_reason or (StopReason.LENGTH if full else None)
-            yield replace(begun, stop_reason=ended)
+            yield msgspec.structs.replace(begun, stop_reason=ended)
             if ended is not None:
                 return
-            options = replace(options, answer_ids_T=begun.tokens.ids_T)
-        frozen = self.agents.frozen(wanted.author)
+            options = msgspec.structs.replace(options, answer_ids_T=begun.tokens.ids_T)
+        frozen = self.agents.frozen(request.author)
         if frozen is not None:
             unrecorded = {"record_kept": False, "record_routing": False, "record_entropy": False}
             sampling = msgspec.structs.replace(sampling, **unrecorded)
         source = self.engine if frozen is None else frozen
-        async for chunk in source.generate(wanted.prompt_ids_T, sampling, options):
-            part = replace(
-                empty,
+        async for chunk in source.generate(request.prompt_ids_T, sampling, options):
+            part = msgspec.structs.replace(
+                chunk,
                 tokens=chunk.tokens if frozen is None else of_frozen(chunk.tokens),
-                stop_reason=chunk.stop_reason,
-                context_routing=chunk.prompt_routing,
-                lost="restarted" if chunk.restarted else lost,
-                request_id=chunk.request_id,
+                lost=chunk.lost or lost,
+                key=self.key,
+                turn=empty.turn,
+                prompt=empty.prompt,
             )
             lost = ""
             self.on_tokens(len(chunk.tokens))
@@ -190,39 +195,42 @@ class EnginePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes of one environment against one engine."""
+    """A runner of episodes of one environment against one engine."""
 
     engine: TokenSource
     env: Environment
     sampling: Sampling
     run_seed: int
     on_tokens: Callable[[int], None]
-    """Told how many tokens have arrived, as they arrive."""
-    on_part: Callable[[TurnPart], None] = _ignore
-    """Handed every token of a turn as it arrives."""
+    """Called with the number of tokens that have arrived."""
+    on_part: Callable[[TokenChunk], None] = _ignore
+    """Called with every chunk of a turn as it arrives."""
     on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
-    """Handed every turn that has come to its end, with what it was sampled after."""
+    """Called with every completed turn and its prompt."""
     note: Callable[[str], None] = _ignore_note
-    """Told, in words that can be counted, what is odd and no error."""
+    """Called with a short description of each event that is unusual but not an error; equal descriptions are
+    counted."""
     agents: Agents = POLICY_ALONE
-    """Who answers under which name."""
+    """The agents that may answer."""
     limits: EpisodeLimits = UNLIMITED
-    """What one episode may have."""
+    """The budgets of one episode."""
     chat: Chat | None = None
-    """Writes and reads messages; ``None``: the environment asks in tokens."""
+    """The writer and reader of messages; ``None``: the environment uses token ids."""
     timeout_s: float | None = None
-    """How long an attempt may take; ``None``: for ever."""
+    """The longest time of an attempt; ``None``: unlimited."""
     retries: int = 0
-    """How often an episode whose environment failed is attempted again."""
+    """How often an episode is attempted again after its environment has failed."""
     sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Is entered while a turn of an episode is sampled."""
+    """A context that is entered while a turn of an episode is sampled."""
 
     async def run(
-        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TurnPart] = ()
+        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
-        """One episode of ``task``; turns that were ``begun`` go on from there. A request that the engine refuses, an
-        attempt that takes too long, and whatever the environment raises, fails this episode only; the death of a part
-        is not its failure and goes on to whoever runs it."""
+        """Run one episode of ``task``. Turns in ``begun`` continue from their recorded tokens.
+
+        A request that the engine refuses, an attempt that takes too long, and any exception of the environment fail
+        this episode only. The death of a component is raised to the caller.
+        """
         policy = EnginePolicy(
             engine=self.engine,
             sampling=self.sampling,
@@ -242,7 +250,7 @@ class EpisodeRunner:
             if episode.status is not EpisodeStatus.FAILED or reason not in RETRIED:
                 break
             self.note(f"an episode is attempted again: {reason}")
-            policy.begin_again()
+            policy.restart()
             episode = await self._attempt(policy, task, withdrawal)
         return episode
 
@@ -264,26 +272,26 @@ class EpisodeRunner:
                 episode.status, episode.cause = EpisodeStatus.LEFT_OUT, withdrawal.reason
             elif limit.expired():
                 episode.cause = f"env_timeout: not over after env.timeout_s={self.timeout_s} s"
-            else:  # one of the environment's own
+            else:  # a timeout inside the environment
                 episode.cause = f"env_error: {type(error).__name__}: {error}"
         except EpisodeError as error:
             episode.cause = f"{error.reason}: {error.problem}"
         except RequestError as error:
-            came = bool(policy.turns) and bool(policy.turns[-1].tokens.sampled_T.any())
-            reason = "engine_failed" if came else "request_refused"
+            has_tokens = bool(policy.turns) and bool(policy.turns[-1].tokens.sampled_T.any())
+            reason = "engine_failed" if has_tokens else "request_refused"
             episode.cause = f"{reason}: {error.problem}"
         except HeadraceError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary of an environment: its failure is a record
             episode.cause = f"env_error: {type(error).__name__}: {error}"
-        if being_cancelled():  # whatever the environment made of it: else it would be attempted again
+        if being_cancelled():  # even if the environment has caught it: else the episode would be attempted again
             raise asyncio.CancelledError
         episode.turns = episode.turns or list(policy.turns)
         return episode
 
 
 def remedy_of(cause: str) -> str:
-    """Whom to look at where episodes fail, by the cause of one.
+    """Return a remedy for episodes that fail, from the cause of one.
 
     >>> remedy_of("request_refused: prompt of 900 tokens + max_new_tokens=256 exceed max_context=512")
     'look at what is asked of the engine, at its settings and its log'
@@ -294,12 +302,12 @@ def remedy_of(cause: str) -> str:
 
 
 def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]) -> None:
-    """The attempt is over. Raises :class:`~headrace.base.errors.EpisodeError` where it leaves an agent without a
-    reward."""
+    """Record the outcome of the attempt in the episode. Raises :class:`~headrace.base.errors.EpisodeError` if an agent
+    has no reward."""
     for index, turn in enumerate(turns):
-        left = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
-        why = turn.untrained or (NOT_CHOSEN if left else "")
-        episode.turns.append(replace(turn, untrained=why, reward=outcome.turn_rewards.get(index)))
+        is_left_out = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
+        reason = turn.untrained or (NOT_CHOSEN if is_left_out else "")
+        episode.turns.append(replace(turn, untrained=reason, reward=outcome.turn_rewards.get(index)))
     episode.reward, episode.agent_rewards = outcome.reward, outcome.agent_rewards
     if outcome.agent_rewards:
         _refuse_unrewarded(episode)
@@ -317,3 +325,23 @@ def _refuse_unrewarded(episode: EpisodeGraph) -> None:
             remedy="give one for each agent that answered, or choose with trained=[...] what carries loss",
             reason="reward_none",
         )
+
+
+class Withdrawal:
+    """A handle that ends one episode from outside: its request leaves the engine at once, and the sampled tokens are
+    kept."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """The reason of the withdrawal; empty before it."""
+        self._scope: asyncio.Timeout | None = None
+
+    def attach(self, scope: asyncio.Timeout) -> None:
+        """Set the timeout scope in which the episode runs."""
+        self._scope = scope
+
+    def withdraw(self, reason: str) -> None:
+        """End the episode. An episode whose time is up is not affected."""
+        self.reason = reason
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())

@@ -1,6 +1,6 @@
-"""Weights from the learner to the engines: stage while they decode, commit between two steps.
+"""The transfer of weights from the learner to the engines: staged while they decode, committed between two steps.
 
-``base`` says what a transport and a codec promise, ``transports`` and ``codecs`` which there are.
+``base`` has the contracts of transports and codecs, ``config`` the registry of transports, ``codecs`` the codecs.
 """
 
 from headrace.sync.config import SyncConfig

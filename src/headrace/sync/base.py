@@ -1,12 +1,12 @@
-"""What the parts of the sync promise one another.
+"""The contracts of the weight sync.
 
     learner                                          engine
     copy(slot)     one copy, then training goes on
     announce()     hash, encode, send: background ─▶ stage(update)    fetch, decode, verify, while decoding goes on
                                                      commit(version)  between two steps: from now on these weights
 
-Two slots. The newest committed version is in one of them; the learner fills the other, and may fill the first again
-only when the newer version is in use. A refused update changes nothing that is used.
+There are two slots. The newest committed version is in one of them. The learner fills the other, and may fill the first
+again only when the newer version is in use. An update that is refused changes nothing that is in use.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.base.types.weights import Manifest, WeightUpdate
 
-NUM_SLOTS = 2
+if TYPE_CHECKING:
+    # a run file is read without torch
+    from torch import Tensor
 
 
 class Phase(enum.StrEnum):
-    """Where a receiver stands.
+    """The state of a receiver.
 
     NEEDS_FULL ──whole update──▶ STAGED ──checksums hold──▶ VERIFIED ──between two steps──▶ COMMITTED
         ▲                          │ ▲                          │                              │
         └── bytes are wrong, or ───┤ └──────── next update ─────┴──────────────────────────────┘
-            its base is not here   └──── does not fit, or not newer ──▶ REFUSED ── next update ──▶ STAGED
+            its base is missing    └──── does not fit, or not newer ──▶ REFUSED ── next update ──▶ STAGED
     """
 
     NEEDS_FULL = "needs_full"
-    """Nothing was ever committed, or an update failed: differences are refused until a whole image is committed."""
+    """No version was ever committed, or an update failed. Differences are refused until a whole image is committed."""
     STAGED = "staged"
-    """An update fits and is being brought."""
+    """An update fits the model and is being fetched."""
     VERIFIED = "verified"
-    """Its bytes are here and hash to what was announced."""
+    """The bytes of the update have arrived, and their hashes are those announced."""
     COMMITTED = "committed"
-    """It is in use."""
+    """The update is in use."""
     REFUSED = "refused"
-    """The last update did not fit the model, or was not newer than the committed one; nothing else is the matter."""
+    """The last update did not fit the model or was not newer than the committed version. The next one can be staged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """One payload on its way."""
+    """One payload to be sent."""
 
     version: int
     slot: int
@@ -54,93 +54,94 @@ class Parcel:
     manifest: Manifest
     """The layout of the image."""
     whole: bool
-    """The payload is the slot itself."""
+    """Whether the payload is the whole image of the slot, and not a difference."""
     to: Sequence[str]
-    """The addresses of the receivers, for transports that send to somebody."""
+    """The addresses of the receivers, for transports that send to addresses."""
     again: bool = False
-    """A receiver could not use it as it came: begin anew, whatever the transport keeps between versions."""
+    """Whether a receiver could not use the payload the first time. The transport then discards the state that it keeps
+    between versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One payload that is available."""
+    """The result of sending one payload."""
 
     path: str
-    """What the update's ``path`` is to say."""
+    """The value for the ``path`` of the update."""
     missed: Mapping[str, str] = field(default_factory=dict)
-    """The receivers that it was sent to and did not reach, and why; by their addresses."""
+    """The addresses of receivers that the payload did not reach, each with the reason."""
 
 
 class Outbox(Protocol):
-    """The learner's side of a transport. Failures are :class:`~headrace.base.errors.WeightsError`."""
+    """The learner's side of a transport. Failures are raised as :class:`~headrace.base.errors.WeightsError`."""
 
     def memory(self, num_bytes: int) -> memoryview:
-        """Room for the slots. Raises :class:`~headrace.base.errors.WeightsError` where there is too little."""
+        """Return memory for the slots. Raises :class:`~headrace.base.errors.WeightsError` where there is too little."""
         ...
 
     def send(self, parcel: Parcel) -> Sent:
-        """Make the payload available. It stays as it is until the slot is filled again. What reaches nobody is a
-        failure; what reaches some of ``parcel.to`` is not."""
+        """Make the payload available. Its memory does not change until the slot is filled again. It is an error if the
+        payload reaches no receiver, and none if it reaches some of ``parcel.to``."""
         ...
 
     def close(self) -> None:
-        """Remove what was made."""
+        """Release all resources, and remove files that were created."""
         ...
 
 
 class Inbox(Protocol):
-    """The engine's side of a transport. Failures are :class:`~headrace.base.errors.NeedsFull`."""
+    """The engine's side of a transport. Failures are raised as :class:`~headrace.base.errors.NeedsFull`."""
 
     @property
     def address(self) -> str:
-        """Where it can be sent to; empty where nobody has to know."""
+        """The address to which updates can be sent; empty for a transport that does not send to addresses."""
         ...
 
     @property
     def lasting(self) -> bool:
-        """Whether it lends the same memory again for each version in a slot."""
+        """Whether :meth:`lend` returns the same memory for every version in a slot."""
         ...
 
     def lend(self, update: WeightUpdate) -> memoryview | None:
-        """The payload where it lies, unchanged for as long as somebody holds it (``shm``: until the learner may fill
-        the slot again); ``None``: it has to be fetched."""
+        """Return the payload in the memory where it is already, unchanged while it is referenced (``shm``: until the
+        learner may fill the slot again); ``None`` if it has to be fetched."""
         ...
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Exactly ``update.num_bytes`` into ``into``, before the deadline."""
+        """Write the payload, ``update.num_bytes`` bytes, to ``into``, before the deadline."""
         ...
 
     def skip(self, update: WeightUpdate) -> None:
-        """It will not be fetched."""
+        """Record that the update will not be fetched."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         ...
 
 
 class Form(Protocol):
-    """How one tensor stands in the image."""
+    """The representation of one tensor in the image."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Names, dtypes and shapes of what stands for it; their contents are not looked at."""
+        """Return the tensors that represent ``tensor``, by name. Only their dtypes and shapes are used."""
         ...
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fill its parts; the learner waits meanwhile."""
+        """Fill the parts from ``tensor``. The learner waits for this call."""
         ...
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """The tensor again, rounded to the dtype of ``out`` and moved to its device."""
+        """Restore the tensor from its parts, rounded to the dtype of ``out`` and moved to its device."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """How weights become bytes."""
+    """A way to represent weights as bytes."""
 
     form: Form
     differences: bool = False
-    """Send the image as its difference from the version before, where that is shorter."""
+    """Whether the image is sent as its difference from the version before, where that is shorter."""
     adapters_only: bool = False
-    """Refuse a model that is trained as a whole, and name each version of the adapter."""
+    """Whether a model without adapters is refused, and each version of the adapter gets a name."""

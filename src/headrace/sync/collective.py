@@ -1,12 +1,12 @@
-"""Weights by torch.distributed: a process group of the learner and its engines, and nobody else's.
+"""A transport over torch.distributed: the learner and its engines form a process group of their own.
 
     learner, rank 0         one thread          engines, ranks 1, 2, ...
     announce: path = group  ──────────────────▶ stage: join the group, once
-    header, bucket, bucket, ... ══ broadcast ══▶ straight into the free image
+    header, bucket, bucket, ... ══ broadcast ══▶ directly into the free image
 
-The gathers of a learner's ranks use their own group, in another thread, and are over before a transfer begins. A group
-in which anything failed is left by both; the next update names a new one. Gloo here; on CUDA devices the image lies in
-the host's memory, too.
+When a learner's ranks gather weights, they use another group in another thread, and have finished before a transfer
+begins. If anything fails in a group, both sides leave it, and the next update names a new one. The backend is Gloo;
+with CUDA devices, too, the image is in the host's memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from torch import Tensor
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
 from headrace.sync.base import Parcel, Sent
-from headrace.sync.config import Route
-from headrace.sync.groups import ProcessGroup, meet
+from headrace.sync.config import Transport, TransportCost
+from headrace.sync.groups import ProcessGroup, join_local_group
 from headrace.sync.manifest import private_memory
 
-_BETWEEN = ","
+_SEPARATOR = ","
 
 
 class CollectiveOutbox:
-    """Sends in its own thread: an update is announced before it travels, since both sides must be there for that."""
+    """The learner's side. It sends in a thread of its own: an update is announced before it is sent, because a
+    broadcast needs both sides at the same time."""
 
     def __init__(self, directory: Path, deadline_s: float) -> None:
         self._directory, self._deadline_s = directory, deadline_s
@@ -48,9 +49,9 @@ class CollectiveOutbox:
             raise WeightsError(
                 f"version {parcel.version} has no receiver to be sent to", remedy="start an engine with this transport"
             )
-        settled = self._settled(parcel.version)
-        if parcel.again or not settled or self._name.partition(".")[2] != _joined(parcel.to):
-            self._name = f"{secrets.token_hex(4)}.{_joined(parcel.to)}"
+        previous_succeeded = self._previous_succeeded(parcel.version)
+        if parcel.again or not previous_succeeded or self._name.partition(".")[2] != _join_names(parcel.to):
+            self._name = f"{secrets.token_hex(4)}.{_join_names(parcel.to)}"
         self._transfer = self._sender.submit(self._send, self._name, parcel)
         return Sent(path=self._name)
 
@@ -58,18 +59,18 @@ class CollectiveOutbox:
         self._sender.shutdown(wait=False, cancel_futures=True)
         self._group = None
 
-    def _settled(self, version: int) -> bool:
-        """Whether the transfer before has ended well; it has had its time."""
+    def _previous_succeeded(self, version: int) -> bool:
+        """Return whether the previous transfer succeeded. Wait for its end, which its own deadline bounds."""
         if self._transfer is None:
             return True
         try:
-            self._transfer.result(2 * self._deadline_s)  # its own ends it after one
+            self._transfer.result(2 * self._deadline_s)  # the transfer's own deadline ends it after half of that
         except TimeoutError:
             raise WeightsError(
                 f"version {version} cannot be sent: the transfer before has not ended for {2 * self._deadline_s:g} s",
                 remedy="look at the engine's log",
             ) from None
-        except RuntimeError:  # the receivers have left, or were never there: they have said so themselves
+        except RuntimeError:  # the receivers have left or never joined, and report that themselves
             return False
         return True
 
@@ -77,8 +78,9 @@ class CollectiveOutbox:
         try:
             if self._group is None or self._group[0] != name:
                 self._group = None
-                made = meet(self._directory, name.partition(".")[0], (0, 1 + len(parcel.to)), self._deadline_s)
-                self._group = (name, made)
+                rank_and_size = (0, 1 + len(parcel.to))
+                group = join_local_group(self._directory, name.partition(".")[0], rank_and_size, self._deadline_s)
+                self._group = (name, group)
             self._group[1].broadcast_one(_header(parcel.version, len(parcel.payload)))
             self._group[1].broadcast(parcel.payload)
         except RuntimeError:
@@ -87,7 +89,7 @@ class CollectiveOutbox:
 
 
 class CollectiveInbox:
-    """Known by a name that no other receiver ever had."""
+    """The engine's side. Its address is a random name that no other receiver ever had."""
 
     lasting = False
 
@@ -111,11 +113,11 @@ class CollectiveInbox:
             ) from None
 
     def skip(self, update: WeightUpdate) -> None:
-        """It is on its way: let it in, and forget it."""
+        """Receive the update and discard it, since the broadcast is already on its way."""
         scratch = private_memory(min(update.num_bytes, BUCKET_BYTES))
         with contextlib.suppress(RuntimeError, WeightsError):
-            group = self._joined(update)
-            if self._heard(group) == [update.version, update.num_bytes]:
+            group = self._join_group(update)
+            if self._receive_header(group) == [update.version, update.num_bytes]:
                 for start in range(0, update.num_bytes, BUCKET_BYTES):
                     group.broadcast(scratch[: min(BUCKET_BYTES, update.num_bytes - start)])
                 return
@@ -125,56 +127,56 @@ class CollectiveInbox:
         self._group = None
 
     def _receive(self, update: WeightUpdate, into: memoryview) -> None:
-        group = self._joined(update)
-        heard = self._heard(group)
-        if heard != [update.version, update.num_bytes]:
+        group = self._join_group(update)
+        received = self._receive_header(group)
+        if received != [update.version, update.num_bytes]:
             self._group = None
             raise NeedsFull(
                 f"announced was version {update.version} of {update.num_bytes} bytes, and the learner sends version "
-                f"{heard[0]} of {heard[1]} bytes",
+                f"{received[0]} of {received[1]} bytes",
                 remedy="send the version again",
             )
         group.broadcast(into)
 
-    def _heard(self, group: ProcessGroup) -> list[int]:
+    def _receive_header(self, group: ProcessGroup) -> list[int]:
         header = _header(0, 0)
         group.broadcast_one(header)
         return header.tolist()
 
-    def _joined(self, update: WeightUpdate) -> ProcessGroup:
+    def _join_group(self, update: WeightUpdate) -> ProcessGroup:
         if self._group is not None and self._group[0] == update.path:
             return self._group[1]
         name, _, members = update.path.partition(".")
-        known = members.split(_BETWEEN)
-        if not name.isalnum() or self.address not in known:
+        addresses = members.split(_SEPARATOR)
+        if not name.isalnum() or self.address not in addresses:
             raise WeightsError(
                 f"version {update.version} is sent to {members or 'nobody'}, and this receiver is {self.address}",
                 remedy="publish to the engines that are there now",
             )
         self._group = None
-        place = (1 + known.index(self.address), 1 + len(known))
-        group = meet(self._directory, name, place, self._deadline_s)
+        rank_and_size = (1 + addresses.index(self.address), 1 + len(addresses))
+        group = join_local_group(self._directory, name, rank_and_size, self._deadline_s)
         self._group = (update.path, group)
         return group
-
-
-def open_outbox(route: Route, token: str) -> CollectiveOutbox:
-    """``route.address`` is a directory in which the members of a group find each other."""
-    return CollectiveOutbox(Path(route.address), route.deadline_s)
-
-
-def open_inbox(route: Route, token: str, limit_bytes: int) -> CollectiveInbox:
-    """``route.address`` is the same directory."""
-    return CollectiveInbox(Path(route.address), route.deadline_s)
 
 
 def _header(version: int, num_bytes: int) -> Tensor:
     return torch.tensor([version, num_bytes], dtype=torch.int64)
 
 
-def _joined(members: Sequence[str]) -> str:
-    return _BETWEEN.join(members)
+def _join_names(members: Sequence[str]) -> str:
+    return _SEPARATOR.join(members)
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+COLLECTIVE = Transport(
+    open_outbox=lambda route, token: CollectiveOutbox(Path(route.address), route.deadline_s),
+    open_inbox=lambda route, token, limit_bytes: CollectiveInbox(Path(route.address), route.deadline_s),
+    # the members of a group find each other there
+    address=lambda sync, places: str(places.private),
+    one_machine="meets in a directory of one machine",
+    cost=TransportCost(gb_s=0.0, fixed_s=0.05, proposed=True),
+)

@@ -1,93 +1,195 @@
-"""Settings of the weight sync."""
+"""Settings of the weight sync, and the description of a transport."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import Field, model_validator
 
-from headrace.base.config import Section
-from headrace.base.config.addresses import EVERYWHERE, LOOPBACK
-from headrace.base.config.tls import refuse_half
+from headrace.base.config import Section, validate
+from headrace.base.config.addresses import LOOPBACK
+from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
+from headrace.base.plugins import Registry
 from headrace.base.types.weights import Interrupt
+from headrace.sync.base import Inbox, Outbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlaces:
+    """The places of one run in which the two sides of a transport can meet."""
+
+    run_dir: Path
+    """The run directory. It may be on a disk that other machines share."""
+    memory: Path
+    """A file that the learner may create in the shared memory of its machine."""
+    private: Path
+    """A directory of this machine that only the user who runs Headrace can enter. It is removed after the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportCost:
+    """The cost that the planner assumes for a transport until a run has measured it."""
+
+    gb_s: float
+    """The throughput in 10⁹ bytes a second; 0: that of the network between the machines."""
+    fixed_s: float
+    """The seconds that every version takes, whatever its size."""
+    proposed: bool = False
+    """Whether the planner may propose it in place of the transport that the run file names."""
+
+
+def _meets_nowhere(sync: SyncConfig, places: RunPlaces) -> str:
+    return ""
+
+
+def _accepts(sync: SyncConfig) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """A transport of weights from the learner to the engines: everything that Headrace needs to know of it.
+
+    A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.transports"]``.
+    """
+
+    open_outbox: Callable[[Route, str], Outbox]
+    """Open the learner's side, from the route and the token of the run. Raises
+    :class:`~headrace.base.errors.ConfigError` if the transport cannot be used on this machine."""
+    open_inbox: Callable[[Route, str, int], Inbox]
+    """Open the engine's side, from the route, the token of the run and the size of the largest update in bytes."""
+    cost: TransportCost
+    address: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
+    """Return the ``address`` of the run's :class:`~headrace.sync.config.Route`; empty where the sides meet without
+    one."""
+    one_machine: str = ""
+    """The reason why learner and engines must be on one machine, as the end of a sentence: "is memory of one machine".
+    Empty if they may be on several."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The settings of ``[sync]`` that only some transports use, this one among them. The value completes the sentence
+    about a transport that does not use the setting: ``{"directory": "writes no files"}``."""
+    check: Callable[[SyncConfig], None] = _accepts
+    """Raise :class:`~headrace.base.errors.ConfigError` for values of ``[sync]`` that the transport cannot use."""
+    options: type[Section] | None = None
+    """The section that ``[sync.options]`` is validated as; ``None`` if the transport has no settings of its own."""
+
+    @property
+    def crosses_machines(self) -> bool:
+        """Whether learner and engines may be on several machines."""
+        return not self.one_machine
+
+    def refuse(self, sync: SyncConfig) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``sync`` that this transport does not use,
+        or whose values it cannot use."""
+        for name in sync.changed:
+            if name not in self.settings:
+                raise _unread(sync, name)
+        if self.options is not None:
+            validate(self.options, sync.options, "sync.options")
+        elif sync.options:
+            raise ConfigError(
+                f"sync.options.{min(sync.options)} is set, and sync.transport={sync.transport!r} has no settings of "
+                "its own",
+                remedy="leave [sync.options] out",
+            )
+        self.check(sync)
+
+
+def _unread(sync: SyncConfig, name: str) -> ConfigError:
+    owner = next(each for each in TRANSPORTS.rows if name in TRANSPORTS.load(each).settings)
+    settings = TRANSPORTS.load(owner).settings
+    unread = " and ".join(f"sync.{each}" for each in sync.changed if each in settings)
+    return ConfigError(
+        f"sync.{name}={getattr(sync, name)!r} is set, and sync.transport={sync.transport!r} {settings[name]}",
+        remedy=f"set sync.transport = {owner!r}, or leave {unread} out",
+    )
+
+
+def _problem(made: Any) -> str | None:
+    return None if isinstance(made, Transport) else f"is a {type(made).__name__}, not a headrace.sync.config.Transport"
+
+
+TRANSPORTS = Registry[Transport](
+    group="headrace.transports",
+    setting="sync.transport",
+    rows={
+        "shm": "headrace.sync.shm:SHM",
+        "files": "headrace.sync.files:FILES",
+        "http": "headrace.sync.http:HTTP",
+        "collective": "headrace.sync.collective:COLLECTIVE",
+    },
+    check=_problem,
+)
+"""The registry behind ``sync.transport``. A module is imported when a run names its transport."""
 
 
 class SyncConfig(Section):
-    """How weights travel. Every transport goes with every codec and every interrupt."""
+    """Settings of the weight sync. Every transport can be combined with every codec and every interrupt."""
 
-    transport: Literal["shm", "files", "http", "collective"] = "shm"
-    """``shm``: two packed buffers in shared memory; the engine's parameters are views of the committed one, nothing is
-    moved. ``files``: a folder. ``http``: an upload to the engine, with the run's token. ``collective``:
-    torch.distributed, in a process group of its own."""
+    READ_BY_SOME: ClassVar = ("directory", "host", "tls_certificate", "tls_key")
+    """The settings that only some transports use; each :class:`~headrace.sync.config.Transport` names its own."""
+
+    transport: Annotated[str, NameOf(TRANSPORTS)] = "shm"
+    """``shm``: two packed buffers in shared memory; the engine's parameters are views of the committed one, and nothing
+    is copied. ``files``: files in a folder. ``http``: an upload to the engine, with the run's token. ``collective``:
+    torch.distributed, in a process group of its own. An installed package can offer others."""
     codec: Literal["full", "cast_bf16", "cast_fp8", "delta", "adapter"] = "full"
-    """``full``: every tensor as it is. ``cast_bf16``, ``cast_fp8``: rounded on the way, the latter with a scale per row
-    of each matrix. ``delta``: lossless differences from the version before. ``adapter``: insists that only adapters are
-    trained; under LoRA the other codecs, too, send nothing else."""
+    """``full``: every tensor unchanged. ``cast_bf16``, ``cast_fp8``: rounded for the transfer, the latter with a scale
+    per row of each matrix. ``delta``: lossless differences from the version before. ``adapter``: refuses a run that
+    trains anything but adapters; under LoRA, the other codecs, too, send only the adapters."""
     host: str = LOOPBACK
-    """``http`` only: the address of this machine at which the engine takes uploads, for a learner on another one. Every
-    upload has to carry the run's token; without ``tls_certificate`` token and weights travel as clear text, so the
-    network must be a trusted one."""
+    """``http`` only: the address on which the engine accepts uploads, for a learner on another machine. Every upload
+    must carry the run's token. Without ``tls_certificate``, token and weights are sent as clear text, so the network
+    must be trusted."""
     tls_certificate: str = ""
-    """``http`` only: PEM file with the certificate that the engines show, and the only one that the learner believes;
-    on each of their machines under this path. Unset: no TLS."""
+    """``http`` only: a PEM file with the certificate of the engines, the only one that the learner accepts. It must
+    have this path on each of their machines. Unset: no TLS."""
     tls_key: str = ""
-    """PEM file with its key, without a password; the engines read it."""
+    """A PEM file with the key of the certificate, without a password; the engines read it."""
     directory: str = ""
-    """``files`` only: folder or fsspec URL in which one folder per run is made; empty: ``weights`` in the run
+    """``files`` only: the folder or fsspec URL in which one folder per run is created; empty: ``weights`` in the run
     directory."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The settings of a transport that an installed package offers, by the names that the package defines."""
     interrupt: Interrupt = Interrupt.INFLIGHT
-    """What becomes of the running sequences when new weights are committed."""
+    """What happens to the running sequences when new weights are committed."""
     rolling: int | None = Field(default=None, ge=1)
-    """How many of several engines may commit at once, while the others serve. Unset: one where ``interrupt`` stops
+    """The number of engines that may commit at once while the others serve. Unset: one where ``interrupt`` stops
     generation, all where it does not (``inflight``, ``stream``)."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Longest wait for one stage or commit. Within it, learner and engine wait for each other for half as long."""
+    """The longest time for one stage or commit. Learner and engine wait for each other for at most half of it."""
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The settings of :attr:`READ_BY_SOME` that differ from their defaults."""
+        fields = type(self).model_fields
+        return tuple(name for name in self.READ_BY_SOME if self.__dict__[name] != fields[name].default)
 
     @model_validator(mode="after")
-    def _directory_is_used(self) -> Self:
-        if self.directory and self.transport != "files":
-            raise ConfigError(
-                f"sync.directory={self.directory!r} is set, and sync.transport={self.transport!r} writes no files",
-                remedy="set sync.transport = 'files', or leave sync.directory out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _host_is_used(self) -> Self:
-        if self.host != LOOPBACK and self.transport != "http":
-            raise ConfigError(
-                f"sync.host={self.host!r} is set, and sync.transport={self.transport!r} takes no uploads",
-                remedy="set sync.transport = 'http', or leave sync.host out",
-            )
-        refuse_half("sync", self.tls_certificate, self.tls_key)
-        if self.tls_certificate and self.transport != "http":
-            raise ConfigError(
-                f"sync.tls_certificate={self.tls_certificate!r} is set, and sync.transport={self.transport!r} takes no "
-                "uploads",
-                remedy="set sync.transport = 'http', or leave sync.tls_certificate and sync.tls_key out",
-            )
-        if self.host in EVERYWHERE:
-            raise ConfigError(
-                f"sync.host={self.host!r} is no address that a learner could send to",
-                remedy="name the address of one interface of the engine's machine",
-            )
+    def _transport_reads_them(self) -> Self:
+        TRANSPORTS.load(self.transport).refuse(self)
         return self
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """How weights get from one learner to its engines; the same on both sides."""
+    """The settings by which a learner and its engines exchange weights; both sides get the same."""
 
     transport: str = "shm"
     codec: str = "full"
     address: str = ""
-    """Where to meet: the shared buffers' file, a folder, the directory of a rendezvous; each transport says."""
+    """The place where the two sides meet, as the ``address`` of the transport returned it."""
     host: str = LOOPBACK
-    """Where an engine listens, if its transport does that."""
+    """The address on which an engine listens, for transports that need it."""
     tls_certificate: str = ""
-    """What it shows, and what a learner believes: a PEM file; empty: no TLS."""
+    """A PEM file with the certificate of an engine, the only one that a learner accepts; empty: no TLS."""
     tls_key: str = ""
-    """PEM file with its key."""
+    """A PEM file with the key of that certificate."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """``sync.options``, for a transport that an installed package offers."""
     deadline_s: float = 60.0
-    """Longest wait of one side for the other."""
+    """The longest time that one side waits for the other."""

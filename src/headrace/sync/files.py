@@ -1,45 +1,48 @@
-"""Weights through files, in any folder that fsspec can reach: for engines on other machines, or none yet.
+"""A transport through files, in any folder that fsspec can reach, for engines on other machines or that start later.
 
-    folder/v00000007-3f2a91c0.safetensors     an image: its tensors one after the other, for whatever reads safetensors
+    folder/v00000007-3f2a91c0.safetensors     an image: its tensors one after the other, readable as safetensors
     folder/v00000007-3f2a91c0.delta           a difference from the version before
 
-A file has its name only when it is whole. An engine that joins late finds the newest versions: as many stay as a
-difference needs. What stands before the tensors follows from the manifest, so that nobody has to read it.
+A file gets its name only when it is complete. An engine that joins late finds the newest versions: as many are kept as
+a difference needs. The header before the tensors follows from the manifest, so that no engine has to parse it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import platform
 import secrets
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from headrace.base.errors import ConfigError, NeedsFull, WeightsError
-from headrace.base.types.weights import BUCKET_BYTES, Manifest, WeightUpdate
-from headrace.sync.base import NUM_SLOTS, Parcel, Sent
-from headrace.sync.config import Route
+from headrace.base.types.weights import BUCKET_BYTES, NUM_SLOTS, Manifest, WeightUpdate
+from headrace.sync.base import Parcel, Sent
+from headrace.sync.config import RunPlaces, SyncConfig, Transport, TransportCost
 from headrace.sync.manifest import private_memory
 
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""What safetensors calls them."""
+"""The names of dtypes in safetensors."""
 _HEAD_ALIGNMENT = 64
-_OURS = "v????????-????????"
-_AGAIN = "send the version again: the file was cut off or changed"
+_NAME_PATTERN = "v????????-????????"
+_RESEND_REMEDY = "send the version again: the file was cut off or changed"
 
 
 class FilesOutbox:
-    """Writes into ``folder``, a path or URL, which it makes and has to itself; removes what it wrote."""
+    """The learner's side. It writes into ``folder``, a path or URL, which no other run may use, and removes what it
+    wrote."""
 
     def __init__(self, folder: str) -> None:
-        self._files, self._folder = _reach(folder)
+        self._files, self._folder = _open_filesystem(folder)
         self._written: deque[str] = deque()
         with contextlib.suppress(OSError):  # what a killed run left
-            for name in (f"{_OURS}.safetensors", f"{_OURS}.delta", f".{_OURS}.*.part"):
+            for name in (f"{_NAME_PATTERN}.safetensors", f"{_NAME_PATTERN}.delta", f".{_NAME_PATTERN}.*.part"):
                 for path in self._files.glob(f"{self._folder}/{name}"):
                     self._files.rm(path)
 
@@ -53,7 +56,7 @@ class FilesOutbox:
             self._files.makedirs(self._folder, exist_ok=True)
             with self._files.open(unfinished, "wb") as file:
                 if parcel.whole:
-                    file.write(head(parcel.manifest, parcel.version))
+                    file.write(safetensors_header(parcel.manifest, parcel.version))
                 for bucket in _buckets(parcel.payload, parcel.manifest if parcel.whole else None):
                     file.write(bucket)
             self._files.mv(unfinished, path)
@@ -74,19 +77,19 @@ class FilesOutbox:
             self._remove(path)
 
     def _remove(self, path: str) -> None:
-        """Unless somebody else did."""
+        """Remove a file, which may be gone already."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(path)
 
 
 class FilesInbox:
-    """Reads from ``folder`` and nowhere else, whatever an update names."""
+    """The engine's side. It reads from ``folder`` only, whatever path an update names."""
 
     address = ""
     lasting = False
 
     def __init__(self, folder: str) -> None:
-        self._files, self._folder = _reach(folder)
+        self._files, self._folder = _open_filesystem(folder)
 
     def lend(self, update: WeightUpdate) -> None:
         return None
@@ -107,41 +110,41 @@ class FilesInbox:
             ) from None
 
     def skip(self, update: WeightUpdate) -> None:
-        """It stays where it is."""
+        """Do nothing: the file remains for other engines."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _read(self, path: str, update: WeightUpdate, into: memoryview) -> None:
         whole = update.manifest if update.base is None else None
-        before = b"" if whole is None else head(whole, update.version)
+        before = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
         expected = len(before) + sum(map(len, buckets))
         found = self._files.size(path)
         if found == expected:
             with self._files.open(path, "rb") as file:
                 if file.read(len(before)) != before:
-                    raise NeedsFull(f"{path} does not begin as version {update.version} does", remedy=_AGAIN)
+                    raise NeedsFull(f"{path} does not begin as version {update.version} does", remedy=_RESEND_REMEDY)
                 found = len(before) + sum(_fill(file, bucket) for bucket in buckets)
         if found != expected:
-            words = f"version {update.version}: {path} holds {found} bytes, expected were {expected}"
-            raise NeedsFull(words, remedy=_AGAIN)
+            text = f"version {update.version}: {path} holds {found} bytes, expected were {expected}"
+            raise NeedsFull(text, remedy=_RESEND_REMEDY)
 
 
-def head(manifest: Manifest, version: int) -> bytes:
-    """What stands before the tensors of a safetensors file: its length, then names, dtypes, shapes and places."""
+def safetensors_header(manifest: Manifest, version: int) -> bytes:
+    """Return the header of a safetensors file: its length, then names, dtypes, shapes and offsets of the tensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
     end = 0
     for entry in manifest.entries:
         start, end = end, end + entry.num_bytes
         entries[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": (start, end)}
-    words = json.dumps(entries, separators=(",", ":")).encode()
-    words += b" " * (-(8 + len(words)) % _HEAD_ALIGNMENT)
-    return len(words).to_bytes(8, "little") + words
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEAD_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _buckets(payload: memoryview, whole: Manifest | None) -> Iterator[memoryview]:
-    """The payload in pieces; of an image only its tensors, since the format knows no gaps."""
+    """Yield the payload in pieces; for an image, only its tensors, since the format allows no gaps."""
     pieces = [payload] if whole is None else [payload[e.offset_bytes :][: e.num_bytes] for e in whole.entries]
     for piece in pieces:
         for start in range(0, len(piece), BUCKET_BYTES):
@@ -155,17 +158,7 @@ def _fill(file: Any, bucket: memoryview) -> int:
     return done
 
 
-def open_outbox(route: Route, token: str) -> FilesOutbox:
-    """``route.address`` is the folder."""
-    return FilesOutbox(route.address)
-
-
-def open_inbox(route: Route, token: str, limit_bytes: int) -> FilesInbox:
-    """``route.address`` is the folder."""
-    return FilesInbox(route.address)
-
-
-def _reach(folder: str) -> tuple[Any, str]:
+def _open_filesystem(folder: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -180,3 +173,21 @@ def _reach(folder: str) -> tuple[Any, str]:
             f"sync.directory={folder!r} cannot be reached: {error}", remedy="name a folder or a URL that fsspec knows"
         ) from None
     return files, path.rstrip("/")
+
+
+def _folder(sync: SyncConfig, places: RunPlaces) -> str:
+    """Return the folder of this run, since several runs may share ``sync.directory``."""
+    if not sync.directory:
+        return str(places.run_dir / "weights")
+    # other machines may have run directories of the same name
+    where = hashlib.blake2b(f"{platform.node()}:{places.run_dir}".encode(), digest_size=4).hexdigest()
+    return f"{sync.directory.rstrip('/')}/{places.run_dir.name}-{where}"
+
+
+FILES = Transport(
+    open_outbox=lambda route, token: FilesOutbox(route.address),
+    open_inbox=lambda route, token, limit_bytes: FilesInbox(route.address),
+    address=_folder,
+    settings={"directory": "writes no files"},
+    cost=TransportCost(gb_s=2.0, fixed_s=0.5),
+)

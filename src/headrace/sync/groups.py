@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed that a part has for itself, beside the default one."""
+"""Process groups of torch.distributed that are independent of the default group."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from headrace.base.config.addresses import LOOPBACK
 from headrace.base.types.weights import BUCKET_BYTES
 
 torch_distributed: Any = dist
-"""Much of it is not in torch's stubs."""
+"""The module ``torch.distributed``, untyped: much of it is missing in torch's stubs."""
 
 
 class ProcessGroup:
-    """A process group of this process's own, beside the default one."""
+    """A process group that is independent of the default one."""
 
     def __init__(self, backend: Any, deadline_s: float) -> None:
         self._group, self._timeout = backend, timedelta(seconds=deadline_s)
 
     def broadcast(self, buffer: memoryview) -> None:
-        """From rank 0 to the others, a bucket at a time."""
+        """Send ``buffer`` from rank 0 to the others, a bucket at a time."""
         if buffer:
             for bucket in torch.frombuffer(buffer, dtype=torch.uint8).split(BUCKET_BYTES):
                 self.broadcast_one(bucket)
 
     def broadcast_one(self, tensor: Tensor) -> None:
-        """From rank 0 to the others."""
+        """Send ``tensor`` from rank 0 to the others."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
         self._group.broadcast([tensor], options).wait(self._timeout)
 
 
-def gloo_group(store: Any, place: tuple[int, int], deadline_s: float, host: str = LOOPBACK) -> ProcessGroup:
-    """A Gloo group of those that meet in ``store``, made by all of them at once; ``place``: this one's rank, and their
-    number. ``host``: the address at which the others reach it. ``RuntimeError`` where one does not come in time."""
+def gloo_group(store: Any, rank_and_size: tuple[int, int], deadline_s: float, host: str = LOOPBACK) -> ProcessGroup:
+    """Return a Gloo group of the processes that meet in ``store``; all of them make this call at the same time.
+
+    ``rank_and_size`` is the rank of this process and the number of processes, ``host`` the address at which the others
+    reach it. Raises ``RuntimeError`` if a process does not arrive in time.
+    """
     gloo = torch_distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=deadline_s)
-    return ProcessGroup(gloo(store, *place, options), deadline_s)
+    return ProcessGroup(gloo(store, *rank_and_size, options), deadline_s)
 
 
-def meet(directory: Path, name: str, place: tuple[int, int], deadline_s: float) -> ProcessGroup:
-    """A Gloo group of processes of this machine, which find each other in ``directory``."""
+def join_local_group(directory: Path, name: str, rank_and_size: tuple[int, int], deadline_s: float) -> ProcessGroup:
+    """Return a Gloo group of processes of this machine, which find each other in ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    store = torch_distributed.FileStore(str(directory / f"weights-{name}"), place[1])
+    store = torch_distributed.FileStore(str(directory / f"weights-{name}"), rank_and_size[1])
     store.set_timeout(timedelta(seconds=deadline_s))
-    return gloo_group(store, place, deadline_s)
+    return gloo_group(store, rank_and_size, deadline_s)

@@ -1,13 +1,14 @@
-"""Weights uploaded over HTTP, with the run's token, to engines that the learner can connect to.
+"""A transport over HTTP: the learner uploads weights to the engines, with the run's token.
 
     learner                                             engine, one thread beside the step loop
-    PUT /weights/KEY   Upload-Offset, Upload-Length ──▶ 401 without the token · 400 nonsense · 413 larger than the model
-        one bucket after the other                      204 the bucket is in its place
-    announce: path = KEY ─────────────────────────────▶ stage: whole? then it is read where it lies
+    PUT /weights/KEY   Upload-Offset, Upload-Length ──▶ 401 without the token · 400 invalid · 413 larger than the model
+        one bucket after the other                      204 the bucket is stored
+    announce: path = KEY ─────────────────────────────▶ stage: complete? then it is used where it is
 
-The standard library's server reads each bucket straight into its place; no larger request than a bucket is answered,
-and nothing is stored before token and sizes are known to be right. Whoever has not shown the token within the deadline
-is cut off, earlier where others ask for its place: there are few. With a certificate all of it travels under TLS.
+The standard library's server reads each bucket directly into the image. No request larger than a bucket is accepted,
+and no memory is allocated before the token and the sizes have been checked. A connection without the token is closed
+after the deadline, or earlier if all connections are taken and another client needs one. With a certificate, all of it
+uses TLS.
 """
 
 from __future__ import annotations
@@ -26,72 +27,77 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.base.config.addresses import LOOPBACK
-from headrace.base.config.tls import only, server_context
+from headrace.base.config.addresses import EVERYWHERE, LOOPBACK
+from headrace.base.config.tls import only, refuse_incomplete_tls, server_context
 from headrace.base.errors import ConfigError, NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
 from headrace.sync.base import Parcel, Sent
-from headrace.sync.config import Route
+from headrace.sync.config import Route, SyncConfig, Transport, TransportCost
 from headrace.sync.manifest import private_memory
 
 MAX_CONNECTIONS = 8
-MOST_UPLOADS = 16
-"""Engines that are served at once."""
-KNOCK_S = 2.0
-"""Longest that an engine which was not reached may take to show that it can be."""
+"""The most connections that an engine accepts at once."""
+MAX_UPLOADS = 16
+"""The most engines that the learner uploads to at once."""
+PROBE_S = 2.0
+"""The longest time in which an engine that missed a version may answer a probe."""
 _PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
 _NUMBER = re.compile(r"\d{1,18}")
 
 
 class HttpOutbox:
-    """Uploads to all receivers at once: a slow one, or a silent one, does not delay what the others get. One that was
-    missed where others were reached is knocked at, beside everything else, and sent nothing until it has answered."""
+    """The learner's side. It uploads to all receivers at once, so that a slow or silent one does not delay the others.
+
+    A receiver that missed a version, while others got it, is probed in the background and gets no upload until it
+    answers.
+    """
 
     def __init__(self, token: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._token, self._deadline_s, self._tls = token, deadline_s, tls
         self._missed: dict[str, WeightsError] = {}
-        self._knocks: dict[str, Future[bool]] = {}
-        self._knocking = ThreadPoolExecutor(max_workers=MOST_UPLOADS, thread_name_prefix="knock")
+        self._probes: dict[str, Future[bool]] = {}
+        self._probe_pool = ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="probe")
 
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
     def send(self, parcel: Parcel) -> Sent:
         key = f"{parcel.version}-{secrets.token_hex(8)}"
-        due = [url for url in parcel.to if self._answers(url)] or parcel.to
-        with ThreadPoolExecutor(max_workers=MOST_UPLOADS, thread_name_prefix="upload") as uploads:
-            begun = {url: uploads.submit(self._upload, url, key, parcel) for url in due}
-        missed = {url: self._missed[url] for url in parcel.to if url not in begun}
-        for url, upload in begun.items():
+        receivers = [url for url in parcel.to if self._is_reachable(url)] or parcel.to
+        with ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="upload") as uploads:
+            uploads_by_url = {url: uploads.submit(self._upload, url, key, parcel) for url in receivers}
+        missed = {url: self._missed[url] for url in parcel.to if url not in uploads_by_url}
+        for url, upload in uploads_by_url.items():
             try:
                 upload.result()
             except WeightsError as error:
                 missed[url] = error
         if parcel.to and len(missed) == len(parcel.to):
-            raise missed[due[0]]
-        for url in begun:
+            raise missed[receivers[0]]
+        for url in uploads_by_url:
             self._missed.pop(url, None)
-            self._knocks.pop(url, None)
+            self._probes.pop(url, None)
         self._missed |= missed
         return Sent(path=key, missed={url: error.problem for url, error in missed.items()})
 
     def close(self) -> None:
-        """No connection is kept."""
-        self._knocking.shutdown(wait=False, cancel_futures=True)
+        """Stop the probes. No connection is kept between uploads."""
+        self._probe_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _answers(self, url: str) -> bool:
-        """Whether it was reached the last time, or has answered a knock since; else somebody knocks."""
+    def _is_reachable(self, url: str) -> bool:
+        """Return whether the last upload to ``url`` succeeded or a probe has been answered since; otherwise start a
+        probe."""
         if url not in self._missed:
             return True
-        knock = self._knocks.get(url)
-        if knock is not None and knock.done() and knock.result():
+        probe = self._probes.get(url)
+        if probe is not None and probe.done() and probe.result():
             return True
-        if knock is None or knock.done():
-            self._knocks[url] = self._knocking.submit(self._knock, url)
+        if probe is None or probe.done():
+            self._probes[url] = self._probe_pool.submit(self._probe, url)
         return False
 
-    def _knock(self, url: str) -> bool:
-        connection = self._connection(url, min(KNOCK_S, self._deadline_s))
+    def _probe(self, url: str) -> bool:
+        connection = self._connection(url, min(PROBE_S, self._deadline_s))
         try:
             connection.request("HEAD", "/")
             connection.getresponse()
@@ -122,35 +128,37 @@ class HttpOutbox:
                 }
                 connection.request("PUT", f"/weights/{key}", parcel.payload[start : start + BUCKET_BYTES], headers)
                 answer = connection.getresponse()
-                words = answer.read(1000).decode("utf-8", "replace") or answer.reason
+                text = answer.read(1000).decode("utf-8", "replace") or answer.reason
                 if answer.status != 204:
                     raise WeightsError(
                         f"{url} refused version {parcel.version} at byte {start} of {len(parcel.payload)}: "
-                        f"{answer.status} {words}",
+                        f"{answer.status} {text}",
                         remedy="give learner and engine the same run token and the same model",
                     )
         finally:
             connection.close()
 
     def _connection(self, url: str, timeout_s: float) -> http.client.HTTPConnection:
-        place = urlsplit(url)
-        host = place.hostname or ""
+        parts = urlsplit(url)
+        host = parts.hostname or ""
         if self._tls is None:
-            return http.client.HTTPConnection(host, place.port, timeout=timeout_s)
-        return http.client.HTTPSConnection(host, place.port, timeout=timeout_s, context=self._tls)
+            return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+        return http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=self._tls)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Upload:
+    """An upload in progress."""
+
     key: str
-    room: memoryview
+    memory: memoryview
     received: int = 0
     busy: bool = False
-    """A bucket is being read."""
+    """Whether a bucket is being read."""
 
 
 class HttpInbox:
-    """A small server at ``host``. It holds one upload, of at most ``limit_bytes``."""
+    """The engine's side: a small server at ``host``. It holds one upload, of at most ``limit_bytes``."""
 
     lasting = False
 
@@ -177,16 +185,16 @@ class HttpInbox:
         self._thread.start()
 
     def lend(self, update: WeightUpdate) -> memoryview:
-        """Waits until the upload is whole."""
+        """Wait until the upload is complete, and return its memory."""
         with self._changed:
             whole = self._changed.wait_for(lambda: self._whole(update), self.deadline_s)
             upload, self._upload = self._upload, None
         if whole and upload is not None:
-            return upload.room
-        words = "nothing is here" if upload is None else f"here are {upload.received} bytes of upload {upload.key}"
+            return upload.memory
+        text = "nothing is here" if upload is None else f"here are {upload.received} bytes of upload {upload.key}"
         raise NeedsFull(
             f"version {update.version} was announced as upload {update.path} of {update.num_bytes} bytes; after "
-            f"{self.deadline_s:g} s {words}",
+            f"{self.deadline_s:g} s {text}",
             remedy="look at the learner's log; raise sync.deadline_s on a slow network",
         )
 
@@ -203,20 +211,20 @@ class HttpInbox:
         self._server.server_close()
         self._thread.join(self.deadline_s)
 
-    def begin(self, key: str, start: int, total: int) -> _Upload | str:
-        """Where the next bucket belongs, or why it does not."""
+    def begin_bucket(self, key: str, start: int, total: int) -> _Upload | str:
+        """Return the upload that the next bucket belongs to, or the reason why the bucket is refused."""
         with self._changed:
-            if start == 0:  # whoever still fills an earlier one fills memory that nobody will read
-                self._upload = _Upload(key=key, room=private_memory(total))
+            if start == 0:  # a new upload replaces the old one; a bucket that is still arriving fills unused memory
+                self._upload = _Upload(key=key, memory=private_memory(total))
             upload = self._upload
             if upload is None or upload.key != key or upload.busy or upload.received != start:
-                words = "no upload" if upload is None else f"upload {upload.key}, at byte {upload.received}"
-                return f"this bucket begins at byte {start} of {key}; here is {words}"
+                text = "no upload" if upload is None else f"upload {upload.key}, at byte {upload.received}"
+                return f"this bucket begins at byte {start} of {key}; here is {text}"
             upload.busy = True
             return upload
 
-    def end(self, upload: _Upload, count: int) -> None:
-        """So much of the bucket has come."""
+    def end_bucket(self, upload: _Upload, count: int) -> None:
+        """Record that ``count`` bytes of the bucket have arrived."""
         with self._changed:
             upload.busy = False
             upload.received += count
@@ -227,11 +235,13 @@ class HttpInbox:
         return (
             upload is not None
             and upload.key == update.path
-            and upload.received == len(upload.room) == update.num_bytes
+            and upload.received == len(upload.memory) == update.num_bytes
         )  # fmt: skip
 
 
 class _UploadServer(ThreadingHTTPServer):
+    """The server of an inbox: it limits the connections that have not shown the token."""
+
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128  # connections that were made and not accepted yet; beyond, clients wait for seconds
@@ -239,77 +249,79 @@ class _UploadServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], inbox: HttpInbox) -> None:
         self.inbox = inbox
         self._changing = threading.Lock()
-        self._strangers: dict[Any, socket.socket] = {}
-        """Connections that have not shown the token, by their client's address, the oldest first."""
-        self._num_entitled = 0
+        self._unauthenticated: dict[Any, socket.socket] = {}
+        """Connections that have not shown the token, by the client's address, the oldest first."""
+        self._num_authenticated = 0
         super().__init__(address, _UploadHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection. Where all places are taken, it gets that of the oldest one without the token."""
+        """Serve a new connection. If all connections are taken, the oldest one without the token is closed."""
         with self._changing:
-            if len(self._strangers) + self._num_entitled >= MAX_CONNECTIONS:
-                if not self._strangers:
+            if len(self._unauthenticated) + self._num_authenticated >= MAX_CONNECTIONS:
+                if not self._unauthenticated:
                     self.shutdown_request(request)
                     return
-                _cut(self._strangers.pop(next(iter(self._strangers))))
-            self._strangers[client_address] = request
+                _disconnect(self._unauthenticated.pop(next(iter(self._unauthenticated))))
+            self._unauthenticated[client_address] = request
         super().process_request(request, client_address)
 
-    def wrapped(self, client_address: Any, request: socket.socket) -> bool:
-        """Record the socket that a connection uses from now on; ``False`` where its place was given away."""
+    def replace_socket(self, client_address: Any, request: socket.socket) -> bool:
+        """Record the TLS socket of a connection; ``False`` if the connection has been closed for another."""
         with self._changing:
-            if client_address not in self._strangers:
+            if client_address not in self._unauthenticated:
                 return False
-            self._strangers[client_address] = request
+            self._unauthenticated[client_address] = request
             return True
 
-    def entitle(self, client_address: Any) -> bool:
-        """Keep a connection, which has shown the token, until it ends; ``False`` where its place was given away."""
+    def authenticate(self, client_address: Any) -> bool:
+        """Keep a connection that has shown the token until it ends; ``False`` if it has been closed for another."""
         with self._changing:
-            is_here = self._strangers.pop(client_address, None) is not None
-            self._num_entitled += is_here
-            return is_here
+            is_open = self._unauthenticated.pop(client_address, None) is not None
+            self._num_authenticated += is_open
+            return is_open
 
-    def left(self, client_address: Any, *, entitled: bool) -> None:
+    def remove(self, client_address: Any, *, authenticated: bool) -> None:
         """Free the place of a connection that ends."""
         with self._changing:
-            self._num_entitled -= entitled
-            if not entitled:
-                self._strangers.pop(client_address, None)
+            self._num_authenticated -= authenticated
+            if not authenticated:
+                self._unauthenticated.pop(client_address, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks off: whoever waits for its upload will say so."""
+        """Do nothing: if a connection breaks, the engine that waits for its upload reports it."""
 
 
 class _UploadHandler(BaseHTTPRequestHandler):
+    """A handler of one connection: it checks the token and reads buckets."""
+
     protocol_version = "HTTP/1.1"
     server: _UploadServer
-    _entitled = False
+    _authenticated = False
 
     def setup(self) -> None:
         inbox = self.server.inbox
         self.request.settimeout(inbox.deadline_s)
-        self._stranger = threading.Timer(inbox.deadline_s, lambda: _cut(self.request))
-        self._stranger.daemon = True
-        self._stranger.start()
+        self._token_timer = threading.Timer(inbox.deadline_s, lambda: _disconnect(self.request))
+        self._token_timer.daemon = True
+        self._token_timer.start()
         try:
             if inbox.tls is not None:  # in the thread of this connection: others do not wait for its handshake
                 self.request = inbox.tls.wrap_socket(self.request, server_side=True, do_handshake_on_connect=False)
-                if not self.server.wrapped(self.client_address, self.request):
+                if not self.server.replace_socket(self.client_address, self.request):
                     raise ConnectionAbortedError
                 self.request.do_handshake()
             super().setup()
         except BaseException:
-            self._leave()
+            self._release()
             raise
 
     def finish(self) -> None:
         super().finish()
-        self._leave()
+        self._release()
 
-    def _leave(self) -> None:
-        self._stranger.cancel()
-        self.server.left(self.client_address, entitled=self._entitled)
+    def _release(self) -> None:
+        self._token_timer.cancel()
+        self.server.remove(self.client_address, authenticated=self._authenticated)
         self.request.close()
 
     def do_PUT(self) -> None:
@@ -317,9 +329,9 @@ class _UploadHandler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {inbox.token}".encode()):
             return self._answer(401, "")
-        self._stranger.cancel()
-        self._entitled = self._entitled or self.server.entitle(self.client_address)
-        if not self._entitled:
+        self._token_timer.cancel()
+        self._authenticated = self._authenticated or self.server.authenticate(self.client_address)
+        if not self._authenticated:
             self.close_connection = True
             return None
         if "Transfer-Encoding" in self.headers or len(self.headers.get_all("Content-Length", ())) > 1:
@@ -333,29 +345,29 @@ class _UploadHandler(BaseHTTPRequestHandler):
             return self._answer(413, f"an update of this model has at most {inbox.limit_bytes} bytes, not {total}")
         if count != min(BUCKET_BYTES, total - start):
             return self._answer(400, f"a bucket of {count} bytes at byte {start} of {total}")
-        upload = inbox.begin(path[1], start, total)
+        upload = inbox.begin_bucket(path[1], start, total)
         if isinstance(upload, str):
             return self._answer(409, upload)
         arrived = 0
         try:
-            arrived = self.rfile.readinto(upload.room[start : start + count])
+            arrived = self.rfile.readinto(upload.memory[start : start + count])
         finally:
-            inbox.end(upload, arrived)
+            inbox.end_bucket(upload, arrived)
         if arrived < count:
-            self.close_connection = True  # it broke off: there is nobody to answer
+            self.close_connection = True  # the connection broke: no client reads an answer
             return None
         return self._answer(204, "")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class would say of other methods, and of what is no request: the same as to any stranger."""
+        """Answer other methods and invalid requests with 401, the same as for a request without the token."""
         self.request_version = self.protocol_version
         self._answer(401, "")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the answers say it."""
+        """Log nothing: the answers tell the client what happened."""
 
-    def _answer(self, status: int, words: str) -> None:
-        body = words.encode()
+    def _answer(self, status: int, text: str) -> None:
+        body = text.encode()
         self.send_response_only(status)
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
@@ -366,29 +378,47 @@ class _UploadHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
         if status != 204:
-            self._hear_out()
+            self._drain_request()
 
-    def _hear_out(self) -> None:
-        """What is still on its way, a bucket at most: if the connection were closed now, its sender would see that it
-        was reset, and not the answer."""
-        left = BUCKET_BYTES
+    def _drain_request(self) -> None:
+        """Read the rest of the request, a bucket at most. If the connection were closed at once, the sender would see a
+        reset instead of the answer."""
+        remaining = BUCKET_BYTES
         with contextlib.suppress(OSError):
             self.request.shutdown(socket.SHUT_WR)
-            while left > 0 and (heard := len(self.request.recv(1 << 16))):
-                left -= heard
+            while remaining > 0 and (received := len(self.request.recv(1 << 16))):
+                remaining -= received
 
 
-def _cut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has just ended by itself
+def _disconnect(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the connection has just ended
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def open_outbox(route: Route, token: str) -> HttpOutbox:
-    """It sends to the addresses it is told with each version."""
+def _open_outbox(route: Route, token: str) -> HttpOutbox:
+    """Open the learner's side: it uploads to the addresses that come with each version."""
     return HttpOutbox(token, route.deadline_s, only(route.tls_certificate) if route.tls_certificate else None)
 
 
-def open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:
-    """It listens on a free port of ``route.host``."""
+def _open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:
+    """Open the engine's side: it listens on a free port of ``route.host``."""
     tls = server_context(route.tls_certificate, route.tls_key) if route.tls_certificate else None
     return HttpInbox(token, limit_bytes, route.deadline_s, route.host, tls)
+
+
+def _check(sync: SyncConfig) -> None:
+    refuse_incomplete_tls("sync", sync.tls_certificate, sync.tls_key)
+    if sync.host in EVERYWHERE:
+        raise ConfigError(
+            f"sync.host={sync.host!r} is no address that a learner could send to",
+            remedy="name the address of one interface of the engine's machine",
+        )
+
+
+HTTP = Transport(
+    open_outbox=_open_outbox,
+    open_inbox=_open_inbox,
+    settings=dict.fromkeys(("host", "tls_certificate", "tls_key"), "takes no uploads"),
+    check=_check,
+    cost=TransportCost(gb_s=1.0, fixed_s=0.05),
+)

@@ -12,11 +12,11 @@ from headrace.base.buffers import zeros
 from headrace.base.types.weights import Manifest, TensorEntry
 
 ALIGNMENT_BYTES = 64
-"""A cache line: every tensor begins on one."""
+"""The alignment of every tensor: a cache line."""
 
 
 def plan(tensors: Mapping[str, Tensor]) -> Manifest:
-    """Lay ``tensors`` out one after the other, aligned.
+    """Return a layout of ``tensors`` one after the other, aligned.
 
     >>> import torch
     >>> [entry.offset_bytes for entry in plan({"a": torch.zeros(3), "b": torch.zeros(2, 2)}).entries]
@@ -40,12 +40,12 @@ def plan(tensors: Mapping[str, Tensor]) -> Manifest:
 
 
 def private_memory(num_bytes: int) -> memoryview:
-    """Zeroed memory of this process, aligned to a page."""
+    """Return zeroed memory of this process, aligned to a page."""
     return memoryview(zeros(num_bytes))  # type: ignore[arg-type]  # arrays are buffers
 
 
 def checksums(image: memoryview, manifest: Manifest) -> tuple[int, ...]:
-    """xxh3 of each tensor's bytes."""
+    """Return the xxh3 hash of each tensor's bytes."""
     return tuple(
         xxhash.xxh3_64_intdigest(image[entry.offset_bytes : entry.offset_bytes + entry.num_bytes])
         for entry in manifest.entries
@@ -53,7 +53,7 @@ def checksums(image: memoryview, manifest: Manifest) -> tuple[int, ...]:
 
 
 def view(image: memoryview, entry: TensorEntry) -> Tensor:
-    """The tensor where it lies in ``image``; keeps it alive."""
+    """Return the tensor as a view into ``image``, which it keeps alive."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     if not entry.num_bytes:
         return torch.empty(entry.shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The learner's side: snapshots of the weights, hashed, encoded and sent while training goes on."""
+"""The learner's side of the weight sync: snapshots of the weights, hashed, encoded and sent while training goes on."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import ConfigError, WeightsError
-from headrace.base.types.weights import WeightUpdate
+from headrace.base.types.weights import NUM_SLOTS, WeightUpdate
 from headrace.models.weights import of_adapter
-from headrace.sync.base import NUM_SLOTS, Codec, Outbox, Parcel
+from headrace.sync.base import Codec, Outbox, Parcel
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Announced:
+    """A version that was announced from a slot."""
+
     version: int
     checksums: tuple[int, ...]
 
 
 class Publisher:
-    """Fills two slots with images of ``tensors``, which are the learner's, by name; they are read at every
-    :meth:`copy`. One thread copies, one other may announce."""
+    """A publisher of the learner's ``tensors``, given by name: it fills two slots with images of them.
+
+    The tensors are read at every :meth:`copy`. One thread copies; one other thread may announce.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, outbox: Outbox) -> None:
         if codec.adapters_only and not all(of_adapter(name) for name in tensors):
@@ -42,18 +46,19 @@ class Publisher:
         self._announced: list[_Announced | None] = [None] * NUM_SLOTS
 
     def copy(self, slot: int) -> None:
-        """Copy every tensor, as it is now, into ``slot``; the only part that the learner waits for."""
+        """Copy every tensor, as it is now, into ``slot``. The learner waits for this call only."""
         self.fill(slot, self._tensors)
 
     @torch.no_grad()
     def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
-        """As :meth:`copy`, with ``tensors``, which come one at a time in the order of the learner's."""
+        """Copy ``tensors`` into ``slot``; an iterator gives them one at a time, in the order of the learner's
+        tensors."""
         self._announced[slot] = None
         for parts, tensor in zip(self._views[slot], tensors, strict=True):
             self._codec.form.write(parts, tensor.detach())
 
     def announce(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
-        """Hash ``slot``, send it to the receivers at the addresses ``to``, and describe it."""
+        """Hash ``slot``, send it to the receivers at the addresses ``to``, and return its description."""
         hashed = checksums(self._images[slot], self.manifest)
         base = self._announced[1 - slot] if self._codec.differences else None
         self._announced[slot] = _Announced(version=version, checksums=hashed)
@@ -65,8 +70,7 @@ class Publisher:
         return self._send(self._parcel(version, slot, to))
 
     def resend(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
-        """The same version once more, whole. Raises :class:`~headrace.base.errors.WeightsError` if ``slot`` does not
-        hold
+        """Send a version once more, whole. Raises :class:`~headrace.base.errors.WeightsError` if ``slot`` does not hold
         it any more, bit for bit."""
         announced = self._announced[slot]
         if announced is None or announced.version != version:
@@ -82,13 +86,13 @@ class Publisher:
         return self._send(replace(self._parcel(version, slot, to), again=True))
 
     def close(self) -> None:
-        """Let go of the buffers."""
+        """Release the buffers."""
         self._views.clear()
         self._images.clear()
         self._outbox.close()
 
     def _parcel(self, version: int, slot: int, to: Sequence[str]) -> Parcel:
-        """The slot itself."""
+        """Return a parcel with the whole slot."""
         return Parcel(version=version, slot=slot, payload=self._images[slot], manifest=self.manifest, whole=True, to=to)
 
     def _send(self, parcel: Parcel, base: int | None = None) -> WeightUpdate:
@@ -110,6 +114,6 @@ class Publisher:
 
 
 def _grouped(views: list[Tensor], parts: list[dict[str, Tensor]]) -> list[list[Tensor]]:
-    """The views of each tensor's parts."""
+    """Return the views grouped by tensor, one for each of its parts."""
     rest = iter(views)
     return [[next(rest) for _ in group] for group in parts]

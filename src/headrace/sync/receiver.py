@@ -1,11 +1,12 @@
-"""The engine's side: updates fetched, decoded and verified beside the model; a commit is a change of pointers.
+"""The engine's side of the weight sync: updates are fetched, decoded and verified beside the model.
 
     update ─fits? newer?─▶ payload ─decode─▶ image ─hash─▶ tensors of the engine's dtype ─commit─▶ parameter.data
                            lent or fetched                 views of the image where nothing is converted
 
-What the transport does not lend is brought into one of two rooms: the model uses one, the other is free. On a GPU the
-first room is the memory that the model was loaded into, and the second is taken at once: who plans with the memory that
-is free then (the engine's cache) counts it. Phases are drawn in :mod:`headrace.sync.base`.
+A commit is a change of pointers. A payload that the transport does not lend is written to one of two buffers: the model
+uses one, the other is free. On a GPU the first buffer is the memory that the model was loaded into, and the second is
+allocated at once, so that the engine's cache is sized with the memory that is left. :mod:`headrace.sync.base` has a
+picture of the phases.
 """
 
 from __future__ import annotations
@@ -20,63 +21,63 @@ from torch import Tensor
 
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.versions import NOT_SAMPLED
-from headrace.base.types.weights import Manifest, WeightUpdate
-from headrace.sync.base import NUM_SLOTS, Codec, Inbox, Phase
+from headrace.base.types.weights import NUM_SLOTS, Manifest, WeightUpdate
+from headrace.sync.base import Codec, Inbox, Phase
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, private_memory, view
 
 
 @dataclass(slots=True, kw_only=True)
 class _VersionBuffer:
-    """Memory for one version, taken when it is first needed."""
+    """Memory for one version, allocated when it is first needed."""
 
     image: memoryview | None = None
     own: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that are converted or moved, by name."""
+    """Tensors that are converted or moved to another device, by name."""
     views: tuple[memoryview, list[list[Tensor]]] | None = None
-    """An image that will be used again, and what lies in it: to make a view takes longer than to hash a small
+    """An image that will be used again, with the views into it: to make a view takes longer than to hash a small
     tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReceivedVersion:
-    """A version that is here and verified."""
+    """A version that has arrived and is verified."""
 
     version: int
     manifest: Manifest
     image: memoryview
     tensors: list[Tensor]
-    room: int
+    buffer: int
 
 
 class Receiver:
-    """Brings versions into ``tensors``, the engine's parameters and buffers by name. One thread stages; another may
-    commit meanwhile."""
+    """A receiver of versions for ``tensors``, the engine's parameters and buffers by name. One thread stages; another
+    may commit at the same time."""
 
     def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, open_inbox: Callable[[int], Inbox]) -> None:
-        """``open_inbox`` is told how many bytes an update has at most."""
+        """Open the engine's side of a transport. ``open_inbox`` gets the largest size of an update in bytes."""
         self._codec = codec
         self._targets = dict(tensors)
         self._devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self._parts = {name: codec.form.parts(name, tensor) for name, tensor in tensors.items()}
         self.manifest = plan({name: part for parts in self._parts.values() for name, part in parts.items()})
         self._inbox = open_inbox(self.manifest.total_bytes)
-        away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
-        self._rooms = (
-            _VersionBuffer(own={name: tensor.data for name, tensor in away.items()}),
-            _VersionBuffer(own={name: torch.empty_like(tensor.data) for name, tensor in away.items()}),
+        on_devices = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
+        self._buffers = (
+            _VersionBuffer(own={name: tensor.data for name, tensor in on_devices.items()}),
+            _VersionBuffer(own={name: torch.empty_like(tensor.data) for name, tensor in on_devices.items()}),
         )
         self._lock = threading.Lock()
         self._staged: _ReceivedVersion | None = None
         self._used: _ReceivedVersion | None = None
-        self._past: list[Tensor] = []
-        """What was used before: let go of while staging, since giving memory back takes long."""
-        self._exchanging: int | None = None
+        self._previous: list[Tensor] = []
+        """The tensors that were used before. They are released during staging, since freeing memory takes long."""
+        self._committing: int | None = None
         self._needs_full = True
-        self._fitting: Manifest | None = None
-        """The last layout that was found to be right."""
+        self._accepted_manifest: Manifest | None = None
+        """The last manifest that was checked and accepted."""
         self.phase = Phase.NEEDS_FULL
-        """Of the latest update."""
+        """The phase of the latest update."""
 
     @property
     def committed(self) -> int:
@@ -85,78 +86,78 @@ class Receiver:
 
     @property
     def address(self) -> str:
-        """Where updates can be sent to; empty where nobody has to know."""
+        """The address to which updates can be sent; empty for a transport that does not send to addresses."""
         return self._inbox.address
 
     def stage(self, update: WeightUpdate) -> None:
-        """Check layout, order and checksums, and bring what has to be brought; may run in another thread than the
-        decoding.
+        """Check layout, order and checksums, and fetch the payload. It may run in another thread than decoding.
 
-        Raises :class:`~headrace.base.errors.NeedsFull` where the same version, sent whole, could be used, and
-        :class:`~headrace.base.errors.WeightsError` where it could not; nothing that is used has changed then.
+        Raises :class:`~headrace.base.errors.NeedsFull` if the same version could be used when sent whole, and
+        :class:`~headrace.base.errors.WeightsError` if it could not; nothing in use has changed then.
         """
         try:
             with self._lock:  # from here to the end nothing is staged, so that no commit can begin meanwhile
                 self._refuse_unfit(update)
-                self._refuse_others(update)
+                self._refuse_misaddressed(update)
                 base = self._base(update)
                 self._staged = None
-                past, self._past = self._past, [] if self._used else [each.data for each in self._targets.values()]
+                previous = self._previous
+                self._previous = [] if self._used else [each.data for each in self._targets.values()]
         except WeightsError as refusal:
             self.phase = Phase.NEEDS_FULL if isinstance(refusal, NeedsFull) else Phase.REFUSED
             self._inbox.skip(update)
             raise
-        del past  # what takes long, and so not while a commit would have to wait for it
+        del previous  # freeing memory takes long: not under the lock, for which a commit would wait
         self.phase = Phase.STAGED
         try:
-            brought = self._bring(update, base)
+            received = self._fetch_version(update, base)
         except BaseException:
             self.phase, self._needs_full = Phase.NEEDS_FULL, True
             raise
         with self._lock:
-            self._staged = brought
+            self._staged = received
             self.phase = Phase.VERIFIED
 
     def staged(self) -> dict[str, Tensor]:
-        """The tensors of the version that is verified and not in use yet, by name; empty where there is none."""
+        """Return the tensors of the version that is verified and not in use yet, by name; empty if there is none."""
         with self._lock:
             return {} if self._staged is None else dict(zip(self._targets, self._staged.tensors, strict=True))
 
     def commit(self, version: int) -> None:
-        """Use the staged version; a change of pointers."""
+        """Use the staged version: a change of pointers."""
         for _ in self.commit_parts(version, 1):
             pass
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Use the staged version in ``parts`` changes, each made when the iterator is advanced; after the last one it
-        ends. What stands in between is neither the old version nor the new one.
+        """Use the staged version in ``parts`` changes, one each time the iterator is advanced. Between them the model
+        has neither the old version nor the new one.
 
-        Raises :class:`~headrace.base.errors.WeightsError` at once if ``version`` is not staged. The next one can be
+        Raises :class:`~headrace.base.errors.WeightsError` at once if ``version`` is not staged. The next version can be
         staged only after the last change.
         """
         with self._lock:  # another thread may stage the next version at this very moment
             staged = self._staged
             if staged is None or staged.version != version:
-                words = "nothing" if staged is None else f"version {staged.version}"
-                raise WeightsError(f"commit of version {version}, but {words} is staged", remedy="stage it first")
-            self._staged, self._exchanging = None, version
+                reason = "nothing" if staged is None else f"version {staged.version}"
+                raise WeightsError(f"commit of version {version}, but {reason} is staged", remedy="stage it first")
+            self._staged, self._committing = None, version
         return self._exchange(staged, -(-len(staged.tensors) // parts))
 
     def close(self) -> None:
-        """Let go of the transport; the model keeps its weights."""
+        """Close the transport; the model keeps its weights."""
         self._inbox.close()
 
-    def _exchange(self, brought: _ReceivedVersion, at_once: int) -> Iterator[None]:
-        pairs = list(zip(self._targets.values(), brought.tensors, strict=True))
-        for start in range(0, len(pairs), at_once):
+    def _exchange(self, received: _ReceivedVersion, per_part: int) -> Iterator[None]:
+        pairs = list(zip(self._targets.values(), received.tensors, strict=True))
+        for start in range(0, len(pairs), per_part):
             if start:
                 yield
-            for tensor, new in pairs[start : start + at_once]:
+            for tensor, new in pairs[start : start + per_part]:
                 tensor.data = new
         with self._lock:
             if self._used is not None:
-                self._past = self._used.tensors
-            self._used, self._exchanging = brought, None
+                self._previous = self._used.tensors
+            self._used, self._committing = received, None
             self._needs_full = False
             if self.phase is Phase.VERIFIED and self._staged is None:
                 self.phase = Phase.COMMITTED
@@ -167,12 +168,12 @@ class Receiver:
                 f"version {update.version} is not newer than the committed version {self.committed}",
                 remedy="publish versions in order",
             )
-        if self._exchanging is not None:
+        if self._committing is not None:
             raise WeightsError(
-                f"version {self._exchanging} is still coming into use, and version {update.version} needs its place",
+                f"version {self._committing} is still coming into use, and version {update.version} needs its place",
                 remedy="wait for the commit's report",
             )
-        if update.manifest != self._fitting:  # it is the same for every version of a run
+        if update.manifest != self._accepted_manifest:  # it is the same for every version of a run
             differences = self.manifest.differences(update.manifest)
             if differences:
                 raise WeightsError(
@@ -180,13 +181,13 @@ class Receiver:
                     remedy="give engine and learner the same model directory, dtype and sync.codec",
                 )
             _refuse_other_layout(update)
-            self._fitting = update.manifest
-            for room in self._rooms:
-                room.views = None
-        _refuse_impossible(update)
+            self._accepted_manifest = update.manifest
+            for buffer in self._buffers:
+                buffer.views = None
+        _refuse_inconsistent(update)
 
-    def _refuse_others(self, update: WeightUpdate) -> None:
-        """What was sent, and not to here, is not waited for."""
+    def _refuse_misaddressed(self, update: WeightUpdate) -> None:
+        """Raise :class:`~headrace.base.errors.NeedsFull` for an update that was sent to other addresses only."""
         if self.address and self.address not in update.to:
             raise NeedsFull(
                 f"version {update.version} was sent to {', '.join(update.to) or 'nobody'}, and this engine is "
@@ -195,31 +196,31 @@ class Receiver:
             )
 
     def _base(self, update: WeightUpdate) -> memoryview | None:
-        """What the update is a difference from; ``None`` if it is whole."""
+        """Return the image that the update is a difference from; ``None`` if it is whole."""
         if update.base is None:
             return None
         used = self._used
         if used is None or self._needs_full or used.version != update.base or used.manifest != update.manifest:
-            words = "an update failed before" if used and self._needs_full else f"version {self.committed} is in use"
+            reason = "an update failed before" if used and self._needs_full else f"version {self.committed} is in use"
             raise NeedsFull(
-                f"version {update.version} is a difference from version {update.base}, and {words}",
+                f"version {update.version} is a difference from version {update.base}, and {reason}",
                 remedy=f"send version {update.version} whole",
             )
         return used.image
 
-    def _bring(self, update: WeightUpdate, base: memoryview | None) -> _ReceivedVersion:
-        place = 1 if self._used is None else 1 - self._used.room
+    def _fetch_version(self, update: WeightUpdate, base: memoryview | None) -> _ReceivedVersion:
+        index = 1 if self._used is None else 1 - self._used.buffer
         image = self._inbox.lend(update)
         if image is None or base is not None:
-            image = self._received(update, base, image, self._image_of(place, update))
+            image = self._fetch_image(update, base, image, self._image_buffer(index, update))
         self._verify(update, image)
-        with _beside_the_passes(self._devices):
-            tensors = self._tensors(update.manifest, image, place)
+        with _on_side_streams(self._devices):
+            tensors = self._tensors(update.manifest, image, index)
         return _ReceivedVersion(
-            version=update.version, manifest=update.manifest, image=image, tensors=tensors, room=place
+            version=update.version, manifest=update.manifest, image=image, tensors=tensors, buffer=index
         )
 
-    def _received(
+    def _fetch_image(
         self, update: WeightUpdate, base: memoryview | None, lent: memoryview | None, image: memoryview
     ) -> memoryview:
         if base is None:
@@ -231,11 +232,11 @@ class Receiver:
         delta.decode(lent, base, image, update.manifest)
         return image
 
-    def _image_of(self, place: int, update: WeightUpdate) -> memoryview:
-        room = self._rooms[place]
-        if room.image is None:
-            room.image = private_memory(update.manifest.total_bytes)
-        return room.image
+    def _image_buffer(self, index: int, update: WeightUpdate) -> memoryview:
+        buffer = self._buffers[index]
+        if buffer.image is None:
+            buffer.image = private_memory(update.manifest.total_bytes)
+        return buffer.image
 
     def _verify(self, update: WeightUpdate, image: memoryview) -> None:
         found = checksums(image, update.manifest)
@@ -247,36 +248,37 @@ class Receiver:
                 )
 
     @torch.no_grad()
-    def _tensors(self, manifest: Manifest, image: memoryview, place: int) -> list[Tensor]:
+    def _tensors(self, manifest: Manifest, image: memoryview, index: int) -> list[Tensor]:
         tensors = []
-        for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, place), strict=True):
+        for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, index), strict=True):
             first = parts[0]
             if len(parts) == 1 and first.dtype == target.dtype and first.device == target.device:
                 tensors.append(first)
                 continue
-            if name not in self._rooms[place].own:
-                self._rooms[place].own[name] = torch.empty_like(target)
-            out = self._rooms[place].own[name]
+            if name not in self._buffers[index].own:
+                self._buffers[index].own[name] = torch.empty_like(target)
+            out = self._buffers[index].own[name]
             self._codec.form.read(parts, out)
             tensors.append(out)
         return tensors
 
-    def _views(self, manifest: Manifest, image: memoryview, place: int) -> list[list[Tensor]]:
-        """What each target is made of, where it lies."""
-        room = self._rooms[place]
-        if room.views is not None and room.views[0] is image:
-            return room.views[1]
+    def _views(self, manifest: Manifest, image: memoryview, index: int) -> list[list[Tensor]]:
+        """Return the parts of each target as views into the image."""
+        buffer = self._buffers[index]
+        if buffer.views is not None and buffer.views[0] is image:
+            return buffer.views[1]
         entries = {entry.name: entry for entry in manifest.entries}  # the learner may list them in another order
         views = [[view(image, entries[part]) for part in parts] for parts in self._parts.values()]
-        room.views = (image, views) if image is room.image or self._inbox.lasting else None
+        buffer.views = (image, views) if image is buffer.image or self._inbox.lasting else None
         return views
 
 
 @contextmanager
-def _beside_the_passes(devices: Iterable[torch.device]) -> Iterator[None]:
-    """What is copied to GPUs within this is there when it ends, and the passes that run meanwhile do not wait for it.
+def _on_side_streams(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Run copies to GPUs within the context on streams of their own, so that passes do not wait for them; wait for the
+    copies at the end.
 
-    A stream of its own begins after what is already ordered: a pass that still reads the room that is filled now.
+    Each stream begins after the work that is already queued: a pass may still read the buffer that is filled now.
     """
     with ExitStack() as streams:
         for device in devices:
@@ -288,7 +290,8 @@ def _beside_the_passes(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _refuse_other_layout(update: WeightUpdate) -> None:
-    """Offsets and sizes are read as they are announced: they must be those that names, dtypes and shapes give."""
+    """Refuse offsets and sizes that do not follow from names, dtypes and shapes, since they are used to read the
+    image."""
     tensors = {
         entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
         for entry in update.manifest.entries
@@ -301,8 +304,8 @@ def _refuse_other_layout(update: WeightUpdate) -> None:
         )
 
 
-def _refuse_impossible(update: WeightUpdate) -> None:
-    """An announcement that cannot be right, whatever the bytes; what it says is used as sizes and places below."""
+def _refuse_inconsistent(update: WeightUpdate) -> None:
+    """Refuse an announcement with inconsistent numbers, which are used as sizes and indices later."""
     manifest = update.manifest
     if update.slot not in range(NUM_SLOTS) or len(update.checksums) != len(manifest.entries):
         raise WeightsError(

@@ -1,9 +1,9 @@
-"""Weights through shared memory, for processes of one machine: nothing is moved.
+"""A transport through shared memory, for processes of one machine. Nothing is copied.
 
-    path     slot 0 │ slot 1 │ a payload that is not a slot (a difference), until the next one is written over it
+    path     slot 0 │ slot 1 │ a payload that is not a slot (a difference), until the next one overwrites it
 
-The engine's parameters are views of the committed slot. The file never shrinks, so that no reader loses a page; pages
-of its last part are taken when the first difference is written.
+The engine's parameters are views of the committed slot. The file never shrinks, so that no reader loses a page. The
+pages of its last part are allocated when the first difference is written.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 from pathlib import Path
 
 from headrace.base.errors import NeedsFull, WeightsError
-from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
-from headrace.sync.base import NUM_SLOTS, Parcel, Sent
-from headrace.sync.config import Route
+from headrace.base.types.weights import BUCKET_BYTES, NUM_SLOTS, WeightUpdate
+from headrace.sync.base import Parcel, Sent
+from headrace.sync.config import Transport, TransportCost
 
 
 class ShmOutbox:
-    """Owns the file. ``path`` must lie in a file system of memory, such as ``/dev/shm``."""
+    """The learner's side, which owns the file. ``path`` must be in a file system of memory, such as ``/dev/shm``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,7 +31,7 @@ class ShmOutbox:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise _full(self._path, what, error) from None
+            raise _memory_error(self._path, what, error) from None
         try:
             if os.fstat(descriptor).st_size:
                 raise WeightsError(
@@ -40,11 +40,11 @@ class ShmOutbox:
                 )
             self._made = True
             os.posix_fallocate(descriptor, 0, max(num_bytes, 1))  # a full /dev/shm is an error now, no signal later
-            os.truncate(descriptor, _end(num_bytes // NUM_SLOTS))
+            os.truncate(descriptor, _file_bytes(num_bytes // NUM_SLOTS))
             return memoryview(mmap.mmap(descriptor, max(num_bytes, 1)))[:num_bytes]
         except (OSError, OverflowError) as error:
             self.close()
-            raise _full(self._path, what, error) from None
+            raise _memory_error(self._path, what, error) from None
         finally:
             os.close(descriptor)
 
@@ -54,7 +54,7 @@ class ShmOutbox:
                 self._write(parcel)
             except OSError as error:
                 what = f"the update to version {parcel.version} needs {len(parcel.payload)} bytes of shared memory"
-                raise _full(self._path, what, error) from None
+                raise _memory_error(self._path, what, error) from None
         return Sent(path=str(self._path))
 
     def close(self) -> None:
@@ -64,17 +64,17 @@ class ShmOutbox:
     def _write(self, parcel: Parcel) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            place = _beside(parcel.manifest.total_bytes)
+            start_of_payload = _payload_start(parcel.manifest.total_bytes)
             for start in range(0, len(parcel.payload), BUCKET_BYTES):
                 bucket = parcel.payload[start : start + BUCKET_BYTES]
-                if os.pwrite(descriptor, bucket, place + start) != len(bucket):
+                if os.pwrite(descriptor, bucket, start_of_payload + start) != len(bucket):
                     raise OSError("no room for all of it")
         finally:
             os.close(descriptor)
 
 
 class ShmInbox:
-    """Maps what it is told of."""
+    """The engine's side, which maps the file that an update names."""
 
     address = ""
     lasting = True
@@ -82,27 +82,27 @@ class ShmInbox:
     def __init__(self) -> None:
         self._file: memoryview | None = None
         self._slots: list[memoryview] = []
-        self._known: tuple[str, int, int] | None = None
+        self._mapped_file: tuple[str, int, int] | None = None
 
     def lend(self, update: WeightUpdate) -> memoryview:
         image_bytes = update.manifest.total_bytes
         file = self._mapped(update.path, image_bytes)
         if update.base is None:
             return self._slots[update.slot]
-        start = _beside(image_bytes)
+        start = _payload_start(image_bytes)
         return file[start : start + update.num_bytes]
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
         raise AssertionError("shared memory is read where it lies")
 
     def skip(self, update: WeightUpdate) -> None:
-        """Nothing was moved."""
+        """Do nothing: no bytes were moved."""
 
     def close(self) -> None:
         self._file, self._slots = None, []
 
     def _mapped(self, path: str, image_bytes: int) -> memoryview:
-        num_bytes = _end(image_bytes)
+        num_bytes = _file_bytes(image_bytes)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
@@ -117,9 +117,9 @@ class ShmInbox:
                     f"shared buffer {path} has {found.st_size} bytes, the manifest needs {num_bytes}",
                     remedy="publish the version again",
                 )
-            known = (path, found.st_dev, found.st_ino)
-            if self._file is None or self._known != known:
-                self._file, self._known = memoryview(mmap.mmap(descriptor, num_bytes)), known
+            identity = (path, found.st_dev, found.st_ino)
+            if self._file is None or self._mapped_file != identity:
+                self._file, self._mapped_file = memoryview(mmap.mmap(descriptor, num_bytes)), identity
                 starts = range(0, image_bytes * NUM_SLOTS, image_bytes) if image_bytes else [0] * NUM_SLOTS
                 self._slots = [self._file[start : start + image_bytes] for start in starts]
             return self._file
@@ -127,28 +127,28 @@ class ShmInbox:
             os.close(descriptor)
 
 
-def open_outbox(route: Route, token: str) -> ShmOutbox:
-    """``route.address`` is the path of the slots' file."""
-    return ShmOutbox(Path(route.address))
-
-
-def open_inbox(route: Route, token: str, limit_bytes: int) -> ShmInbox:
-    """Each update says where its file is."""
-    return ShmInbox()
-
-
-def _beside(image_bytes: int) -> int:
-    """Where the payload that is not a slot begins."""
+def _payload_start(image_bytes: int) -> int:
+    """Return the offset of the payload that is not a slot."""
     return image_bytes * NUM_SLOTS
 
 
-def _end(image_bytes: int) -> int:
-    """The file's size: a difference is shorter than the image."""
-    return max(_beside(image_bytes) + image_bytes, 1)
+def _file_bytes(image_bytes: int) -> int:
+    """Return the size of the file; a difference is shorter than an image."""
+    return max(_payload_start(image_bytes) + image_bytes, 1)
 
 
-def _full(path: Path, what: str, error: Exception) -> WeightsError:
+def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
     return WeightsError(
         f"{what} at {path.parent}: {error}",
         remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",
     )
+
+
+SHM = Transport(
+    open_outbox=lambda route, token: ShmOutbox(Path(route.address)),
+    # each update says where its file is
+    open_inbox=lambda route, token, limit_bytes: ShmInbox(),
+    address=lambda sync, places: str(places.memory),
+    one_machine="is memory of one machine",
+    cost=TransportCost(gb_s=10.0, fixed_s=0.005, proposed=True),
+)

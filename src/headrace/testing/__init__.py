@@ -1,4 +1,4 @@
-"""Fakes for tests: every part of a run, in virtual time, behind the same contracts as the real ones."""
+"""Fakes for tests: every component of a run, in virtual time, with the same contracts as the real ones."""
 
 from headrace.testing.fakes import FakeEngine, FakeLearner, FakeScorer, fake_parts
 from headrace.testing.lengths import lognormal_lengths

@@ -1,4 +1,4 @@
-"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`, each of one promise."""
+"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each checks one requirement."""
 
 from __future__ import annotations
 
@@ -13,113 +13,114 @@ from headrace.base.types.weights import Interrupt
 from headrace.testing.engine_rig import CLOSE, FLUSH, RequestOutput, Rig, close, refuse
 
 LONG = 60
+"""Number of tokens of an answer that is still running when a pause reaches the engine."""
 LONGER = 240
-"""Tokens of a sequence that a commit is to find running: a server samples on while the commit is on its way."""
-"""Tokens of an answer that a commit finds running."""
+"""Number of tokens of an answer that is still running when a commit reaches a server, which samples meanwhile."""
 _EXACT = frozenset({Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY, Interrupt.SLEEP})
-"""Ways after which nothing of the old weights is left in what is computed."""
+"""The interrupt modes after which no cached computation of the old weights is used."""
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def first_weights(rig: Rig) -> None:
-    """Nothing is sampled before version 0, which then is in use."""
+    """Check that nothing is sampled before version 0 is committed."""
     rig.refuses("before the first", max_new_tokens=4)
     rig.publish(min(rig.can.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
     assert rig.core.stats().version == 0
 
 
 def logprobs(rig: Rig) -> None:
-    """Each token has the logprob that transformers gives it, at the temperature it was drawn at."""
+    """Check that each token has the logprob that transformers computes, at the temperature of its sampling."""
     for temperature in (1.0, 0.6):
-        numbers = [rig.ask([3 + at, 4, 5], max_new_tokens=20, temperature=temperature) for at in range(3)]
-        for told in rig.finish(*numbers):
-            assert len(told.ids) == 20
-            assert told.reason is StopReason.LENGTH
-            assert set(told.versions) == {rig.version}
-            close(told.logprobs, rig.reference(rig.version, told, temperature))
+        numbers = [rig.add([3 + at, 4, 5], max_new_tokens=20, temperature=temperature) for at in range(3)]
+        for output in rig.finish(*numbers):
+            assert len(output.ids) == 20
+            assert output.reason is StopReason.LENGTH
+            assert set(output.versions) == {rig.version}
+            close(output.logprobs, rig.reference(rig.version, output, temperature))
 
 
 def truncated(rig: Rig) -> None:
-    """What is cut off has no probability: what is left has more."""
+    """Check that truncated sampling renormalises the probabilities of the remaining tokens."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
-        (told,) = rig.finish(rig.ask([3, 4, 5], max_new_tokens=16, **limits))
-        whole = rig.reference(rig.version, told)
-        assert (np.asarray(told.logprobs) >= whole - CLOSE).all(), "less likely than in the whole vocabulary"
-        assert np.asarray(told.logprobs).sum() > whole.sum() + CLOSE, "nothing was cut off, or not told"
+        (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=16, **limits))
+        whole = rig.reference(rig.version, output)
+        assert (np.asarray(output.logprobs) >= whole - CLOSE).all(), "less likely than in the whole vocabulary"
+        assert np.asarray(output.logprobs).sum() > whole.sum() + CLOSE, "nothing was cut off, or not renormalised"
 
 
 def no_truncation(rig: Rig) -> None:
-    """It says that it cannot."""
+    """Check that an engine without truncated sampling refuses it."""
     rig.refuses("top_k", top_k=3)
 
 
 def greedy(rig: Rig) -> None:
-    """The likeliest token, which was certain."""
-    (told,) = rig.finish(rig.ask([3, 4, 5], temperature=0.0))
-    assert told.logprobs == [0.0] * len(told.ids), "what was certain has another logprob than 0"
+    """Check that temperature 0 takes the likeliest token, with log-probability 0."""
+    (output,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
+    assert output.logprobs == [0.0] * len(output.ids), "what was certain has another logprob than 0"
     rig.model.load_state_dict(rig.weights[rig.version])
     with torch.inference_mode():
-        logits_TV = rig.model(input_ids=torch.tensor([told.prompt + told.ids]), use_cache=False).logits[0]
-    assert logits_TV[len(told.prompt) - 1 : -1].argmax(-1).tolist() == told.ids
+        logits_TV = rig.model(input_ids=torch.tensor([output.prompt + output.ids]), use_cache=False).logits[0]
+    assert logits_TV[len(output.prompt) - 1 : -1].argmax(-1).tolist() == output.ids
 
 
 def stops(rig: Rig) -> None:
-    """A stop id ends an answer as its last token."""
-    (free,) = rig.finish(rig.ask([3, 4, 5], temperature=0.0))
+    """Check that a stop id ends an answer and is its last token."""
+    (free,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
     last = free.ids[3]
-    (told,) = rig.finish(rig.ask([3, 4, 5], temperature=0.0, stop_ids=(last,)))
-    assert told.reason is StopReason.STOP
-    assert told.ids == free.ids[: free.ids.index(last) + 1], "the stop token is the last one, and kept"
+    (output,) = rig.finish(rig.add([3, 4, 5], temperature=0.0, stop_ids=(last,)))
+    assert output.reason is StopReason.STOP
+    assert output.ids == free.ids[: free.ids.index(last) + 1], "the stop token is the last one, and kept"
 
 
 def streams(rig: Rig) -> None:
-    """Chunks of at least ``flush_tokens``, and more than one."""
-    (told,) = rig.finish(rig.ask([3, 4, 5], max_new_tokens=3 * FLUSH))
-    assert len(told.chunks) >= 2, "all came at the end"
-    assert all(len(chunk.ids_T) >= FLUSH for chunk in told.chunks[:-1])
+    """Check that an answer comes in more than one chunk, each of at least ``flush_tokens`` tokens."""
+    (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=3 * FLUSH))
+    assert len(output.chunks) >= 2, "all came at the end"
+    assert all(len(chunk.tokens) >= FLUSH for chunk in output.chunks[:-1])
 
 
 def bad_requests(rig: Rig) -> None:
-    """Each is refused in words that name it."""
-    running = rig.ask([3, 4], max_new_tokens=30)
+    """Check that each bad request is refused with an error that names the problem."""
+    running = rig.add([3, 4], max_new_tokens=30)
     rig.refuses("max_new_tokens=0", max_new_tokens=0)
     rig.refuses("top_p=0", top_p=0.0)
     rig.refuses("temperature=-1", temperature=-1.0)
     refuse(lambda: rig.core.add(rig.request([])), "empty prompt")
     refuse(lambda: rig.core.add(rig.request([3, 10**6])), "1000000")
     refuse(lambda: rig.core.add(rig.request([3] * 500, max_new_tokens=100)), "max_context")
-    (told,) = rig.finish(running)
-    assert len(told.ids) == 30
+    (output,) = rig.finish(running)
+    assert len(output.ids) == 30
 
 
-def withdrawn(rig: Rig) -> None:
-    """It ends with what it has; unknown ids are ignored."""
-    first, other = rig.ask([3, 4], max_new_tokens=200), rig.ask([3, 5], max_new_tokens=20)
-    rig.until(lambda: bool(rig.told[first].ids))
-    rig.note(rig.core.abort([first, 10**6]))
-    rig.until(lambda: rig.told[first].ended)
-    assert rig.told[first].reason is StopReason.ABORTED
-    assert 0 < len(rig.told[first].ids) < 200
-    (told,) = rig.finish(other)
-    assert len(told.ids) == 20
+def cancelled(rig: Rig) -> None:
+    """Check that a cancelled request ends with the tokens sampled so far, and that unknown ids are ignored."""
+    first, other = rig.add([3, 4], max_new_tokens=200), rig.add([3, 5], max_new_tokens=20)
+    rig.until(lambda: bool(rig.outputs[first].ids))
+    rig.add_chunks(rig.core.abort([first, 10**6]))
+    rig.until(lambda: rig.outputs[first].ended)
+    assert rig.outputs[first].reason is StopReason.ABORTED
+    assert 0 < len(rig.outputs[first].ids) < 200
+    (output,) = rig.finish(other)
+    assert len(output.ids) == 20
 
 
 def deadline(rig: Rig) -> None:
-    """It ends with what it has."""
+    """Check that a request ends at its deadline with the tokens sampled so far."""
     request = rig.request([3, 4], max_new_tokens=400)
     late = GenerateRequest(
         request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, deadline_s=0.15
     )  # fmt: skip
     rig.core.add(late)
-    (told,) = rig.finish(rig.follow(late))
-    assert told.reason is StopReason.DEADLINE
-    assert len(told.ids) < 400
+    (output,) = rig.finish(rig.collect(late))
+    assert output.reason is StopReason.DEADLINE
+    assert len(output.ids) < 400
 
 
 def continues(rig: Rig) -> None:
-    """Behind the tokens that it came with, which count and are not sent again."""
+    """Check that a request continues after the answer tokens that it contains, which count for the limit and are not
+    sent again."""
     request = rig.request([3, 4], max_new_tokens=20)
     begun = GenerateRequest(
         request_id=request.request_id,
@@ -128,28 +129,28 @@ def continues(rig: Rig) -> None:
         answer_ids_T=np.array([5, 6, 7], np.int32),
     )
     rig.core.add(begun)
-    (told,) = rig.finish(rig.follow(begun))
-    assert len(told.ids) == 17, "the limit counts what was there, and that does not come again"
-    told.prompt += [5, 6, 7]
-    close(told.logprobs, rig.reference(rig.version, told))
+    (output,) = rig.finish(rig.collect(begun))
+    assert len(output.ids) == 17, "the limit counts what was there, and that does not come again"
+    output.prompt += [5, 6, 7]
+    close(output.logprobs, rig.reference(rig.version, output))
 
 
 def paused(rig: Rig) -> None:
-    """Nothing comes while it stands still, and all of it afterwards."""
-    number = rig.ask([3, 4], max_new_tokens=LONG)
-    rig.until(lambda: bool(rig.told[number].ids))
+    """Check that no tokens come during a pause, and all of them afterwards."""
+    number = rig.add([3, 4], max_new_tokens=LONG)
+    rig.until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause()
-    late = rig.ask([3, 5])
-    assert not rig.told[late].ids
+    late = rig.add([3, 5])
+    assert not rig.outputs[late].ids
     rig.core.resume()
-    told, other = rig.finish(number, late)
-    assert (len(told.ids), len(other.ids)) == (LONG, 12)
+    output, other = rig.finish(number, late)
+    assert (len(output.ids), len(other.ids)) == (LONG, 12)
 
 
 def counts(rig: Rig) -> None:
-    """Tokens, time, and nothing left running."""
+    """Check the statistics of tokens and time, and that no request is left running."""
     before = rig.core.stats()
-    rig.finish(rig.ask([3, 4, 5], max_new_tokens=10))
+    rig.finish(rig.add([3, 4, 5], max_new_tokens=10))
     after = rig.core.stats()
     assert after.generated_tokens - before.generated_tokens == 10
     assert after.prompt_tokens > before.prompt_tokens
@@ -161,46 +162,48 @@ def counts(rig: Rig) -> None:
 
 
 def interrupted(rig: Rig, mode: Interrupt) -> None:
-    """A commit that finds sequences running: every token is of the version it says, by its logprob."""
+    """Check a commit that interrupts running sequences: the logprob of every token is that of the version it
+    records."""
     old = rig.version
     rig.stage()
-    numbers = [rig.ask([3 + at, 4, 5], max_new_tokens=LONGER) for at in range(3)]
-    rig.until(lambda: all(rig.told[number].ids for number in numbers))
+    numbers = [rig.add([3 + at, 4, 5], max_new_tokens=LONGER) for at in range(3)]
+    rig.until(lambda: all(rig.outputs[number].ids for number in numbers))
     if mode is Interrupt.SLEEP:
         rig.core.pause(release=True)
     rig.core.commit(rig.version, mode)
     report = rig.swapped()
     assert (report.version, report.mode) == (rig.version, mode)
-    met = 0 if mode in (Interrupt.DRAIN, Interrupt.BATCH) else len(numbers)
-    assert report.carried_over + report.restarted == met, "sequences had ended before the commit"
-    fresh = rig.ask([9, 4, 5])
-    for told in rig.finish(*numbers):
-        assert len(told.ids) == LONGER
-        ages = oldest(np.array(told.versions, np.int32)).tolist()  # a mixed version counts as the older one
+    num_interrupted = 0 if mode in (Interrupt.DRAIN, Interrupt.BATCH) else len(numbers)
+    assert report.carried_over + report.restarted == num_interrupted, "sequences had ended before the commit"
+    fresh = rig.add([9, 4, 5])
+    for output in rig.finish(*numbers):
+        assert len(output.ids) == LONGER
+        ages = oldest(np.array(output.versions, np.int32)).tolist()  # a mixed version counts as the older one
         assert ages == sorted(ages), "a token of the old weights came after one of the new"
-        _honest(rig, told, old, mode)
-    (told,) = rig.finish(fresh)
-    assert set(told.versions) == {rig.version}
-    close(told.logprobs, rig.reference(rig.version, told))
+        _check_versions(rig, output, old, mode)
+    (output,) = rig.finish(fresh)
+    assert set(output.versions) == {rig.version}
+    close(output.logprobs, rig.reference(rig.version, output))
 
 
-def _honest(rig: Rig, told: RequestOutput, old: int, mode: Interrupt) -> None:
-    """Each token has the logprob that the weights of its version give it."""
-    versions = np.array(told.versions)
+def _check_versions(rig: Rig, output: RequestOutput, old: int, mode: Interrupt) -> None:
+    """Check that each token has the logprob that the weights of its version give it."""
+    versions = np.array(output.versions)
     if mode is Interrupt.ABORT_RETRY:
-        assert set(told.versions) == {rig.version}
+        assert set(output.versions) == {rig.version}
     if mode in (Interrupt.DRAIN, Interrupt.BATCH):
-        assert set(told.versions) == {old}
+        assert set(output.versions) == {old}
     if mode is not Interrupt.STREAM:
-        assert set(told.versions) <= {old, rig.version}
-    for version in {old, rig.version} & set(told.versions):
+        assert set(output.versions) <= {old, rig.version}
+    for version in {old, rig.version} & set(output.versions):
         if version == old or mode in _EXACT:
             at = versions == version
-            close(np.array(told.logprobs)[at], rig.reference(version, told)[at])
+            close(np.array(output.logprobs)[at], rig.reference(version, output)[at])
 
 
 def refused_interrupt(rig: Rig, mode: Interrupt) -> None:
-    """The way is refused by name, and the staged version can still be committed another way."""
+    """Check that an unsupported interrupt mode is refused by name, and that the staged version can still be committed
+    with another."""
     rig.stage()
     refuse(lambda: rig.core.commit(rig.version, mode), mode.value)
     rig.core.commit(rig.version, Interrupt.ABORT_RESUME)
@@ -208,16 +211,16 @@ def refused_interrupt(rig: Rig, mode: Interrupt) -> None:
 
 
 def prefix_cache(rig: Rig) -> None:
-    """A prompt that old weights have computed is computed again."""
+    """Check that a prompt cached under old weights is computed again."""
     prompt = [3 + at % 17 for at in range(300)]
-    rig.finish(rig.ask(prompt, max_new_tokens=4))
+    rig.finish(rig.add(prompt, max_new_tokens=4))
     rig.publish(Interrupt.DRAIN)
-    (told,) = rig.finish(rig.ask(prompt, max_new_tokens=4))
-    close(told.logprobs, rig.reference(rig.version, told))
+    (output,) = rig.finish(rig.add(prompt, max_new_tokens=4))
+    close(output.logprobs, rig.reference(rig.version, output))
 
 
 def updates(rig: Rig) -> None:
-    """What does not fit is refused, and the weights in use stay."""
+    """Check that invalid updates are refused and the weights in use stay."""
     version = rig.version
     old = rig.publisher.announce(version, version % 2)
     try:
@@ -228,90 +231,92 @@ def updates(rig: Rig) -> None:
         raise AssertionError("a version that is not newer was staged")
     refuse(lambda: rig.core.commit(version + 7, Interrupt.DRAIN), f"{version + 7}")
     assert rig.core.stats().version == version
-    (told,) = rig.finish(rig.ask([3, 4, 5]))
-    close(told.logprobs, rig.reference(version, told))
+    (output,) = rig.finish(rig.add([3, 4, 5]))
+    close(output.logprobs, rig.reference(version, output))
 
 
 # -- what not every engine has --------------------------------------------------------------------------------------
 
 
 def scores(rig: Rig) -> None:
-    """Under the weights in use, by one prefill."""
-    (told,) = rig.finish(rig.ask([3, 4, 5], max_new_tokens=20))
-    ids_T = np.array(told.prompt + told.ids, np.int32)
+    """Check the scores of given tokens under the weights in use, computed by one prefill."""
+    (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20))
+    ids_T = np.array(output.prompt + output.ids, np.int32)
     top = rig.core.top_scores(ScoreTokens(call=0, ids_T=ids_T, top_k=2))
-    close(top.logprobs_T[3:], rig.reference(rig.version, told))
+    close(top.logprobs_T[3:], rig.reference(rig.version, output))
     assert (top.logs_TK[3:, 0] >= top.logs_TK[3:, 1]).all()
     assert (top.logs_TK[3:, 0] >= top.logprobs_T[3:] - CLOSE).all()
 
 
 def warm_scores(rig: Rig) -> None:
-    """At another temperature."""
-    (told,) = rig.finish(rig.ask([3, 4, 5]))
-    ids_T = np.array(told.prompt + told.ids, np.int32)
+    """Check scores at another temperature."""
+    (output,) = rig.finish(rig.add([3, 4, 5]))
+    ids_T = np.array(output.prompt + output.ids, np.int32)
     found = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
-    close(found[3:], rig.reference(rig.version, told, 2.0))
+    close(found[3:], rig.reference(rig.version, output, 2.0))
 
 
 def no_warm_scores(rig: Rig) -> None:
-    """It says that it cannot."""
+    """Check that an engine that cannot score at another temperature refuses it."""
     refuse(
         lambda: rig.core.score(ScoreTokens(call=0, ids_T=np.array([3, 4], np.int32), temperature=2.0)), "temperature"
     )
 
 
 def forks(rig: Rig) -> None:
-    """Behind a prefix of an earlier answer; after a commit only where that is computed again."""
-    number = rig.ask([3, 4, 5], max_new_tokens=12)
+    """Check forks after a prefix of an earlier answer; after a commit they are allowed only if the prefix is computed
+    again."""
+    number = rig.add([3, 4, 5], max_new_tokens=12)
     (parent,) = rig.finish(number)
-    child = rig.ask([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4))
-    rig.told[child].prompt = parent.prompt + parent.ids[:4]
-    (told,) = rig.finish(child)
-    close(told.logprobs, rig.reference(rig.version, told))
+    child = rig.add([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4))
+    rig.outputs[child].prompt = parent.prompt + parent.ids[:4]
+    (output,) = rig.finish(child)
+    close(output.logprobs, rig.reference(rig.version, output))
     rig.publish(Interrupt.DRAIN)
-    refuse(lambda: rig.ask([], fork=ForkRequest(parent=number, at=4)), "version")
-    child = rig.ask([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4, stale=StaleFork.RECOMPUTE))
-    rig.told[child].prompt = parent.prompt + parent.ids[:4]
-    (told,) = rig.finish(child)
-    close(told.logprobs, rig.reference(rig.version, told))
+    refuse(lambda: rig.add([], fork=ForkRequest(parent=number, at=4)), "version")
+    child = rig.add([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4, stale=StaleFork.RECOMPUTE))
+    rig.outputs[child].prompt = parent.prompt + parent.ids[:4]
+    (output,) = rig.finish(child)
+    close(output.logprobs, rig.reference(rig.version, output))
 
 
 def reuse(rig: Rig) -> None:
-    """What older weights have computed may be shared."""
-    number = rig.ask([3, 4, 5])
+    """Check that a fork may reuse the cache of older weights."""
+    number = rig.add([3, 4, 5])
     rig.finish(number)
-    rig.finish(rig.ask([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)))
+    rig.finish(rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)))
 
 
 def no_reuse(rig: Rig) -> None:
-    """It says that it cannot."""
-    number = rig.ask([3, 4, 5])
+    """Check that an engine that cannot reuse the cache of older weights refuses it."""
+    number = rig.add([3, 4, 5])
     rig.finish(number)
-    refuse(lambda: rig.ask([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
+    refuse(lambda: rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
 
 
 def kept(rig: Rig) -> None:
-    """Those that could be drawn, and the logprob of a token is that among them."""
+    """Check the recorded kept-sets, and that the logprob of a token is normalised over its kept-set."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
-        (told,) = rig.finish(rig.ask([3, 4, 5], max_new_tokens=20, record_kept=True, **limits))
-        spans = [span for chunk in told.chunks if chunk.kept is not None for span in chunk.kept.spans()]
-        assert len(spans) == len(told.ids), "there are tokens without one"
-        logprobs_TV = rig.logits(rig.version, told).log_softmax(-1)
+        (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20, record_kept=True, **limits))
+        spans = [span for chunk in output.chunks if chunk.tokens.kept is not None for span in chunk.tokens.kept.spans()]
+        assert len(spans) == len(output.ids), "there are tokens without one"
+        logprobs_TV = rig.logits(rig.version, output).log_softmax(-1)
         for at, span in enumerate(spans):
             likeliest = logprobs_TV[at].topk(len(span)).indices.sort().values
             assert span.tolist() == likeliest.tolist(), "other entries are likelier than those that were kept"
             among = logprobs_TV[at, span] - logprobs_TV[at, span].logsumexp(0)
-            assert abs(told.logprobs[at] - float(among[span.tolist().index(told.ids[at])])) < CLOSE
+            assert abs(output.logprobs[at] - float(among[span.tolist().index(output.ids[at])])) < CLOSE
 
 
 def entropies(rig: Rig) -> None:
-    """One for each token."""
-    (told,) = rig.finish(rig.ask([3, 4, 5], record_entropy=True))
-    assert all(chunk.entropies_T is not None and (chunk.entropies_T > 0).all() for chunk in told.chunks)
+    """Check that an entropy is recorded for each token."""
+    (output,) = rig.finish(rig.add([3, 4, 5], record_entropy=True))
+    columns = [chunk.tokens.entropies_T for chunk in output.chunks]
+    assert all(column is not None and (column > 0).all() for column in columns)
 
 
 def pinned(rig: Rig) -> None:
-    """Its tokens are of the weights that it began with, whatever is committed."""
+    """Check that all tokens of a pinned request come from the weights with which it began, whatever is committed."""
     old = rig.version
     rig.stage()
     request = rig.request([3, 4], max_new_tokens=LONGER)
@@ -319,16 +324,16 @@ def pinned(rig: Rig) -> None:
         request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, pinned=True
     )  # fmt: skip
     rig.core.add(pinned)
-    number = rig.follow(pinned)
-    rig.until(lambda: bool(rig.told[number].ids))
+    number = rig.collect(pinned)
+    rig.until(lambda: bool(rig.outputs[number].ids))
     rig.core.commit(rig.version, Interrupt.INFLIGHT)
     rig.swapped()
-    (told,) = rig.finish(number)
-    assert set(told.versions) == {old}
+    (output,) = rig.finish(number)
+    assert set(output.versions) == {old}
 
 
 def no_pins(rig: Rig) -> None:
-    """It says that it cannot."""
+    """Check that an engine without pinned requests refuses one."""
     request = rig.request([3, 4])
     refuse(
         lambda: rig.core.add(
@@ -341,22 +346,22 @@ def no_pins(rig: Rig) -> None:
 
 
 def seeds(rig: Rig) -> None:
-    """Twice the same answer."""
-    first, second = rig.finish(rig.ask([3, 4, 5], seed=7), rig.ask([3, 4, 5], seed=7))
+    """Check that the same seed gives the same answer."""
+    first, second = rig.finish(rig.add([3, 4, 5], seed=7), rig.add([3, 4, 5], seed=7))
     assert first.ids == second.ids
 
 
 def draws_differ(rig: Rig) -> None:
-    """Four answers to one prompt are not all the same."""
-    answers = rig.finish(*[rig.ask([3, 4, 5], max_new_tokens=20) for _ in range(4)])
-    assert len({tuple(told.ids) for told in answers}) > 1, "siblings are all the same"
+    """Check that four answers to one prompt are not all the same."""
+    answers = rig.finish(*[rig.add([3, 4, 5], max_new_tokens=20) for _ in range(4)])
+    assert len({tuple(output.ids) for output in answers}) > 1, "siblings are all the same"
 
 
-def releases(rig: Rig) -> None:
-    """Sequences go on from their tokens."""
-    number = rig.ask([3, 4], max_new_tokens=LONG)
-    rig.until(lambda: bool(rig.told[number].ids))
+def frees_memory(rig: Rig) -> None:
+    """Check that sequences continue from their tokens after the engine has freed its memory."""
+    number = rig.add([3, 4], max_new_tokens=LONG)
+    rig.until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause(release=True)
     rig.core.resume()
-    (told,) = rig.finish(number)
-    close(told.logprobs, rig.reference(rig.version, told))
+    (output,) = rig.finish(number)
+    close(output.logprobs, rig.reference(rig.version, output))

@@ -1,12 +1,12 @@
-"""What every engine must keep, as clauses that a test calls: for ours, and for yours.
+"""The contract of every engine, as clauses that a test calls, for our engines and for those of a third party.
 
     for suite in SUITES.values():
-        with native_rig(suite.wanted(directory, CAPABILITIES["native"]), scratch) as rig:
+        with native_rig(suite.requirements(directory, NATIVE.capabilities), scratch) as rig:
             for clause in suite.clauses:
-                keep(clause, rig)
+                run_clause(clause, rig)
 
-A clause that an engine cannot keep by its capabilities is one that it must refuse, by name. Order matters only in that
-the first clause of a suite wants an engine that has had no weights yet.
+An engine without the capability for a clause must refuse such requests by name. The order of clauses matters only for
+the first clause of a suite, which needs an engine that has had no weights yet.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from headrace.wings.servers.client.launching import ServeRequirements
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause:
-    """One promise."""
+    """One requirement of the contract, with its check."""
 
     name: str
-    """A sentence."""
+    """The requirement as a sentence."""
     check: Callable[[Rig], None]
-    """``AssertionError`` where it is broken."""
+    """The check, which raises ``AssertionError`` if the requirement is broken."""
     has: Callable[[Capabilities], bool] = lambda can: True
     refused: Callable[[Rig], None] | None = None
-    """What holds of an engine that has it not; ``None``: there is nothing that could be asked for."""
+    """The check for an engine without the capability; ``None`` if there is no request that it could refuse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Clauses about engines of one kind of model."""
+    """The clauses for engines of one kind of model."""
 
     clauses: tuple[Clause, ...]
     extra: Mapping[str, object] = field(default_factory=dict)
-    """Of the model: see :class:`~headrace.models.tiny.TinySpec`."""
+    """Further settings of the model: see :class:`~headrace.models.tiny.TinySpec`."""
     kind: str = "qwen3"
-    """Of the model."""
+    """Kind of the model."""
     lora: LoraConfig | None = None
-    """The adapters that are trained on it."""
+    """Adapters that are trained on the model; ``None`` for none."""
     has: Callable[[Capabilities], bool] = lambda can: True
-    """Whether an engine takes such models; another is refused when a run is loaded."""
+    """Whether an engine supports such models; otherwise it is refused when a run is loaded."""
 
-    def wanted(self, directory: Path, can: Capabilities) -> ServeRequirements:
-        """A model, made in ``directory``, and what an engine of it that ``can`` so much has to record. vLLM's attention
-        on processors wants heads of 32."""
+    def requirements(self, directory: Path, can: Capabilities) -> ServeRequirements:
+        """Make a model in ``directory`` and return the requirements for an engine with the capabilities ``can``. The
+        head size is 32, which vLLM's attention on CPUs needs."""
         spec = TinySpec(
             vocab="0123456789+= abcdefgh", hidden_size=128, init_std=0.15, kind=self.kind, extra=self.extra
         )  # fmt: skip
@@ -69,8 +69,9 @@ class Suite:
         )
 
 
-def keep(clause: Clause, rig: Rig) -> str:
-    """``yes``, ``refused`` or ``no``: what the engine makes of ``clause``. ``AssertionError`` where it breaks it."""
+def run_clause(clause: Clause, rig: Rig) -> str:
+    """Check ``clause`` and return ``yes``, ``refused`` or ``no``, depending on the capabilities. Raises
+    ``AssertionError`` if the engine breaks the clause."""
     if clause.has(rig.can):
         clause.check(rig)
         return "yes"
@@ -102,7 +103,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(name="a stop id ends an answer, and is kept", check=checks.stops),
     Clause(name="tokens are streamed while an answer grows", check=checks.streams),
     Clause(name="a bad request is refused, and the others go on", check=checks.bad_requests),
-    Clause(name="a withdrawn request gives what it has", check=checks.withdrawn),
+    Clause(name="a withdrawn request gives what it has", check=checks.cancelled),
     Clause(name="a request ends at its deadline", check=checks.deadline),
     Clause(name="an answer goes on that was begun elsewhere", check=checks.continues),
     Clause(name="it stands still, and goes on", check=checks.paused),
@@ -143,12 +144,12 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(name="a seed fixes the draws", check=checks.seeds, has=lambda can: can.seeds),
     Clause(
         name="gives its memory back while it stands still",
-        check=checks.releases,
+        check=checks.frees_memory,
         has=lambda can: can.releases,
         refused=lambda rig: refuse(lambda: rig.core.pause(release=True), "memory"),
     ),
 )
-"""Of any model: the whole of it is trained."""
+"""The clauses for models of which all weights are trained."""
 SUITES: Mapping[str, Suite] = {
     "model": Suite(clauses=CLAUSES),
     "adapters": Suite(
@@ -173,4 +174,4 @@ SUITES: Mapping[str, Suite] = {
         ),
     ),
 }
-"""What to hold an engine against, by the models it is about."""
+"""All suites, by the kind of models that they are about."""

@@ -1,7 +1,7 @@
-"""The contract suite over engines, as a table: ``python -m headrace.testing.engine_report``.
+"""A table of the contract suite over engines: ``python -m headrace.testing.engine_report``.
 
-Without arguments: the embedded engine, and the fakes of vLLM and SGLang. ``--vllm`` and ``--sglang`` name interpreters
-that have the real ones, on processors. ``--write`` puts the table in the place of the last one in a page.
+Without arguments it covers the embedded engine and the fakes of vLLM and SGLang. ``--vllm`` and ``--sglang`` name
+Python interpreters with the real ones, on CPUs. ``--write`` replaces the table in a page.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from headrace.base.errors import HeadraceError
-from headrace.engine.capabilities import CAPABILITIES, Capabilities, capabilities
+from headrace.engine.capabilities import Capabilities
+from headrace.engine.config import ENGINES
 from headrace.models.devices import CPU
-from headrace.testing.engine_contract import SUITES, Clause, Suite, keep
+from headrace.testing.engine_contract import SUITES, Clause, Suite, run_clause
 from headrace.testing.engine_rig import Rig, native_rig, served_rig
 from headrace.testing.interpreted import interpreted
 from headrace.testing.servers import fake_server
@@ -33,23 +34,24 @@ _AT_LOAD: dict[str, Callable[[Capabilities], bool]] = {
     "the same bits whatever the batch (`model.deterministic`)": lambda can: can.deterministic,
     "computes in the caller's process (own loop, `headrace serve`)": lambda can: can.embedded,
 }
-"""What is not asked of a running engine: settings are held against the capabilities when a run is loaded."""
+"""Capabilities that no running engine is asked for: settings are compared with them when a run is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One engine, and what became of each clause."""
+    """One engine with the result of each clause."""
 
     title: str
-    """With its version, and whether it was the real one."""
+    """Name of the engine, with its version, and whether it was the real one."""
     can: Capabilities
-    """What it claims."""
+    """Capabilities of the engine."""
     found: tuple[str, ...]
-    """``yes``, ``refused``, ``no``, :data:`AT_LOAD` or :data:`BROKEN`, in the order of the suites and their clauses."""
+    """Results (``yes``, ``refused``, ``no``, :data:`AT_LOAD` or :data:`BROKEN`), in the order of the suites and their
+    clauses."""
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 1 where an engine breaks the contract."""
+    """Run the program and return its exit code: 1 if an engine breaks the contract."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", default="")
     parser.add_argument("--sglang", default="")
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def table(columns: list[Column]) -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     lines = ["| | " + " | ".join(column.title for column in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     clauses = [clause for suite in SUITES.values() for clause in suite.clauses]
     for place, clause in enumerate(clauses):
@@ -82,36 +84,40 @@ def _columns(pythons: dict[str, str]) -> Iterator[Column]:
     for kind, python in pythons.items():
         if python:
             # on processors its older model runner is the one that runs, which tells neither
-            can = replace(capabilities(kind, CPU), kept_sets=False, routing=False)
+            can = replace(_on_cpu(kind), kept_sets=False, routing=False)
             yield _column(kind, "real, on a processor", partial(_real, kind, python), can)
         if python and kind == "vllm":
-            yield _column(kind, "real, its kernels interpreted", partial(_interpreted, python), capabilities(kind, CPU))
+            yield _column(kind, "real, its kernels interpreted", partial(_interpreted, python), _on_cpu(kind))
         yield _column(kind, "fake", partial(_faked, kind))
 
 
+def _on_cpu(kind: str) -> Capabilities:
+    return ENGINES.load(kind).capabilities.on(CPU)
+
+
 Make = Callable[[ServeRequirements, Path], AbstractContextManager[Rig]]
-"""An engine, with a folder of its own."""
+"""A function that makes an engine for some requirements, with a directory of its own."""
 
 
-def _real(kind: str, python: str, wanted: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
-    return served_rig(kind, ServerConfig(python=python, any_version=True, wait_s=900), wanted, scratch)
+def _real(kind: str, python: str, required: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
+    return served_rig(kind, ServerConfig(python=python, any_version=True, wait_s=900), required, scratch)
 
 
-def _interpreted(python: str, wanted: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
-    return _real("vllm", interpreted(python, scratch), wanted, scratch)
+def _interpreted(python: str, required: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
+    return _real("vllm", interpreted(python, scratch), required, scratch)
 
 
 @contextmanager
-def _faked(kind: str, wanted: ServeRequirements, scratch: Path) -> Iterator[Rig]:
+def _faked(kind: str, required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
     with (
-        fake_server(kind, wanted) as (url, _),
-        served_rig(kind, ServerConfig(urls=(url,), any_version=True), wanted, scratch) as rig,
+        fake_server(kind, required) as (url, _),
+        served_rig(kind, ServerConfig(urls=(url,), any_version=True), required, scratch) as rig,
     ):
         yield rig
 
 
 def _column(kind: str, how: str, make: Make, can: Capabilities | None = None) -> Column:
-    can, title, found = can or CAPABILITIES[kind], kind, list[str]()
+    can, title, found = can or ENGINES.load(kind).capabilities, kind, list[str]()
     for suite in SUITES.values():
         if not suite.has(can):
             found += [AT_LOAD] * len(suite.clauses)
@@ -128,13 +134,13 @@ def _made(suite: Suite, make: Make, can: Capabilities) -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(prefix="headrace-contract-") as folder:
         scratch = Path(folder) / "scratch"
         scratch.mkdir()
-        with make(suite.wanted(Path(folder) / "model", can), scratch) as rig:
+        with make(suite.requirements(Path(folder) / "model", can), scratch) as rig:
             yield rig
 
 
 def _kept(clause: Clause, rig: Rig) -> str:
     try:
-        return keep(clause, rig)
+        return run_clause(clause, rig)
     except (AssertionError, HeadraceError) as error:
         print(f"{clause.name}: {error}", file=sys.stderr)  # noqa: T201 - a program
         return BROKEN

@@ -1,4 +1,4 @@
-"""An engine under test, a learner that publishes into it, and what the readers of its answers have been told."""
+"""A test rig for an engine: the engine, a learner that publishes weights to it, and the collected answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from headrace.base.clock import RealClock
 from headrace.base.errors import HeadraceError
 from headrace.base.types.columns import FloatColumn
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.weights import Interrupt, SwapReport
@@ -37,9 +36,9 @@ from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.make import served
 
 FLUSH = 8
-"""``engine.flush_tokens`` of an engine under test."""
+"""The ``engine.flush_tokens`` of an engine under test."""
 CLOSE = 1e-4
-"""How far two float32 passes over the same tokens may be apart, in log-probability."""
+"""Greatest difference between the log-probabilities of two float32 passes over the same tokens."""
 PATIENCE_S = 120.0
 MAX_CONTEXT = 512
 SETTINGS = {"device": "cpu", "flush_tokens": FLUSH, "max_sequences": 8}
@@ -47,109 +46,109 @@ SETTINGS = {"device": "cpu", "flush_tokens": FLUSH, "max_sequences": 8}
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What the reader of one request has been told."""
+    """The collected output of one request."""
 
     prompt: list[int]
-    """What it was sampled after."""
+    """Ids of the prompt."""
     ids: list[int] = field(default_factory=list)
-    """Of the answer so far."""
+    """Ids of the answer so far."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each."""
+    """Log-probability of each token."""
     versions: list[int] = field(default_factory=list)
-    """Of each."""
-    chunks: list[Chunk] = field(default_factory=list)
-    """As they came."""
+    """Version of each token."""
+    chunks: list[TokenChunk] = field(default_factory=list)
+    """All chunks, in order of arrival."""
     reason: StopReason | None = None
-    """``None`` while it goes on."""
+    """Why the answer ended; ``None`` while it continues."""
     error: str = ""
-    """Empty where there is none."""
+    """Error of the request; empty if there is none."""
 
-    def take(self, chunk: Chunk) -> None:
-        """One chunk more."""
+    def append(self, chunk: TokenChunk) -> None:
+        """Add one chunk."""
         assert not self.ended, "a chunk came after the last"
         self.chunks.append(chunk)
-        if chunk.restarted:
+        if chunk.lost:
             self.ids, self.logprobs, self.versions = [], [], []
-        self.ids += chunk.ids_T.tolist()
-        self.logprobs += chunk.logprobs_T.tolist()
-        self.versions += chunk.versions_T.tolist()
+        self.ids += chunk.tokens.ids_T.tolist()
+        self.logprobs += chunk.tokens.logprobs_T.tolist()
+        self.versions += chunk.tokens.versions_T.tolist()
         self.reason, self.error = chunk.stop_reason, chunk.error
 
     @property
     def ended(self) -> bool:
-        """Whether there will be no more."""
+        """Return whether no more chunks will come."""
         return self.reason is not None or bool(self.error)
 
 
 @dataclass(slots=True, kw_only=True)
 class Rig:
-    """An engine, and a learner whose weights it is given."""
+    """An engine under test, and a learner whose weights it gets."""
 
     core: EngineCore
     can: Capabilities
-    """What it is to keep: a server tells only what it was started to tell."""
+    """Capabilities that the engine must have. A server returns only the data for which it was started."""
     model: PreTrainedModel
-    """The learner's, which can be called on its own."""
+    """The model of the learner, which tests can also call directly."""
     publisher: Publisher
     version: int = -1
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Of every version that was published."""
-    told: dict[int, RequestOutput] = field(default_factory=dict)
-    """By the request's number."""
+    """Weights of every published version."""
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    """Output by the number of the request."""
     requests: int = 0
-    """Made so far."""
+    """Number of requests made so far."""
 
-    def ask(
+    def add(
         self, prompt: Sequence[int], *, fork: ForkRequest | None = None, agent: str = "", **sampling: object
     ) -> int:
-        """Add a request; its number."""
+        """Add a request to the engine, and return its number."""
         request = self.request(prompt, **sampling)
         self.core.add(msgspec.structs.replace(request, fork=fork, agent=agent))
-        return self.follow(request)
+        return self.collect(request)
 
     def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
-        """A request that nobody has been asked for yet."""
+        """Return a new request that is not added to the engine yet."""
         self.requests += 1
         wanted = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
         return GenerateRequest(
             request_id=self.requests, prompt_ids_T=np.array(prompt, np.int32), sampling=wanted
         )  # fmt: skip
 
-    def follow(self, request: GenerateRequest) -> int:
-        """From now on what it is told is noted."""
-        self.told[request.request_id] = RequestOutput(prompt=request.prompt_ids_T.tolist())
+    def collect(self, request: GenerateRequest) -> int:
+        """Collect the output of ``request`` from now on, and return its number."""
+        self.outputs[request.request_id] = RequestOutput(prompt=request.prompt_ids_T.tolist())
         return request.request_id
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Step until then."""
+        """Step the engine until ``reached`` returns true."""
         clock = RealClock()
         limit_s = clock.now() + PATIENCE_S
         while not reached():
             assert clock.now() < limit_s, "the engine has not come so far in time"
             if self.core.has_work():
-                self.note(self.core.step())
+                self.add_chunks(self.core.step())
 
-    def note(self, chunks: Sequence[Chunk]) -> None:
-        """Chunks that came another way."""
+    def add_chunks(self, chunks: Sequence[TokenChunk]) -> None:
+        """Add chunks that a call other than ``step`` returned."""
         for chunk in chunks:
-            self.told[chunk.request_id].take(chunk)
+            self.outputs[chunk.request_id].append(chunk)
 
     def finish(self, *numbers: int) -> list[RequestOutput]:
-        """What these have been told when they have ended, none of them by an error."""
-        self.until(lambda: all(self.told[number].ended for number in numbers))
+        """Step until these requests have ended, check that none failed, and return their output."""
+        self.until(lambda: all(self.outputs[number].ended for number in numbers))
         for number in numbers:
-            assert not self.told[number].error, f"request {number} failed: {self.told[number].error}"
-        return [self.told[number] for number in numbers]
+            assert not self.outputs[number].error, f"request {number} failed: {self.outputs[number].error}"
+        return [self.outputs[number] for number in numbers]
 
     def publish(self, mode: Interrupt) -> SwapReport:
-        """Change the learner's weights a little, and commit them."""
+        """Change the learner's weights a little, stage and commit them."""
         self.stage()
         self.core.commit(self.version, mode)
         return self.swapped()
 
     @torch.no_grad()
     def stage(self) -> None:
-        """The first half."""
+        """Change the learner's weights a little and stage them, without a commit."""
         self.version += 1
         for tensor in weight_tensors(self.model).values():
             if self.version:
@@ -162,7 +161,7 @@ class Rig:
         self.core.stage(self.publisher.announce(self.version, slot))
 
     def swapped(self) -> SwapReport:
-        """The report of the commit that was asked for."""
+        """Return the report of the last commit."""
         reports: list[SwapReport] = []
 
         def reported() -> bool:
@@ -173,30 +172,30 @@ class Rig:
         return reports[-1]
 
     @torch.inference_mode()
-    def logits(self, version: int, told: RequestOutput, agent: str = "") -> torch.Tensor:
-        """From which each token of an answer is drawn under the weights of ``version``, ``[T, V]`` in float64, by one
-        pass of transformers itself."""
+    def logits(self, version: int, output: RequestOutput, agent: str = "") -> torch.Tensor:
+        """Return the logits from which each token of an answer is drawn under the weights of ``version``, ``[T, V]`` in
+        float64, computed by one pass of transformers itself."""
         self.model.load_state_dict(self.weights[version])
         with active(self.model, agent or DEFAULT) if is_adapted(self.model) else nullcontext():
-            logits_TV = self.model(input_ids=torch.tensor([told.prompt + told.ids]), use_cache=False).logits[0]
+            logits_TV = self.model(input_ids=torch.tensor([output.prompt + output.ids]), use_cache=False).logits[0]
         self.model.load_state_dict(self.weights[self.version])
-        drawn_TV: torch.Tensor = logits_TV[len(told.prompt) - 1 : -1].double()
+        drawn_TV: torch.Tensor = logits_TV[len(output.prompt) - 1 : -1].double()
         return drawn_TV
 
-    def reference(self, version: int, told: RequestOutput, temperature: float = 1.0, agent: str = "") -> FloatColumn:
-        """The logprobs of an answer."""
-        logprobs_TV = (self.logits(version, told, agent) / temperature).log_softmax(-1)
-        column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(told.ids)[:, None])[:, 0].float().numpy()
+    def reference(self, version: int, output: RequestOutput, temperature: float = 1.0, agent: str = "") -> FloatColumn:
+        """Return the reference logprobs of an answer, ``[T]``."""
+        logprobs_TV = (self.logits(version, output, agent) / temperature).log_softmax(-1)
+        column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(output.ids)[:, None])[:, 0].float().numpy()
         return column_T
 
     def refuses(self, words: str, **sampling: object) -> None:
-        """A request with that sampling is refused, in these words, and nothing else is disturbed."""
+        """Check that a request with these sampling settings is refused with an error that contains ``words``."""
         request = self.request([3, 4], **sampling)
         refuse(lambda: self.core.add(request), words)
 
 
 def refuse(act: Callable[[], object], words: str) -> None:
-    """It raises an error of ours that says them."""
+    """Check that ``act`` raises an error of Headrace that contains ``words``."""
     said = ""
     try:
         act()
@@ -207,42 +206,42 @@ def refuse(act: Callable[[], object], words: str) -> None:
 
 
 def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
-    """Two columns of logprobs agree."""
+    """Check that two columns of logprobs agree."""
     apart = np.abs(np.asarray(found) - np.asarray(expected))
     assert len(apart), "there is nothing to compare"
     assert apart.max() < CLOSE, f"logprobs are {apart.max():.2g} apart"
 
 
 @contextmanager
-def native_rig(wanted: ServeRequirements, scratch: Path) -> Iterator[Rig]:
-    """The embedded engine."""
-    model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
+def native_rig(required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
+    """Yield a rig with the embedded engine."""
+    model = load_model(ModelConfig(path=required.path, lora=required.lora))
     config = EngineConfig(**SETTINGS)
     receiver = make_receiver(Route(), weight_tensors(model))
-    core = NativeEngine(model, config, max_context=wanted.max_context, receiver=receiver, clock=RealClock())
-    with _learner(wanted, scratch) as (learner, publisher):
+    core = NativeEngine(model, config, max_context=required.max_context, receiver=receiver, clock=RealClock())
+    with _learner(required, scratch) as (learner, publisher):
         yield Rig(core=core, can=config.can, model=learner, publisher=publisher)
 
 
 @contextmanager
-def served_rig(kind: str, server: ServerConfig, wanted: ServeRequirements, scratch: Path) -> Iterator[Rig]:
-    """An engine that is a server of ``kind``, started or found."""
-    device = "cuda" if wanted.sleeps else "cpu"  # the servers' only: one that runs has decided for itself
+def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
+    """Yield a rig with an engine that is a server of ``kind``, started here or already running."""
+    device = "cuda" if required.sleeps else "cpu"  # the servers' only: one that runs has decided for itself
     settings = {**SETTINGS, "kind": kind, "server": server.model_dump(), "device": device}
     config = EngineConfig.model_validate(settings)
-    can = replace(config.can, kept_sets=wanted.record_kept, routing=wanted.record_routing)
-    form = ServedForm(wanted)
+    can = replace(config.can, kept_sets=required.record_kept, routing=required.record_routing)
+    form = ServedForm(required)
     receiver = make_receiver(Route(), form.tensors())
     with (
-        _learner(wanted, scratch) as (learner, publisher),
-        served(config, wanted, Handover(scratch, form), receiver, RealClock()) as core,
+        _learner(required, scratch) as (learner, publisher),
+        served(config, required, Handover(scratch, form), receiver, RealClock()) as core,
     ):
         yield Rig(core=core, can=can, model=learner, publisher=publisher)
 
 
 @contextmanager
-def _learner(wanted: ServeRequirements, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
-    model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
+def _learner(required: ServeRequirements, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
+    model = load_model(ModelConfig(path=required.path, lora=required.lora))
     model.set_attn_implementation("sdpa")
     with closing(make_publisher(Route(address=str(scratch / "buffer")), weight_tensors(model))) as publisher:
         yield model, publisher

@@ -1,4 +1,4 @@
-"""Fakes that take virtual time, obey the contracts, and remember what was asked of them."""
+"""Fakes that take virtual time, fulfil the contracts, and remember the calls."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _EMPTY = Manifest(entries=(), total_bytes=0)
 
 
 class FakeEngine:
-    """Emits tokens at a constant rate per sequence. The id of each is the version that sampled it, modulo 1,000.
+    """A fake engine that emits tokens at a constant rate per sequence. The id of each token is the version that sampled
+    it, modulo 1,000.
 
-    ``length`` gives the length of a completion by its seed.
+    ``length`` returns the length of a completion by its seed.
     """
 
     def __init__(self, *, token_s: float = 0.01, length: Callable[[int], int] = lambda _: 16) -> None:
@@ -121,19 +122,20 @@ def _reason(sent: int, total: int, wanted: int) -> StopReason | None:
 
 
 class FakeLearner:
-    """Takes a constant time per token; its "weights" are a hash of every batch it has trained, in order."""
+    """A fake learner that takes a constant time per token. Its "weights" are a hash of all trained batches, in
+    order."""
 
     def __init__(self, *, token_s: float = 0.0001, snapshot_s: float = 0.001) -> None:
         self._token_s = token_s
         self._snapshot_s = snapshot_s
-        self._turn = asyncio.Lock()  # orders are carried out one after the other
+        self._turn = asyncio.Lock()  # calls are carried out one after the other
         self.weights = "0" * 32
         self._slots: dict[int, str] = {}
         self._busy_from_s: float | None = None
         self.batches: list[Batch] = []
 
     def num_signs(self) -> int:
-        """Signs of work: one each second while it trains."""
+        """Return the number of signs of progress: one for each batch, and one for each second of training."""
         begun_s = self._busy_from_s
         return len(self.batches) + (0 if begun_s is None else int(VirtualClock().now() - begun_s))
 
@@ -187,12 +189,12 @@ class FakeLearner:
             (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
 
     def restore(self, directory: Path) -> None:
-        """Go on from a snapshot."""
+        """Restore the weights of a snapshot."""
         self.weights = (directory / "weights.txt").read_text(encoding="utf-8")
 
 
 class FakeScorer:
-    """Rewards each completion by a function of its text, after a while."""
+    """A fake scorer that rewards each completion by a function of its text, after a delay."""
 
     def __init__(
         self,
@@ -218,7 +220,8 @@ def fake_parts(
     scorer: FakeScorer | None = None,
     num_tasks: int = 32,
 ) -> Components:
-    """Every part of a run as a fake, for :func:`headrace.base.clock.run_virtual`; must be called inside it."""
+    """Return every component of a run as a fake, for :func:`headrace.base.clock.run_virtual`, inside which it must be
+    called."""
     tasks = [
         Task(row_index=index, row={"prompt": str(index)}, prompt=str(index), prompt_ids_T=np.array([index], np.int32))
         for index in range(num_tasks)
@@ -227,7 +230,7 @@ def fake_parts(
     return Components(
         engine=engine or FakeEngine(),
         learner=learner,
-        signs=learner.num_signs,
+        work_signs=learner.num_signs,
         scorer=scorer or FakeScorer(),
         env=SingleTurn(),
         clock=VirtualClock(),

@@ -1,7 +1,7 @@
 """The contract of a ledger, as checks: ``for check in LEDGER_CHECKS: check(open_ledger)``.
 
-``open_ledger`` returns the ledger under test, opened; called again after ``close`` it returns the same ledger with all
-it held. Groups have :data:`GROUP_SIZE` episodes, steps have one group. A check raises ``AssertionError``.
+``open_ledger`` opens and returns the ledger under test; called again after ``close`` it returns the same ledger with
+all its contents. Groups have :data:`GROUP_SIZE` episodes, steps have one group. A check raises ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.base.errors import LedgerError
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.tokens import Tokens
-from headrace.flow.ledger import Fates, GroupAttempt, Ledger, Lengths
+from headrace.flow.ledger import GroupAttempt, Ledger, Lengths, UnitCounts
 from headrace.flow.ledger.base import (
     CommitVersion,
     DropEpisodes,
@@ -29,18 +29,18 @@ from headrace.flow.ledger.base import (
 
 GROUP_SIZE = 2
 NUM_TOKENS = 4
-"""Sampled tokens of each episode."""
+"""Number of sampled tokens of each episode."""
 OpenLedger = Callable[[], Ledger]
 
 
 def sampled(count: int, version: int = 0) -> Tokens:
-    """``count`` tokens that ``version`` sampled."""
+    """Return ``count`` tokens that ``version`` sampled."""
     ids = np.arange(count, dtype=np.int32)
     return Tokens(ids_T=ids, logprobs_T=-ids.astype(np.float32), versions_T=np.full(count, version, np.int32))
 
 
 def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS) -> EpisodeGraph:
-    """One that has ended; failed where there is a ``cause``."""
+    """Return an episode that has ended; it failed if there is a ``cause``."""
     return EpisodeGraph(
         key=EpisodeKey(group, place),
         turns=[
@@ -53,23 +53,23 @@ def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS
     )
 
 
-def part(group: int, place: int, tokens: Tokens, *, turn: int = 0, lost: str = "") -> TurnPart:
-    """A piece of a running turn."""
-    return TurnPart(key=EpisodeKey(group, place), turn=turn, prompt="p", tokens=tokens, lost=lost)
+def part(group: int, place: int, tokens: Tokens, *, turn: int = 0, lost: str = "") -> TokenChunk:
+    """Return a part of a running turn."""
+    return TokenChunk(key=EpisodeKey(group, place), turn=turn, prompt="p", tokens=tokens, lost=lost)
 
 
-def stream(*parts: TurnPart) -> Stream:
-    """They are recorded together."""
+def stream(*parts: TokenChunk) -> Stream:
+    """Return the operation that records the parts together."""
     return Stream(parts=parts, at_s=2.0)
 
 
 def move(number: int, state: GroupState, **details: int | str) -> Move:
-    """One group goes on."""
+    """Return the operation that moves one group."""
     return Move(numbers=(number,), state=state, at_s=2.0, **details)  # type: ignore[arg-type]
 
 
 def running(number: int, *, version: int = 0) -> list[Operation]:
-    """What makes a group run."""
+    """Return the operations that make a group run."""
     return [
         Submit(numbers=(number,), rows=(10 * number,), at_s=1.0),
         move(number, GroupState.ADMITTED, oldest_version=version),
@@ -78,14 +78,14 @@ def running(number: int, *, version: int = 0) -> list[Operation]:
 
 
 def ready(number: int) -> list[Operation]:
-    """What makes a group ready."""
+    """Return the operations that make a group ready."""
     ended = [EndEpisode(episode=episode(number, place), at_s=2.0) for place in range(GROUP_SIZE)]
     closed = [move(number, GroupState.SCORED), move(number, GroupState.READY, oldest_version=0)]
     return [*running(number), *ended, *closed]
 
 
 def trained(number: int, *, tokens: int = GROUP_SIZE * NUM_TOKENS) -> list[Operation]:
-    """What trains a group, in the step of its number."""
+    """Return the operations that train a group in the step of its number."""
     step = EndStep(
         step=number, numbers=(number,), trained_tokens=tokens, dropped_tokens={}, ages={0: tokens}, at_s=3.0
     )  # fmt: skip
@@ -93,12 +93,12 @@ def trained(number: int, *, tokens: int = GROUP_SIZE * NUM_TOKENS) -> list[Opera
 
 
 def commit(version: int, number: int) -> CommitVersion:
-    """The version that a group made is in use."""
+    """Return the operation that commits the version made by a group."""
     return CommitVersion(version=version, numbers=(number,), checksum=f"hash {version}", at_s=4.0)
 
 
 def _with(open_ledger: OpenLedger, *operations: Operation) -> Ledger:
-    """The ledger after these; the books balance after each."""
+    """Return the ledger after these operations, after checking that it balances after each."""
     ledger = open_ledger()
     for operation in operations:
         ledger.apply(operation)
@@ -112,13 +112,13 @@ def _again(ledger: Ledger, open_ledger: OpenLedger) -> Ledger:
 
 
 def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None:
-    """Figures, notes, hashes, steps, and every token."""
+    """Check that counts, notes, hashes, steps, and every token are kept."""
     note = Note(kind="start", detail="step 0", at_s=9.0)
     ledger = _again(_with(open_ledger, *trained(0), commit(1, 0), *ready(1), note), open_ledger)
     books = ledger.conservation()
-    assert books.groups == Fates(submitted=2, trained=1, in_flight=1)
-    assert books.episodes == Fates(submitted=4, trained=2, in_flight=2)
-    assert books.tokens == Fates(submitted=16, trained=8, in_flight=8)
+    assert books.groups == UnitCounts(submitted=2, trained=1, in_flight=1)
+    assert books.episodes == UnitCounts(submitted=4, trained=2, in_flight=2)
+    assert books.tokens == UnitCounts(submitted=16, trained=8, in_flight=8)
     assert (ledger.ages(), ledger.notes()) == ({0: 8}, [("start", "step 0", 9.0)])
     assert (ledger.steps(), ledger.checksums()) == ({0: (0,)}, {1: "hash 1"})
     assert ledger.lengths() == Lengths(submitted=(4, 4), trained=(4, 4))
@@ -130,80 +130,80 @@ def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None
 
 
 def what_ran_keeps_its_ended_episodes_and_the_parts_of_the_others(open_ledger: OpenLedger) -> None:
-    """A turn goes on from its parts, in their order, with their versions."""
+    """Check that a turn continues from its recorded parts, in their order, with their versions."""
     ended = EndEpisode(episode=episode(0, 0), at_s=2.0)
     first, second = stream(part(0, 1, sampled(3, version=4))), stream(part(0, 1, sampled(2, version=6)))
     ledger = _again(_with(open_ledger, *running(0), first, ended, second), open_ledger)
-    assert ledger.conservation().tokens == Fates(submitted=9, in_flight=9)
-    (group,) = ledger.recall(0).groups
+    assert ledger.conservation().tokens == UnitCounts(submitted=9, in_flight=9)
+    (group,) = ledger.roll_back(0).groups
     assert (group.state, len(group.episodes), group.kept_version()) == (GroupState.SUBMITTED, 1, 0)
-    (begun,) = group.begun
-    assert (begun.key, begun.turn, begun.prompt) == (EpisodeKey(0, 1), 0, "p")
-    assert begun.tokens.ids_T.tolist() == [0, 1, 2, 0, 1]
-    assert begun.tokens.versions_T.tolist() == [4, 4, 4, 6, 6]
+    (turn,) = group.partial_turns
+    assert (turn.key, turn.turn, turn.prompt) == (EpisodeKey(0, 1), 0, "p")
+    assert turn.tokens.ids_T.tolist() == [0, 1, 2, 0, 1]
+    assert turn.tokens.versions_T.tolist() == [4, 4, 4, 6, 6]
     ledger.close()
 
 
 def an_episode_takes_the_place_of_its_parts(open_ledger: OpenLedger) -> None:
-    """No token is counted twice, and those that the episode does not hold are discarded."""
+    """Check that no token is counted twice, and that tokens missing in the episode count as discarded."""
     parts = stream(part(0, 0, sampled(3)), part(0, 1, sampled(7)))
     ends = [EndEpisode(episode=episode(0, place), at_s=2.0) for place in range(2)]
     ledger = _with(open_ledger, *running(0), parts, *ends)
-    assert ledger.conservation().tokens == Fates(submitted=11, dropped={"discarded": 3}, in_flight=8)
-    (group,) = ledger.recall(0).groups
-    assert (len(group.episodes), group.begun) == (2, ())
+    assert ledger.conservation().tokens == UnitCounts(submitted=11, dropped={"discarded": 3}, in_flight=8)
+    (group,) = ledger.roll_back(0).groups
+    assert (len(group.episodes), group.partial_turns) == (2, ())
     ledger.close()
 
 
 def a_turn_that_began_again_has_lost_its_parts(open_ledger: OpenLedger) -> None:
-    """They are counted under the reason."""
+    """Check that the lost tokens are counted under their reason."""
     first, other = part(0, 0, sampled(5)), part(0, 0, sampled(2), turn=1)
     anew = part(0, 0, sampled(1), lost="restarted")
     ledger = _with(open_ledger, *running(0), stream(first, other), stream(anew))
-    assert ledger.conservation().tokens == Fates(submitted=8, dropped={"restarted": 5}, in_flight=3)
-    (group,) = ledger.recall(0).groups
-    assert [(begun.turn, len(begun.tokens)) for begun in group.begun] == [(0, 1), (1, 2)]
+    assert ledger.conservation().tokens == UnitCounts(submitted=8, dropped={"restarted": 5}, in_flight=3)
+    (group,) = ledger.roll_back(0).groups
+    assert [(turn.turn, len(turn.tokens)) for turn in group.partial_turns] == [(0, 1), (1, 2)]
     ledger.close()
 
 
 def parts_of_a_dropped_group_are_dropped_with_it(open_ledger: OpenLedger) -> None:
-    """For its reason."""
+    """Check that the tokens are counted under the reason of the group."""
     parts = stream(part(0, 1, sampled(5)))
     ledger = _with(open_ledger, *running(0), parts, move(0, GroupState.DROPPED, reason="row_gone"))
     books = ledger.conservation()
-    assert books.tokens == Fates(submitted=5, dropped={"row_gone": 5})
-    assert books.episodes == Fates(submitted=2, dropped={"row_gone": 2})
-    assert ledger.recall(0).dropped == {"row_gone": 1}
+    assert books.tokens == UnitCounts(submitted=5, dropped={"row_gone": 5})
+    assert books.episodes == UnitCounts(submitted=2, dropped={"row_gone": 2})
+    assert ledger.roll_back(0).dropped == {"row_gone": 1}
     ledger.close()
 
 
 def episodes_taken_out_of_their_group_are_dropped_for_their_reason(open_ledger: OpenLedger) -> None:
-    """And come back with their status."""
+    """Check that the episodes return with their status."""
     out = DropEpisodes(number=0, places=(1,), status=EpisodeStatus.LEFT_OUT, reason="too_long", at_s=2.0)
     before, after = ready(0)[:5], ready(0)[5:]
     ledger = _with(open_ledger, *before, out, *after)
-    assert ledger.conservation().tokens == Fates(submitted=8, dropped={"too_long": 4}, in_flight=4)
-    (group,) = ledger.recall(0).groups
+    assert ledger.conservation().tokens == UnitCounts(submitted=8, dropped={"too_long": 4}, in_flight=4)
+    (group,) = ledger.roll_back(0).groups
     assert [(each.status.value, each.cause) for each in group.episodes] == [("scored", ""), ("left_out", "too_long")]
     ledger.close()
 
 
 def steps_after_the_checkpoint_are_made_again(open_ledger: OpenLedger) -> None:
-    """With the groups they had; those of the checkpoint stay trained."""
+    """Check that later steps get the same groups again, and that groups of the checkpoint stay trained."""
     ledger = _with(open_ledger, *trained(0), commit(1, 0), *trained(1), commit(2, 1), *running(2))
     for _ in range(2):  # a second crash before anything is done finds the same
-        recalled = ledger.recall(1)
-        assert (recalled.num_submitted, recalled.num_released) == (3, 1)
-        assert recalled.checksums == {1: "hash 1", 2: "hash 2"}
-        states = [(group.number, group.state, group.step) for group in recalled.groups]
+        resumed = ledger.roll_back(1)
+        assert (resumed.num_submitted, resumed.num_released) == (3, 1)
+        assert resumed.checksums == {1: "hash 1", 2: "hash 2"}
+        states = [(group.number, group.state, group.step) for group in resumed.groups]
         assert states == [(1, GroupState.READY, 1), (2, GroupState.SUBMITTED, None)]
-        assert ledger.conservation().tokens == Fates(submitted=16, trained=8, in_flight=8)
+        assert ledger.conservation().tokens == UnitCounts(submitted=16, trained=8, in_flight=8)
         ledger = _again(ledger, open_ledger)
     ledger.close()
 
 
 def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> None:
-    """Here or when it is opened again."""
+    """Check the ledger now and after it is opened again."""
     ledger = _with(open_ledger, *running(0))
     unsound = (
         Submit(numbers=(1, 0), rows=(1, 0), at_s=1.0),
@@ -216,7 +216,7 @@ def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> Non
             continue
         raise AssertionError(f"taken: {operation}")
     ledger = _again(ledger, open_ledger)
-    assert ledger.conservation().groups == Fates(submitted=1, in_flight=1)
+    assert ledger.conservation().groups == UnitCounts(submitted=1, in_flight=1)
     ledger.apply(Submit(numbers=(1,), rows=(1,), at_s=1.0))
     assert ledger.conservation().groups.submitted == 2
     ledger.persist()
@@ -224,12 +224,12 @@ def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> Non
 
 
 def a_failed_episode_is_dropped_by_the_reason_of_its_cause(open_ledger: OpenLedger) -> None:
-    """And the rest of its group goes on."""
+    """Check that the rest of the group continues."""
     ended = [EndEpisode(episode=episode(0, 0, cause="reward_error: line 3"), at_s=2.0)]
     ledger = _with(open_ledger, *running(0), *ended, EndEpisode(episode=episode(0, 1), at_s=2.0))
     books = ledger.conservation()
-    assert books.tokens == Fates(submitted=8, dropped={"reward_error": 4}, in_flight=4)
-    assert books.episodes == Fates(submitted=2, dropped={"reward_error": 1}, in_flight=1)
+    assert books.tokens == UnitCounts(submitted=8, dropped={"reward_error": 4}, in_flight=4)
+    assert books.episodes == UnitCounts(submitted=2, dropped={"reward_error": 1}, in_flight=1)
     ledger.close()
 
 
@@ -244,4 +244,4 @@ LEDGER_CHECKS: tuple[Callable[[OpenLedger], None], ...] = (
     an_operation_that_is_refused_leaves_no_trace,
     a_failed_episode_is_dropped_by_the_reason_of_its_cause,
 )
-"""Every check."""
+"""All checks."""

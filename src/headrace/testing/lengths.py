@@ -1,4 +1,4 @@
-"""How long fake completions are."""
+"""Random lengths of fake completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 
 def lognormal_lengths(mean: float, cv: float, cap: int) -> Callable[[int], int]:
-    """A length for each seed: lognormal with this mean and coefficient of variation, from 1 to ``cap`` tokens.
+    """Return a function from a seed to a length: lognormal with this mean and coefficient of variation, from 1 to
+    ``cap`` tokens.
 
     >>> length = lognormal_lengths(mean=100, cv=1.0, cap=1000)
     >>> length(7) == length(7)

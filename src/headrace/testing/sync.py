@@ -1,11 +1,12 @@
-"""What every transport with every codec must keep, as checks that a test calls: for ours, and for yours.
+"""The contract of every transport with every codec, as checks that a test calls, for ours and for those of a third
+party.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_contract(check, tmp_path):
         with line(Route(transport="mine", codec="delta", address=str(tmp_path)), seed=1) as pair:
             check(pair)
 
-Between the two sides lies a :class:`Weather` that flips bits on the way.
+Between the two sides is a :class:`FaultyInbox` that can flip bits of a payload.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.sync.base import Codec, Inbox, Phase
 from headrace.sync.codecs import codec_of
-from headrace.sync.config import Route
+from headrace.sync.config import TRANSPORTS, Route
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
-from headrace.sync.transports import make_publisher, open_transport
+from headrace.sync.transports import make_publisher
 
 TOKEN = "a token of this run"
 Weights = dict[str, Tensor]
 
 
-class Weather:
-    """An inbox whose payloads may come with one bit changed."""
+class FaultyInbox:
+    """An inbox whose payloads can arrive with one flipped bit."""
 
     def __init__(self, inbox: Inbox, rng: np.random.Generator) -> None:
         self._inbox, self._rng = inbox, rng
@@ -42,16 +43,16 @@ class Weather:
 
     @property
     def address(self) -> str:
-        """The inbox's."""
+        """The address of the inbox behind this one."""
         return self._inbox.address
 
     @property
     def lasting(self) -> bool:
-        """The inbox's."""
+        """Whether the payloads of the inbox behind this one last."""
         return self._inbox.lasting
 
     def lend(self, update: WeightUpdate) -> memoryview | None:
-        """The payload, or a copy of it with one bit changed: what others see stays as it is."""
+        """Return the payload, or a copy of it with one flipped bit, so that other readers are not affected."""
         lent = self._inbox.lend(update)
         if lent is None or not self.flip_next:
             return lent
@@ -61,23 +62,23 @@ class Weather:
         return copied
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Fetch, then change one bit."""
+        """Fetch the payload, then flip one bit."""
         self._inbox.fetch(update, into)
         if self.flip_next:
             self._flip(update, into)
 
     def skip(self, update: WeightUpdate) -> None:
-        """Nothing changes."""
+        """Skip the update."""
         self._inbox.skip(update)
 
     def close(self) -> None:
-        """Nothing changes."""
+        """Close the inbox behind this one."""
         self._inbox.close()
 
     def _flip(self, update: WeightUpdate, payload: memoryview) -> None:
         self.flip_next = False
         place = int(self._rng.integers(len(payload)))
-        if update.base is None:  # not into the room between two tensors, where nobody would mind
+        if update.base is None:  # not in the padding between tensors, where it has no effect
             entry = max(update.manifest.entries, key=lambda entry: entry.num_bytes)
             place = entry.offset_bytes + place % entry.num_bytes
         payload[place] ^= 1 << int(self._rng.integers(8))
@@ -85,7 +86,7 @@ class Weather:
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """A learner's and an engine's side, and some weights."""
+    """The learner's and the engine's side of a transport, with some weights."""
 
     route: Route
     rng: np.random.Generator
@@ -93,18 +94,19 @@ class Pair:
     engine: Weights
     publisher: Publisher
     receiver: Receiver
-    weather: Weather
+    inbox: FaultyInbox
     version: int = -1
     slot: int = 1
 
     @property
     def codec(self) -> Codec:
-        """Of both sides."""
+        """The codec of both sides."""
         return codec_of(self.route.codec)
 
     @torch.no_grad()
     def learn(self) -> Weights:
-        """Change some of the learner's weights a little, in place; what the engine is to have then."""
+        """Change some of the learner's weights a little, in place, and return the weights that the engine must have
+        afterwards."""
         for tensor in self.learner.values():
             flat = tensor.view(-1)
             places = torch.from_numpy(self.rng.permutation(flat.numel())[: 1 + flat.numel() // 8])
@@ -112,21 +114,22 @@ class Pair:
         return self.expected()
 
     def expected(self) -> Weights:
-        """The learner's weights as the codec leaves them."""
+        """Return the learner's weights as the codec transmits them."""
         return {name: through(self.codec, name, tensor) for name, tensor in self.learner.items()}
 
     def publish(self) -> WeightUpdate:
-        """The next version, in the other slot."""
+        """Publish the next version, in the other slot."""
         self.version, self.slot = self.version + 1, 1 - self.slot
         self.publisher.copy(self.slot)
         return self.publisher.announce(self.version, self.slot, [self.receiver.address])
 
     def resend(self) -> WeightUpdate:
-        """The same version, whole."""
+        """Publish the same version again, as whole tensors."""
         return self.publisher.resend(self.version, self.slot, [self.receiver.address])
 
     def stage(self, update: WeightUpdate) -> bool:
-        """Stage as a controller would: what is refused for its bytes is sent again, whole. Whether it was."""
+        """Stage ``update`` as a controller would: if its bytes are refused, it is sent again as whole tensors. Return
+        whether it was sent again."""
         try:
             self.receiver.stage(update)
         except NeedsFull:
@@ -134,20 +137,20 @@ class Pair:
             return True
         return False
 
-    def bring(self) -> None:
-        """One version from end to end."""
+    def transfer(self) -> None:
+        """Publish, stage and commit one version."""
         self.stage(self.publish())
         self.receiver.commit(self.version)
 
     def restart_engine(self) -> None:
-        """Another life of the engine: its weights, and what it knew, are gone."""
+        """Restart the engine, which loses its weights and its state."""
         self.receiver.close()
         self.engine = {name: torch.zeros_like(tensor) for name, tensor in self.engine.items()}
-        self.receiver, self.weather = receiver_in_weather(self.route, self.engine, self.rng)
+        self.receiver, self.inbox = receiver_with_faults(self.route, self.engine, self.rng)
 
 
 def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
-    """A tensor as ``codec`` leaves it."""
+    """Return ``tensor`` as ``codec`` transmits it."""
     parts = [torch.empty(part.shape, dtype=part.dtype) for part in codec.form.parts(name, tensor).values()]
     codec.form.write(parts, tensor)
     out = torch.empty_like(tensor)
@@ -155,14 +158,14 @@ def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
     return out
 
 
-def receiver_in_weather(
+def receiver_with_faults(
     route: Route, engine: Mapping[str, Tensor], rng: np.random.Generator
-) -> tuple[Receiver, Weather]:
-    """The engine's side of ``route``, and what may change bits on the way to it."""
-    made: list[Weather] = []
+) -> tuple[Receiver, FaultyInbox]:
+    """Return the engine's side of ``route``, and the inbox that can flip bits."""
+    made: list[FaultyInbox] = []
 
     def open_inbox(limit_bytes: int) -> Inbox:
-        made.append(Weather(open_transport(route).open_inbox(route, TOKEN, limit_bytes), rng))
+        made.append(FaultyInbox(TRANSPORTS.load(route.transport).open_inbox(route, TOKEN, limit_bytes), rng))
         return made[0]
 
     return Receiver(engine, codec_of(route.codec), open_inbox), made[0]
@@ -170,13 +173,13 @@ def receiver_in_weather(
 
 @contextmanager
 def line(route: Route, seed: int) -> Iterator[Pair]:
-    """Both sides over small weights of an adapter; nothing is left afterwards."""
+    """Yield both sides of ``route`` with small weights of an adapter, and close them afterwards."""
     rng = np.random.default_rng(seed)
     learner, engine = _weights(rng), _weights(rng)
     publisher = make_publisher(route, learner, TOKEN)
-    receiver, weather = receiver_in_weather(route, engine, rng)
+    receiver, inbox = receiver_with_faults(route, engine, rng)
     pair = Pair(
-        route=route, rng=rng, learner=learner, engine=engine, publisher=publisher, receiver=receiver, weather=weather
+        route=route, rng=rng, learner=learner, engine=engine, publisher=publisher, receiver=receiver, inbox=inbox
     )
     try:
         yield pair
@@ -186,24 +189,24 @@ def line(route: Route, seed: int) -> Iterator[Pair]:
 
 
 def equal(left: Weights, right: Weights) -> bool:
-    """Bit for bit, dtypes included."""
+    """Return whether the weights are equal bit for bit, including dtypes."""
     return all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left.keys() | right
     )
 
 
 def brings_what_the_codec_promises(pair: Pair) -> None:
-    """Version after version."""
+    """Check that the engine gets the transmitted weights, version after version."""
     for _ in range(4):
         expected = pair.learn()
-        pair.bring()
+        pair.transfer()
         assert equal(pair.engine, expected)
         assert (pair.receiver.phase, pair.receiver.committed) == (Phase.COMMITTED, pair.version)
 
 
 def shows_nothing_before_the_commit(pair: Pair) -> None:
-    """Staging does not touch what is used, nor does the learner's next copy."""
-    pair.bring()
+    """Check that neither staging nor the learner's next copy changes the weights in use."""
+    pair.transfer()
     before = {name: tensor.clone() for name, tensor in pair.engine.items()}
     expected = pair.learn()
     pair.stage(pair.publish())
@@ -214,19 +217,19 @@ def shows_nothing_before_the_commit(pair: Pair) -> None:
 
 
 def refuses_versions_that_are_not_newer(pair: Pair) -> None:
-    """And goes on with those that are."""
-    pair.bring()
+    """Check that older versions are refused and newer ones still work."""
+    pair.transfer()
     pair.version -= 1
     _refused(pair, pair.publish(), f"version {pair.version} is not newer than the committed version {pair.version}")
     assert pair.receiver.phase is Phase.REFUSED
     pair.version += 1
     expected = pair.learn()
-    pair.bring()
+    pair.transfer()
     assert equal(pair.engine, expected)
 
 
 def commits_only_what_is_staged(pair: Pair) -> None:
-    """Versions that were never staged, and one that is used already."""
+    """Check that versions that were never staged, and one in use, cannot be committed again."""
     _refused_commit(pair, 0, "nothing is staged")
     pair.stage(pair.publish())
     _refused_commit(pair, 1, "commit of version 1, but version 0 is staged")
@@ -235,11 +238,11 @@ def commits_only_what_is_staged(pair: Pair) -> None:
 
 
 def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
-    """In the first version, and in one that may be a difference."""
+    """Check the repair in the first version, and in one that may be a difference."""
     for _ in range(2):
         before = {name: tensor.clone() for name, tensor in pair.engine.items()}
         expected = pair.learn()
-        update, pair.weather.flip_next = pair.publish(), True
+        update, pair.inbox.flip_next = pair.publish(), True
         _refused(pair, update, "")
         assert pair.receiver.phase is Phase.NEEDS_FULL
         assert equal(pair.engine, before)
@@ -250,10 +253,11 @@ def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
 
 
 def takes_no_difference_after_a_failure(pair: Pair) -> None:
-    """The version after a damaged one is taken only whole, and the one after that as a difference again."""
-    pair.bring()
+    """Check that the version after a damaged one is accepted only as whole tensors, and the one after that as a
+    difference."""
+    pair.transfer()
     pair.learn()
-    update, pair.weather.flip_next = pair.publish(), True
+    update, pair.inbox.flip_next = pair.publish(), True
     _refused(pair, update, "")
     for whole in (pair.codec.differences, False):
         expected = pair.learn()
@@ -263,7 +267,7 @@ def takes_no_difference_after_a_failure(pair: Pair) -> None:
 
 
 def lists_every_difference_of_the_model(pair: Pair) -> None:
-    """Names, shapes and dtypes, before anything is moved."""
+    """Check that differences in names, shapes and dtypes are reported before any data moves."""
     other = {name: tensor.clone() for name, tensor in pair.learner.items()}
     other["lora_B.more"] = torch.zeros(1)
     other["lora_A.shift"] = other["lora_A.shift"].int()
@@ -273,24 +277,25 @@ def lists_every_difference_of_the_model(pair: Pair) -> None:
     update = WeightUpdate(version=0, slot=0, path="", manifest=_manifest(route, other), checksums=())
     lines = ("lora_B.more: not a tensor", "lora_A.shift: int32[3]", "lora_A.wide:", "lora_B.scale: missing")
     _refused(pair, update, *lines)
-    pair.bring()
+    pair.transfer()
 
 
 def survives_a_restart_of_the_engine(pair: Pair) -> None:
-    """Between two versions, and between staging and commit."""
+    """Check a restart between two versions, and between staging and commit."""
     for staged in (False, True):
-        pair.bring()
+        pair.transfer()
         pair.learn()
         if staged:
             pair.stage(pair.publish())
         pair.restart_engine()
         expected = pair.learn()
-        pair.bring()
+        pair.transfer()
         assert equal(pair.engine, expected)
 
 
 def never_uses_a_version_that_is_half_or_mixed(pair: Pair) -> None:
-    """Bits flip, engines restart: after every attempt the engine has exactly the last committed version."""
+    """Check that after every attempt, with flipped bits and restarts, the engine has exactly the last committed
+    version."""
     held, repaired = {name: tensor.clone() for name, tensor in pair.engine.items()}, 0
     for _ in range(20):
         luck = pair.rng.random()
@@ -298,8 +303,8 @@ def never_uses_a_version_that_is_half_or_mixed(pair: Pair) -> None:
             pair.restart_engine()
             held = {name: tensor.clone() for name, tensor in pair.engine.items()}
         expected = pair.learn()
-        update, pair.weather.flip_next = pair.publish(), luck > 0.7
-        flipped = pair.weather.flip_next
+        update, pair.inbox.flip_next = pair.publish(), luck > 0.7
+        flipped = pair.inbox.flip_next
         assert pair.stage(update) or not flipped
         repaired += flipped
         assert equal(pair.engine, held)
@@ -320,7 +325,7 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
     survives_a_restart_of_the_engine,
     never_uses_a_version_that_is_half_or_mixed,
 )
-"""The contract."""
+"""All checks of the contract."""
 
 
 def _weights(rng: np.random.Generator) -> Weights:

@@ -1,12 +1,10 @@
-"""Advantages: rewards become credit. NumPy only. A new one is a class and a row of ``AnyAdvantage``."""
+"""Advantages, which are made from rewards, in NumPy only. A new advantage is a class and a row of ``AnyAdvantage``."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
-from headrace.algo.advantages.base import Advantage
+from headrace.algo.advantages.base import Advantage, AdvantageSection
 from headrace.algo.advantages.groups import (
     Gdpo,
     GrpoAdvantage,
@@ -20,6 +18,7 @@ from headrace.algo.advantages.groups import (
 )
 from headrace.algo.advantages.outcomes import Outcomes, outcomes_of
 from headrace.algo.advantages.tokens import GaeAdvantage, Prpo, ReverseKl, StepAdvantage
+from headrace.base.config.kinds import Kinds
 
 AnyAdvantage = (
     GrpoAdvantage
@@ -36,6 +35,8 @@ AnyAdvantage = (
     | ReverseKl
     | GaeAdvantage
 )
-AdvantageConfig = Annotated[AnyAdvantage, Field(discriminator="kind")]
+ADVANTAGES = Kinds(AnyAdvantage, group="headrace.advantages", setting="algo.advantage", contract=AdvantageSection)
+"""The registry of advantages, those of installed packages included."""
+AdvantageConfig = Annotated[AnyAdvantage, ADVANTAGES]
 
 __all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GaeAdvantage", "GrpoAdvantage", "Outcomes", "outcomes_of"]

@@ -1,13 +1,13 @@
-"""What an advantage is: rewards in, one number per episode (or per token) out. NumPy only: it runs in the controller.
+"""The contract of an advantage: rewards in, one number per episode (or per token) out. It needs NumPy only.
 
-An episode whose reward is None (NaN here) is not counted: it takes no part in any baseline and its advantage is 0. A
-group with a single counted episode has nothing to compare it with: what is compared within groups is 0 there, never the
-raw reward. Groups may be of unequal size: each is normalised by itself. A batch in which no reward counts has
-advantages 0 throughout. Formulas with a baseline of their own (the batch, a running mean, a greedy answer, a teacher)
-say what they do with a group of one.
+An episode whose reward is None (NaN here) is not counted: it is in no baseline, and its advantage is 0. A group with a
+single counted episode has nothing to compare it with: an advantage that compares within groups is 0 there, never the
+raw reward. Groups may have different sizes; each is normalised by itself. If no reward of a batch counts, all
+advantages are 0. Formulas with another baseline (the batch, a running mean, a greedy answer, a teacher) document what
+they do with a group of one.
 
-Shape legend: E episodes (or turns, where a formula says so), K parts of a reward, N tokens of the episodes one after
-the other.
+Shape legend: E episodes (or turns, where a formula says so), K components of a reward, N tokens of the episodes one
+after the other.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ Scope = Literal["group", "batch"]
 
 
 class Advantage(Protocol):
-    """How rewards become credit."""
+    """A formula that turns rewards into advantages."""
 
     scope: ClassVar[Scope]
-    """``"group"``: each group can be computed by itself; ``"batch"``: the whole batch is needed at once."""
+    """The data that the formula needs at once: ``"group"``, one group; ``"batch"``, the whole batch."""
     per_token: ClassVar[bool]
-    """Whether the result is one number per token (N) rather than per episode (E)."""
+    """Whether the result is one number per token (N) instead of per episode (E)."""
     reads: ClassVar[frozenset[str]]
-    """What it looks at beyond rewards and groups, as
-    :func:`~headrace.algo.advantages.outcomes.outcomes_of` names it."""
+    """The columns that the formula reads beyond rewards and groups, by their names in
+    :func:`~headrace.algo.advantages.outcomes.outcomes_of`."""
     stateful: ClassVar[bool]
-    """Whether it has to be told what earlier batches came to: without that, a run cannot use it."""
+    """Whether the formula needs results of earlier batches. A run does not provide them and cannot use the formula."""
     by_critic: ClassVar[bool]
-    """Whether it is made from a critic's values: in a run the learner makes it, and is handed rewards."""
+    """Whether the formula needs a critic's values. In a run the learner computes it, and the controller sends
+    rewards."""
     by_turn: ClassVar[bool]
-    """Whether a row is a turn: in a run, what turns earned is credited to them."""
+    """Whether a row is a turn instead of an episode: in a run, each turn gets the advantage of its own reward."""
     by_teacher: ClassVar[bool]
-    """Whether it credits what a teacher thinks of each token: in a run the learner adds that, which has the teacher."""
+    """Whether the formula adds a teacher's scores of each token. In a run the learner, which has the teacher, adds
+    them."""
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether episodes are compared with others of their group: a group of one has no credit then."""
+        """Return whether episodes are compared with others of their group. If so, an episode alone in its group has
+        advantage 0."""
         ...
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode, or of every token."""
+        """Return the advantage of every episode, or of every token."""
         ...
 
 
 class AdvantageSection(Section):
-    """An advantage that looks at one group at a time and credits whole episodes."""
+    """The settings of an advantage, with the defaults of one that needs one group at a time and is per episode."""
 
     scope: ClassVar[Scope] = "group"
     per_token: ClassVar[bool] = False
@@ -66,19 +69,19 @@ class AdvantageSection(Section):
 
     @property
     def compares_siblings(self) -> bool:
-        """Most do."""
+        """Return ``True``: most advantages compare episodes of a group."""
         return True
 
 
 def given(column: A | None, name: str) -> A:
-    """The column, or a :class:`DataError` that names it."""
+    """Return ``column``. Raises :class:`DataError` with the column's name if it is ``None``."""
     if column is None:
         raise DataError(f"this advantage needs {name!r}, which is missing", remedy=f"give {name}, or choose another")
     return column
 
 
 def total(values_E: Floats, owners_E: Ints) -> Floats:
-    """For every row, the sum over the rows with the same owner.
+    """Return, for every row, the sum over the rows with the same owner.
 
     >>> total(np.array([1.0, 2.0, 4.0]), np.array([7, 7, 9])).tolist()
     [3.0, 3.0, 4.0]
@@ -89,13 +92,13 @@ def total(values_E: Floats, owners_E: Ints) -> Floats:
 
 
 def joint(first: Ints, second: Ints) -> Ints:
-    """One label per row for each pair of labels."""
+    """Return one label per row, with equal labels for rows whose two labels are equal."""
     pairs = np.stack([first, second], axis=1)
     return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
-    """Reward less the (weighted) mean of its group; exactly 0 where a group's rewards are all the same."""
+    """Return each reward minus the (weighted) mean of its group; exactly 0 if all rewards of a group are the same."""
     weights_E = outcomes.counted_E.astype(np.float64) if weights_E is None else weights_E * outcomes.counted_E
     mass_E = total(weights_E, outcomes.groups_E)
     mean_E = total(weights_E * outcomes.values_E, outcomes.groups_E) / np.where(mass_E > 0, mass_E, 1.0)
@@ -103,7 +106,8 @@ def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
 
 
 def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
-    """Each counted value less the mean of the other counted ones with the same owner; 0 where there is no other."""
+    """Return each counted value minus the mean of the other counted values with the same owner; 0 if there is no
+    other."""
     num_E = total(counted_E.astype(np.float64), owners_E)
     mean_E = divided(total(values_E * counted_E, owners_E), num_E)
     difference_E = without_rounding((values_E - mean_E) * counted_E, mean_E)
@@ -111,7 +115,7 @@ def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
 
 
 def moments(values_E: Floats, weights_E: Floats) -> tuple[float, float]:
-    """Weighted mean and standard deviation (0 where it is only rounding)."""
+    """Return the weighted mean and standard deviation; a deviation that is only rounding is 0."""
     mass = float(weights_E.sum()) or 1.0
     mean = float((weights_E * values_E).sum()) / mass
     difference_E = without_rounding(values_E - mean, np.full(len(values_E), mean))
@@ -119,10 +123,10 @@ def moments(values_E: Floats, weights_E: Floats) -> tuple[float, float]:
 
 
 def without_rounding(differences: Floats, scale: Floats) -> Floats:
-    """Differences that are only rounding, set to 0, so that no small ε can blow them up."""
+    """Return the differences with those set to 0 that are only rounding, so that a small ε cannot magnify them."""
     return np.where(np.abs(differences) <= 1e-12 * np.abs(scale), 0.0, differences)
 
 
 def divided(values: Floats, by: Floats) -> Floats:
-    """``values / by``, 0 where ``by`` is 0."""
+    """Return ``values / by``, and 0 where ``by`` is 0."""
     return np.divide(values, by, out=np.zeros_like(values), where=by != 0)

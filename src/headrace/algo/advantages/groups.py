@@ -1,4 +1,4 @@
-"""Advantages of whole episodes: the reward against a baseline of its group, its batch or its agent."""
+"""Advantages per episode: the reward compared with a baseline of its group, its batch or its agent."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ from headrace.base.errors import DataError
 DDOF = {"ddof0": 0, "ddof1": 1}
 
 
-# GRPO's group-relative advantage, with its three free choices spelled out.
 class GrpoAdvantage(AdvantageSection):
-    """(R − mean) / (std + ε) over the group; ``std = "none"`` leaves the difference alone.
+    """GRPO's advantage: the reward relative to the group, with three variants of the normalisation.
+
+    (R − mean) / (std + ε) over the group; ``std = "none"`` leaves the difference alone.
 
     Source: Shao et al., arXiv 2402.03300, eq. 1; without std: Liu et al. (Dr. GRPO), arXiv 2503.20783, eq. 2.
     """
 
     kind: Literal["grpo"] = "grpo"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     std: Literal["none", "ddof0", "ddof1"] = "ddof1"
-    """Divisor: none, or the group's standard deviation with denominator n − 0 or n − 1."""
+    """The divisor: none, or the group's standard deviation with denominator n − 0 or n − 1."""
     eps: float = Field(default=1e-6, ge=0)
-    """ε: added to the standard deviation."""
+    """ε, which is added to the standard deviation."""
     leave_one_out: bool = False
-    """Subtract the mean of the other episodes instead; the standard deviation stays that of the whole group."""
+    """Whether to subtract the mean of the other episodes instead; the standard deviation stays that of the whole
+    group."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         difference_E = centered(outcomes)
         num_E = total(outcomes.counted_E.astype(np.float64), outcomes.groups_E)
         credit_E = difference_E
@@ -56,94 +58,100 @@ class GrpoAdvantage(AdvantageSection):
         return divided(credit_E, np.where(std_E > 0, std_E + self.eps, 0.0))
 
 
-# RLOO: the others of the group are the baseline.
 class Rloo(AdvantageSection):
-    """R − mean of the other rewards of the group.
+    """The leave-one-out advantage (RLOO): the baseline is the mean of the group's other rewards.
+
+    R − mean of the other rewards of the group.
 
     Source: Kool et al. (2019); Ahmadian et al., arXiv 2402.14740, eq. 8.
     """
 
     kind: Literal["rloo"] = "rloo"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         return leave_one_out(outcomes.values_E, outcomes.counted_E, outcomes.groups_E)
 
 
-# MaxRL: the rarer a success, the more it counts.
 class Maxrl(AdvantageSection):
-    """(R − mean) / mean over the group; 0 for a group whose mean is not above 0. Rewards are meant to be 0 or positive.
+    """MaxRL's advantage: the rarer a success is in its group, the more it counts.
+
+    (R − mean) / mean over the group; 0 for a group whose mean is not above 0. Rewards are meant to be 0 or positive.
 
     Source: MaxRL, arXiv 2602.02710: the gradient of log success probability to first order.
     """
 
     kind: Literal["maxrl"] = "maxrl"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         difference_E = centered(outcomes)
         mean_E = outcomes.values_E - difference_E
         return divided(difference_E, np.where(outcomes.counted_E & (mean_E > 0), mean_E, 0.0))
 
 
-# OPO: the baseline of least variance, if a gradient's norm grows with its length.
 class Opo(AdvantageSection):
-    """R − Σ(length·R)/Σ(length) over the group. Needs ``lengths``.
+    """The advantage with the baseline of least variance, if the norm of a gradient grows with the answer's length
+    (OPO).
+
+    R − Σ(length·R)/Σ(length) over the group. Needs ``lengths``.
 
     Source: Hao et al., arXiv 2505.23585, eq. 7.
     """
 
     kind: Literal["opo"] = "opo"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         return centered(outcomes, given(outcomes.lengths_E, "lengths").astype(np.float64))
 
 
-# ReMax: the greedy answer is the baseline.
 class Remax(AdvantageSection):
-    """R − R_greedy of the same task; needs ``greedy``. A group of one is defined.
+    """ReMax's advantage: the baseline is the reward of the greedy answer.
+
+    R − R_greedy of the same task; needs ``greedy``. A group of one is defined.
 
     Source: Li et al., arXiv 2310.10505, eq. 6.
     """
 
     kind: Literal["remax"] = "remax"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
 
     @property
     def compares_siblings(self) -> bool:
-        """The greedy answer is the baseline."""
+        """Return ``False``: the greedy answer is the baseline."""
         return False
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         greedy_E = given(outcomes.greedy_E, "greedy")
         return np.where(outcomes.counted_E & ~np.isnan(greedy_E), outcomes.values_E - np.nan_to_num(greedy_E), 0.0)
 
 
-# GDPO: each reward of a sum is normalised by itself, so that none drowns another.
 class Gdpo(AdvantageSection):
-    """Σ_k w_k·(R_k − mean_k)/(std_k + ε) over the group, n − 1 in the denominator, then whitened over the batch:
+    """GDPO's advantage: each component of the reward is normalised by itself, so that none dominates another.
+
+    Σ_k w_k·(R_k − mean_k)/(std_k + ε) over the group, n − 1 in the denominator, then whitened over the batch:
     mean 0, standard deviation 1 with n in the denominator.
 
     Source: Liu et al., arXiv 2601.05242, eq. 4–7. A single reward is one part.
     """
 
     kind: Literal["gdpo"] = "gdpo"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     weights: tuple[float, ...] | None = None
-    """w: weight of each reward, in the order in which they are given; unset: all 1."""
+    """w, the weight of each component of the reward, in their order; unset: all 1."""
     eps: float = Field(default=1e-6, ge=0)
-    """ε: added to every standard deviation."""
+    """ε, which is added to every standard deviation."""
     scope: ClassVar[Scope] = "batch"
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         parts_EK = outcomes.rewards_E[:, None] if outcomes.parts_EK is None else outcomes.parts_EK
         weights = self.weights or (1.0,) * parts_EK.shape[1]
         if len(weights) != parts_EK.shape[1]:
@@ -160,9 +168,10 @@ class Gdpo(AdvantageSection):
         )
 
 
-# REINFORCE++: one baseline for the whole batch, not one per prompt.
 class ReinforcePp(AdvantageSection):
-    """(R − mean)/(std + ε) over the tokens of the batch that carry loss: an episode weighs by its length; std with
+    """The advantage of REINFORCE++: one baseline for the whole batch instead of one per prompt.
+
+    (R − mean)/(std + ε) over the tokens of the batch that carry loss: an episode weighs by its length; std with
     denominator n. A group of one is credited like any other, as the batch is the baseline.
 
     With ``group_baseline``, R less its group's mean takes the place of R; a group of one has nothing to compare with
@@ -172,21 +181,21 @@ class ReinforcePp(AdvantageSection):
     """
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     group_baseline: bool = False
-    """Subtract the group's mean first (REINFORCE++-baseline)."""
+    """Whether to subtract the group's mean first (REINFORCE++-baseline)."""
     eps: float = Field(default=1e-8, ge=0)
-    """ε: added to the standard deviation."""
+    """ε, which is added to the standard deviation."""
     scope: ClassVar[Scope] = "batch"
     reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
     @property
     def compares_siblings(self) -> bool:
-        """Only with ``group_baseline``."""
+        """Return whether the group's mean is subtracted."""
         return self.group_baseline
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         credit_E, counted_E = outcomes.values_E, outcomes.counted_E
         if self.group_baseline:
             counted_E = counted_E & (total(counted_E.astype(np.float64), outcomes.groups_E) > 1)
@@ -197,9 +206,10 @@ class ReinforcePp(AdvantageSection):
         return divided(difference_E, np.full(len(credit_E), std + self.eps if std > 0 else 0.0)) + 0.0
 
 
-# RAE: each agent is compared with its own running mean.
 class Rae(AdvantageSection):
-    """b ← α·b + (1 − α)·R, then R − b, per agent, in the order of the episodes. A group of one is defined.
+    """Role-conditioned advantage estimation (RAE): each agent is compared with its own running mean.
+
+    b ← α·b + (1 − α)·R, then R − b, per agent, in the order of the episodes. A group of one is defined.
 
     Without ``agents`` there is one agent; without ``baselines`` each starts at 0, so every batch has to be given those
     that the one before it ended with (:meth:`follow`).
@@ -207,25 +217,26 @@ class Rae(AdvantageSection):
     """
 
     kind: Literal["rae"] = "rae"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     decay: float = Field(default=0.95, ge=0, lt=1)
-    """α: how much of the running mean is kept at each episode."""
+    """α, the fraction of the running mean that is kept at each episode."""
     scope: ClassVar[Scope] = "batch"
     stateful: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"agents", "baselines"})
 
     @property
     def compares_siblings(self) -> bool:
-        """A running mean is the baseline."""
+        """Return ``False``: a running mean is the baseline."""
         return False
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every episode."""
         credit_E, _ = self.follow(outcomes)
         return credit_E
 
     def follow(self, outcomes: Outcomes) -> tuple[Floats, Floats]:
-        """The credit of every episode, and the baseline of every agent after them: what the next batch starts from."""
+        """Return the advantage of every episode, and the baseline of every agent after them, from which the next
+        batch starts."""
         agents_E = np.zeros(len(outcomes.rewards_E), np.int64) if outcomes.agents_E is None else outcomes.agents_E
         num_agents = int(agents_E.max()) + 1 if len(agents_E) else 0
         baselines = np.zeros(num_agents) if outcomes.baselines is None else outcomes.baselines.copy()
@@ -237,9 +248,11 @@ class Rae(AdvantageSection):
         return credit_E, baselines
 
 
-# The optimal token baseline: at each position, the mean weighted by how much gradient has flowed so far.
 class OptimalBaseline(AdvantageSection):
-    """R_i − B_t, B_t = Σ_j W_{j,t}·R_j / Σ_j W_{j,t} over the group's answers that reach t.
+    """The optimal token baseline: at each position, the mean reward weighted by the gradient energy accumulated so
+    far.
+
+    R_i − B_t, B_t = Σ_j W_{j,t}·R_j / Σ_j W_{j,t} over the group's answers that reach t.
 
     W_{j,t} = Σ_{s≤t} ‖∇ log π_s‖²: needs ``energies``, the squared norm of each token or its proxy 1 − 2π + Σπ². An
     answer that is alone at t has credit 0 there.
@@ -247,12 +260,12 @@ class OptimalBaseline(AdvantageSection):
     """
 
     kind: Literal["optimal_baseline"] = "optimal_baseline"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"energies"})
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every token."""
+        """Return the advantage of every token."""
         energies_N = given(outcomes.energies_N, "energies")
         lengths_E = given(outcomes.lengths_E, "lengths")
         starts_N = np.repeat(np.cumsum(lengths_E) - lengths_E, lengths_E)

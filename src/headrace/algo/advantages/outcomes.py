@@ -1,7 +1,7 @@
-"""What advantages are made from.
+"""The inputs of advantages: rewards, and the columns that some formulas need.
 
-Shape legend: E episodes (or turns, where a formula says so), K parts of a reward, N tokens of the episodes one after
-the other.
+Shape legend: E episodes (or turns, where a formula says so), K components of a reward, N tokens of the episodes one
+after the other.
 """
 
 from __future__ import annotations
@@ -22,52 +22,53 @@ Bools = npt.NDArray[np.bool_]
 
 @runtime_checkable
 class _Array(Protocol):
-    """What numpy and torch have in common."""
+    """The interface that arrays of numpy and torch share."""
 
     def tolist(self) -> Any:
-        """Plain Python values."""
+        """Return the array as plain Python values."""
         ...
 
 
+# the columns with one value per token; the user gives them as one list per episode
 PER_TOKEN = ("process", "entropies", "segments", "energies", "log_mu", "log_nu", "values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Rewards and what else a formula may look at. Only ``rewards_E`` and ``groups_E`` are always there."""
+    """The inputs of an advantage. Only ``rewards_E`` and ``groups_E`` are always present."""
 
     rewards_E: Floats
-    """NaN for an episode that does not count."""
+    """The reward of each episode; NaN for an episode that does not count."""
     groups_E: Ints
-    """Any integers; equal ones share a baseline."""
+    """The group of each episode: equal integers share a baseline."""
     lengths_E: Ints | None = None
-    """Tokens of each episode that carry loss; observations are not among them. They sum to N."""
+    """The number of tokens of each episode that carry loss, so without observations; the sum is N."""
     parts_EK: Floats | None = None
-    """The rewards of a sum, apart."""
+    """The components of each reward, if it is a sum."""
     greedy_E: Floats | None = None
-    """Reward of the greedy answer to the same task; NaN for none."""
+    """The reward of the greedy answer to the same task; NaN if there is none."""
     agents_E: Ints | None = None
-    """Which agent or role acted, from 0."""
+    """The agent or role of each episode, numbered from 0."""
     baselines: Floats | None = None
-    """Running baseline of each agent before these episodes; the agents' integers index it."""
+    """The running baseline of each agent before these episodes, indexed by the agents' numbers."""
     episodes_E: Ints | None = None
-    """Where a row is a turn: the episode it belongs to; turns are in order of time."""
+    """If a row is a turn: the episode it belongs to. Turns are in order of time."""
     states_E: Ints | None = None
-    """Where a row is a turn: the state it was taken in; equal integers are one state."""
+    """If a row is a turn: the state in which it was taken; equal integers are the same state."""
     process_N: Floats | None = None
-    """Process reward of each token."""
+    """The process reward of each token."""
     entropies_N: Floats | None = None
-    """Entropy of the policy at each token."""
+    """The entropy of the policy at each token."""
     segments_N: Ints | None = None
     """The segment of each token; equal integers in one episode are one segment."""
     energies_N: Floats | None = None
-    """‖∇ log π‖² of each token, or its proxy 1 − 2π + Σπ²."""
+    """The squared gradient norm ‖∇ log π‖² of each token, or its proxy 1 − 2π + Σπ²."""
     log_mu_N: Floats | None = None
-    """log-probability of each sampled token under what sampled it."""
+    """The log-probability of each token under the distribution that sampled it."""
     log_nu_N: Floats | None = None
-    """log-probability of each sampled token under its teacher."""
+    """The log-probability of each token under its teacher."""
     values_N: Floats | None = None
-    """A critic's value of what stands before each sampled token."""
+    """A critic's value of the text before each token."""
 
     def __post_init__(self) -> None:
         rows = len(self.rewards_E)
@@ -94,27 +95,28 @@ class Outcomes:
 
     @property
     def counted_E(self) -> Bools:
-        """Which episodes count."""
+        """Return whether each episode counts."""
         return ~np.isnan(self.rewards_E)
 
     @property
     def values_E(self) -> Floats:
-        """Rewards, 0 where they do not count."""
+        """Return the rewards, with 0 for episodes that do not count."""
         return np.where(self.counted_E, self.rewards_E, 0.0)
 
     @property
     def owners_N(self) -> Ints:
-        """The episode of each token."""
+        """Return the episode of each token."""
         assert self.lengths_E is not None
         return np.repeat(np.arange(len(self.rewards_E)), self.lengths_E)
 
 
 def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Outcomes:
-    """Outcomes from plain lists: rewards as numbers or None, or as a list of parts for each episode; any labels.
+    """Return outcomes from plain lists: each reward is a number, ``None``, or a list of components; labels may be of
+    any kind.
 
-    ``columns`` are the fields of :class:`Outcomes` by their names without suffix; those per token are a list for each
-    episode, and ``baselines`` maps an agent to a number. Raises :class:`DataError` for what is not a number, and for
-    columns that do not agree in length.
+    ``columns`` are fields of :class:`Outcomes` by their names without suffix. A column per token is a list for each
+    episode, and ``baselines`` maps an agent to a number. Raises :class:`DataError` for a value that is not a number,
+    and for columns of different lengths.
     """
     rewards = plain(rewards, "rewards")
     parts = [row for row in rewards if isinstance(row, Sequence) and not isinstance(row, str)]
@@ -148,7 +150,7 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
 
 
 def plain(values: Any, name: str) -> list[Any]:
-    """A list, an array, a tensor or anything else that can be gone through, as a list of plain values."""
+    """Return a list, an array, a tensor or any other iterable as a list of plain values."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise DataError(f"{name} is {values!r}, which is no list", remedy=f"give {name} as a list")
     listed = values.tolist() if isinstance(values, _Array) else list(values)
@@ -156,7 +158,7 @@ def plain(values: Any, name: str) -> list[Any]:
 
 
 def labels(values: Sequence[Any]) -> Ints:
-    """An integer for every label, equal ones for equal labels, in order of their first appearance from 0.
+    """Return an integer for every label: equal ones for equal labels, numbered from 0 in order of first appearance.
 
     >>> labels(["b", None, "b"]).tolist()
     [0, 1, 0]

@@ -1,4 +1,4 @@
-"""Advantages of single tokens, turns and steps."""
+"""Advantages per token, turn or step."""
 
 from __future__ import annotations
 
@@ -25,37 +25,39 @@ from headrace.algo.advantages.outcomes import Bools, Floats, Ints, Outcomes
 from headrace.algo.returns import gae
 
 
-# GAE: each token against what a critic expected before it was sampled.
 class CriticEstimate(NamedTuple):
-    """What a critic's values come to; 0 for the tokens of an episode that does not count."""
+    """The results of estimating advantages with a critic; 0 for the tokens of an episode that does not count."""
 
     advantages_N: Floats
     returns_N: Floats
-    """Advantage + value: what the critic learns."""
+    """Advantage + value, which the critic is trained towards."""
     outcomes_N: Floats
-    """γ^k·R, k tokens before the last: what was really earned from here on."""
+    """The discounted reward γ^k·R, k tokens before the last: what was really earned from the token on."""
 
 
 class GaeAdvantage(AdvantageSection):
-    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t over the tokens of an episode that carry loss; r is R at
-    the last of them, else 0; V_t is a critic's value of what stands before the token, 0 after the last.
+    """Generalised advantage estimation (GAE): each token compared with what a critic expected before it was sampled.
 
-    With ``normalize``, (A − mean)/(std + ε) over the tokens of the batch; std with denominator n. The group is no
-    baseline: a group of one is credited like any other. Needs ``values``; in a run they are those of the learner's
+    A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t over the tokens of an episode that carry loss; r is R at
+    the last of them, else 0; V_t is a critic's value of the text before the token, 0 after the last.
+
+    With ``normalize``, (A − mean)/(std + ε) over the tokens of the batch; std with denominator n. The group is not
+    a baseline: a group of one gets advantages as any other. Needs ``values``; in a run they are those of the learner's
     critic (``[learner.critic]``).
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
 
     kind: Literal["gae"] = "gae"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """γ: what a reward one token later is worth."""
+    """γ, the value of a reward one token later."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ: 1 trusts rewards alone, less trusts the critic's values between: less variance, more bias."""
+    """λ: with 1, only rewards count; with less, the critic's values between count too, with less variance and more
+    bias."""
     normalize: bool = True
-    """Whether advantages are brought to mean 0 and deviation 1 over the tokens of the batch."""
+    """Whether to normalise advantages to mean 0 and standard deviation 1 over the tokens of the batch."""
     eps: float = Field(default=1e-8, ge=0)
-    """ε: added to the standard deviation."""
+    """ε, which is added to the standard deviation."""
     scope: ClassVar[Scope] = "batch"
     per_token: ClassVar[bool] = True
     by_critic: ClassVar[bool] = True
@@ -63,15 +65,15 @@ class GaeAdvantage(AdvantageSection):
 
     @property
     def compares_siblings(self) -> bool:
-        """The critic is the baseline."""
+        """Return ``False``: the critic is the baseline."""
         return False
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every token."""
+        """Return the advantage of every token."""
         return self.scaled(self.estimate(outcomes).advantages_N, outcomes.counted_E[outcomes.owners_N])
 
     def estimate(self, outcomes: Outcomes) -> CriticEstimate:
-        """Advantages before they are normalised, each episode by itself, and what the critic learns from it."""
+        """Return the advantages before normalisation, each episode by itself, and the targets of the critic."""
         values_N, lengths_E = given(outcomes.values_N, "values"), given(outcomes.lengths_E, "lengths")
         places_T = np.arange(lengths_E.max(initial=0))
         inside_ET = (places_T < lengths_E[:, None]) & outcomes.counted_E[:, None]
@@ -88,7 +90,8 @@ class GaeAdvantage(AdvantageSection):
         return CriticEstimate(*flat)
 
     def scaled(self, advantages_N: Floats, counted_N: Bools) -> Floats:
-        """As ``normalize`` says, over all tokens of a batch that count; 0 for the others."""
+        """Return the advantages, normalised over all counted tokens of a batch if ``normalize`` is set; 0 for the
+        other tokens."""
         if not self.normalize:
             return advantages_N * counted_N
         mean, std = moments(advantages_N, counted_N.astype(np.float64))
@@ -96,9 +99,10 @@ class GaeAdvantage(AdvantageSection):
         return divided((advantages_N - mean) * counted_N, scale_N) + 0.0
 
 
-# On-policy distillation: what the teacher thinks of each sampled token.
 class ReverseKl(AdvantageSection):
-    """β·(log ν − log μ) per token, + ω·(R − mean) of the group; ν is the teacher that the episode's key chose.
+    """The advantage of on-policy distillation: the teacher's log-probability of a token minus that of the sampler.
+
+    β·(log ν − log μ) per token, + ω·(R − mean) of the group; ν is the teacher that the episode's key chose.
 
     The teacher's part looks at no reward: it is there for a group of one and for a reward that does not count, where
     the reward's part is 0. The expectation over samples of μ is −KL(μ‖ν). Needs ``log_nu`` and ``log_mu``.
@@ -106,37 +110,38 @@ class ReverseKl(AdvantageSection):
     """
 
     kind: Literal["reverse_kl"] = "reverse_kl"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     beta: float = Field(default=1.0, ge=0)
-    """β: weight of the teacher."""
+    """β, the weight of the teacher."""
     weight: float = Field(default=0.0, ge=0)
-    """ω: weight of the reward; 0 leaves rewards out altogether."""
+    """ω, the weight of the reward; 0 leaves rewards out."""
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"log_mu", "log_nu"})
     by_teacher: ClassVar[bool] = True
 
     @property
     def compares_siblings(self) -> bool:
-        """Only where rewards count."""
+        """Return whether rewards count, which are compared within groups."""
         return self.weight > 0
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every token."""
+        """Return the advantage of every token."""
         credit_N = self.of_tokens(given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu"))
         return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
 
     def of_tokens(self, gap_N: Floats) -> Floats:
-        """The teacher's part, from log ν − log μ of every token."""
+        """Return the teacher's part of the advantage, from log ν − log μ of every token."""
         return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
 
     def of_rewards(self, outcomes: Outcomes) -> Floats:
-        """The reward's part, of every episode."""
+        """Return the reward's part of the advantage of every episode."""
         return self.weight * centered(outcomes)
 
 
-# PRPO: process rewards by segment, moved to where the outcome says that the answer belongs.
 class Prpo(AdvantageSection):
-    """A_outcome + ω·(p − mean of p over the episode)/(std of p over the group + ε); std of p with denominator n.
+    """PRPO's advantage: process rewards by segment, centred so that their mean is the advantage of the outcome.
+
+    A_outcome + ω·(p − mean of p over the episode)/(std of p over the group + ε); std of p with denominator n.
 
     p is the mean process reward of a token's segment; segments begin at the K tokens of highest entropy that are at
     least m apart. So the mean over an episode's tokens is its outcome advantage (R − mean)/(std + ε), with
@@ -146,20 +151,20 @@ class Prpo(AdvantageSection):
     """
 
     kind: Literal["prpo"] = "prpo"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     spikes: int = Field(default=8, ge=0)
-    """K: how many entropy spikes may split an answer; in a run, each turn of it."""
+    """K, the largest number of entropy spikes that split an answer; in a run, each turn of it."""
     gap: int = Field(default=16, ge=1)
-    """m: tokens that two spikes are apart at least."""
+    """m, the least distance of two spikes in tokens."""
     weight: float = Field(default=1.0, ge=0)
-    """ω: weight of the process credit."""
+    """ω, the weight of the process rewards."""
     eps: float = Field(default=1e-6, ge=0)
-    """ε: added to standard deviations."""
+    """ε, which is added to standard deviations."""
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"process", "entropies", "segments"})
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every token."""
+        """Return the advantage of every token."""
         process_N, owners_N = given(outcomes.process_N, "process"), outcomes.owners_N
         segments_N = self._segments(outcomes) if outcomes.segments_N is None else outcomes.segments_N
         keys_N = joint(owners_N, segments_N)
@@ -174,11 +179,11 @@ class Prpo(AdvantageSection):
         return credit_N * outcomes.counted_E[owners_N]
 
     def starts(self, entropies_T: npt.NDArray[np.floating[Any]]) -> list[int]:
-        """Where the segments of one answer begin, the first one aside."""
+        """Return the indices at which the segments of one answer begin, without the first segment."""
         return [place for place in spikes(entropies_T, most=self.spikes, gap=self.gap) if place > 0]
 
     def _segments(self, outcomes: Outcomes) -> Ints:
-        """The number of each token's segment within its episode."""
+        """Return the number of each token's segment."""
         entropies_N, lengths_E = given(outcomes.entropies_N, "entropies"), given(outcomes.lengths_E, "lengths")
         begins_N = np.zeros(len(entropies_N), np.int64)
         for end, length in zip(np.cumsum(lengths_E), lengths_E, strict=True):
@@ -187,7 +192,7 @@ class Prpo(AdvantageSection):
 
 
 def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -> list[int]:
-    """The places of the highest entropies, at least ``gap`` apart, in their order; of equal ones the first.
+    """Return the indices of the highest entropies, at least ``gap`` apart, in ascending order; the first of equal ones.
 
     >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), most=2, gap=2)
     [1, 4]
@@ -201,9 +206,10 @@ def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -
     return sorted(found)
 
 
-# Credit by turn: each turn is compared with other turns taken in the same state.
 class StepAdvantage(AdvantageSection):
-    """R_episode − mean of the others + ω·(G − mean of the other G in the same state), G = Σ γ^k r from the turn on.
+    """Advantages by turn: each turn is compared with other turns taken in the same state.
+
+    R_episode − mean of the others + ω·(G − mean of the other G in the same state), G = Σ γ^k r from the turn on.
 
     A row is a turn, in order of time; ``episodes`` says of which episode (left out: each is its own), ``states`` in
     which state it was taken (left out: its place in the episode). A state seen once gives no step credit.
@@ -211,16 +217,16 @@ class StepAdvantage(AdvantageSection):
     """
 
     kind: Literal["step"] = "step"
-    """Selects this advantage."""
+    """The name that selects this advantage."""
     gamma: float = Field(default=0.95, ge=0, le=1)
-    """γ: discount per turn of the returns that are compared."""
+    """γ, the discount per turn of the returns that are compared."""
     weight: float = Field(default=1.0, ge=0)
-    """ω: weight of the step credit beside the episode's."""
+    """ω, the weight of the turn's advantage beside the episode's."""
     reads: ClassVar[frozenset[str]] = frozenset({"episodes", "states"})
     by_turn: ClassVar[bool] = True
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """The credit of every episode."""
+        """Return the advantage of every turn."""
         rows = np.arange(len(outcomes.rewards_E))
         episodes_E = rows if outcomes.episodes_E is None else outcomes.episodes_E
         returns_E, places_E = self._returns(outcomes.values_E, episodes_E)
@@ -234,7 +240,7 @@ class StepAdvantage(AdvantageSection):
         return (episode_E + self.weight * step_E) * outcomes.counted_E
 
     def _returns(self, values_E: Floats, episodes_E: Ints) -> tuple[Floats, Ints]:
-        """The discounted return from each turn on, and its place in its episode."""
+        """Return the discounted return from each turn on, and the index of the turn in its episode."""
         returns_E, places_E = np.zeros(len(values_E)), np.zeros(len(values_E), np.int64)
         later: dict[int, float] = {}
         earlier: dict[int, int] = {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
 from headrace.algo.corrections.masks import (
     Age,
     GeometricRejection,
@@ -16,7 +14,9 @@ from headrace.algo.corrections.masks import (
     TopEntropy,
     TrustRegion,
 )
+from headrace.algo.corrections.section import CorrectionSection
 from headrace.algo.corrections.weights import Decoupled, Loglinear, SequenceTis, Tis
+from headrace.base.config.kinds import Kinds
 
 AnyCorrection = (
     Tis
@@ -32,6 +32,8 @@ AnyCorrection = (
     | Age
     | TopEntropy
 )
-CorrectionConfig = Annotated[AnyCorrection, Field(discriminator="kind")]
+CORRECTIONS = Kinds(AnyCorrection, group="headrace.corrections", setting="algo.correction", contract=CorrectionSection)
+"""The registry of corrections, those of installed packages included."""
+CorrectionConfig = Annotated[AnyCorrection, CORRECTIONS]
 
 __all__ = ["AnyCorrection", "CorrectionConfig", "Tis"]

@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# IcePop, also called masked importance sampling: a weight inside a band, nothing outside.
 class Icepop(CorrectionSection):
-    """ρ where low ≤ ρ ≤ high, else 0; ρ = π_old/μ of the token, its product or geometric mean over the sequence.
+    """IcePop, also called masked importance sampling: the ratio inside a band is the weight, and tokens outside are
+    dropped.
+
+    ρ where low ≤ ρ ≤ high, else 0; ρ = π_old/μ of the token, its product or geometric mean over the sequence.
 
     Source: Ling team, arXiv 2510.18855, eq. 3; MIS: Liu et al. (2025), "When speed kills stability".
     """
 
     kind: Literal["icepop"] = "icepop"
-    """Selects this correction."""
+    """The name that selects this correction."""
     low: float = Field(default=0.5, ge=0)
-    """Least weight that is kept."""
+    """The least weight that is kept."""
     high: float = Field(default=5.0, gt=0)
-    """Greatest weight that is kept."""
+    """The greatest weight that is kept."""
     level: Level = "token"
-    """Whether ρ is the token's, the product over its sequence, or the geometric mean over it."""
+    """The ratio: that of the token, the product over its sequence, or the geometric mean over its sequence."""
     weighs: ClassVar[bool] = True
 
     @pydantic.model_validator(mode="after")
@@ -38,24 +40,25 @@ class Icepop(CorrectionSection):
         return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         rho_N = log_rho_at(self.level, inputs).exp()
         return Factor(tokens_N=rho_N.masked_fill((rho_N < self.low) | (rho_N > self.high), 0.0))
 
 
-# Rejection of whole sequences by their mean log-ratio.
 class GeometricRejection(CorrectionSection):
-    """1 for every token of a sequence if low ≤ (Πρ)^{1/T} ≤ high, else 0; ρ = π_old/μ.
+    """The rejection of whole sequences by their mean log-ratio.
+
+    1 for every token of a sequence if low ≤ (Πρ)^{1/T} ≤ high, else 0; ρ = π_old/μ.
 
     Source: Liu et al. (2025), "When speed kills stability", geometric-level masking.
     """
 
     kind: Literal["geometric_rejection"] = "geometric_rejection"
-    """Selects this correction."""
+    """The name that selects this correction."""
     low: float = Field(default=0.999, ge=0)
-    """Least geometric mean of a sequence that is kept."""
+    """The least geometric mean of a sequence that is kept."""
     high: float = Field(default=1.001, gt=0)
-    """Greatest geometric mean of a sequence that is kept."""
+    """The greatest geometric mean of a sequence that is kept."""
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> GeometricRejection:
@@ -63,27 +66,28 @@ class GeometricRejection(CorrectionSection):
         return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         mean_S = inputs.mean_S(inputs.log_rho_N()).exp()
         return keep_sequences(inputs, (mean_S >= self.low) & (mean_S <= self.high))
 
 
-# Rejection by the k3 estimate of the divergence from what sampled.
 class K3Rejection(CorrectionSection):
-    """1 where k3 ≤ high, else 0; k3 = ρ − 1 − log ρ, ρ = π_old/μ, of the token or as mean over its sequence.
+    """The rejection of tokens or sequences by the k3 estimate of their divergence from μ.
+
+    1 where k3 ≤ high, else 0; k3 = ρ − 1 − log ρ, ρ = π_old/μ, of the token or as mean over its sequence.
 
     Never negative, so that deviations of both signs add up. Source: Schulman (2020), "Approximating KL divergence".
     """
 
     kind: Literal["k3_rejection"] = "k3_rejection"
-    """Selects this correction."""
+    """The name that selects this correction."""
     high: float = Field(default=0.01, gt=0)
-    """Greatest divergence that is kept."""
+    """The greatest divergence that is kept."""
     level: Literal["token", "sequence"] = "sequence"
-    """Whether tokens or whole sequences are judged."""
+    """Whether to reject single tokens or whole sequences."""
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         log_rho_N = inputs.log_rho_N()
         k3_N = log_rho_N.expm1() - log_rho_N
         if self.level == "sequence":
@@ -91,43 +95,46 @@ class K3Rejection(CorrectionSection):
         return Factor(tokens_N=(k3_N <= self.high).to(k3_N.dtype))
 
 
-# Off-policy sequence masking: no blame for answers that the policy has already left.
 class Opsm(CorrectionSection):
-    """0 for every token of a sequence iff its A < 0 and its mean log(μ/π) > δ, else 1. A is the mean over the sequence.
+    """Off-policy sequence masking: sequences with a negative advantage are dropped if the policy has moved away from
+    them.
+
+    0 for every token of a sequence iff its A < 0 and its mean log(μ/π) > δ, else 1. A is the mean over the sequence.
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, eq. 9.
     """
 
     kind: Literal["opsm"] = "opsm"
-    """Selects this correction."""
+    """The name that selects this correction."""
     delta: float = Field(default=1e-4, ge=0)
-    """δ: the mean log-ratio above which a blamed sequence is dropped."""
+    """δ, the mean log-ratio above which a sequence with a negative advantage is dropped."""
     corrects: ClassVar[bool] = False
 
     def columns(self) -> frozenset[Column]:
-        """μ alone."""
+        """Return the column that the correction reads: log μ."""
         return frozenset({"log_mu"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         drift_S = inputs.mean_S(log_ratio(inputs.log_mu_N, inputs.log_pi_N.detach()))
         blamed_S = inputs.mean_S(inputs.advantages_N) < 0
         return keep_sequences(inputs, ~(blamed_S & (drift_S > self.delta)))
 
 
-# Rejection of sequences with one impossible token.
 class Outlier(CorrectionSection):
-    """0 for every token of a sequence in which any ρ = π_old/μ lies outside [low, high], else 1.
+    """The rejection of sequences that contain a token with an extreme ratio.
+
+    0 for every token of a sequence in which any ρ = π_old/μ lies outside [low, high], else 1.
 
     Such a ratio is a fault (a different tokenisation, a corrupt cache), not a drift. Source: PRIME-RL, outlier masking.
     """
 
     kind: Literal["outlier"] = "outlier"
-    """Selects this correction."""
+    """The name that selects this correction."""
     low: float = Field(default=1e-4, ge=0)
-    """Least ratio that a token may have."""
+    """The least ratio that a token may have."""
     high: float = Field(default=100.0, gt=0)
-    """Greatest ratio that a token may have."""
+    """The greatest ratio that a token may have."""
     corrects: ClassVar[bool] = False
 
     @pydantic.model_validator(mode="after")
@@ -136,84 +143,87 @@ class Outlier(CorrectionSection):
         return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         rho_N = inputs.log_rho_N().exp()
         strange_N = ((rho_N < self.low) | (rho_N > self.high)).to(rho_N.dtype)
         return keep_sequences(inputs, inputs.sum_S(strange_N) == 0)
 
 
-# A band for each token's weight that narrows with its age.
 class TrustRegion(CorrectionSection):
-    """ρ where |log ρ| ≤ δ·γ^age, else 0; ρ = π_old/μ.
+    """A band for each token's ratio that narrows with its age.
+
+    ρ where |log ρ| ≤ δ·γ^age, else 0; ρ = π_old/μ.
 
     Tokens of older weights have to agree more closely to be trained on. γ = 1 is icepop with a symmetric band.
     """
 
     kind: Literal["trust_region"] = "trust_region"
-    """Selects this correction."""
+    """The name that selects this correction."""
     delta: float = Field(default=1.0, gt=0)
-    """δ: half the width of the band of log ρ at age 0."""
+    """δ, half the width of the band of log ρ at age 0."""
     decay: float = Field(default=0.9, gt=0, le=1)
-    """γ: by how much the band narrows per version."""
+    """γ, the factor by which the band narrows per version."""
     weighs: ClassVar[bool] = True
 
     def columns(self) -> frozenset[Column]:
-        """Both policies, and every token's version."""
+        """Return the columns that the correction reads: log π_old, log μ and versions."""
         return super().columns() | {"versions"}
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         log_rho_N = inputs.log_rho_N()
         ages_N = inputs.ages_N().clamp(min=0).to(log_rho_N.dtype)
         width_N = self.delta * (ages_N * math.log(self.decay)).exp()
         return Factor(tokens_N=log_rho_N.exp().masked_fill(log_rho_N.abs() > width_N, 0.0))
 
 
-# A weight by age alone.
 class Age(CorrectionSection):
-    """γ^age where age ≤ max_age, else 0. Tokens of one answer differ in age when weights changed under it.
+    """A weight that depends on a token's age only.
+
+    γ^age where age ≤ max_age, else 0. Tokens of one answer differ in age when weights changed under it.
 
     Not a correction of any ratio: it lets old tokens count less. Source: masked prefixes of partial rollouts (SLIME).
     """
 
     kind: Literal["age"] = "age"
-    """Selects this correction."""
+    """The name that selects this correction."""
     decay: float = Field(default=1.0, gt=0, le=1)
-    """γ: by how much a token's weight shrinks per version."""
+    """γ, the factor by which a token's weight shrinks per version."""
     max_age: int | None = Field(default=None, ge=0)
-    """Oldest age that is trained on; unset: any."""
+    """The greatest age that is trained on; unset: any."""
     corrects: ClassVar[bool] = False
 
     def columns(self) -> frozenset[Column]:
-        """Every token's version."""
+        """Return the column that the correction reads: versions."""
         return frozenset({"versions"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         ages_N = inputs.ages_N().clamp(min=0)
         weights_N = (ages_N.to(inputs.log_pi_N.dtype) * math.log(self.decay)).exp()
         return Factor(tokens_N=weights_N if self.max_age is None else weights_N.masked_fill(ages_N > self.max_age, 0.0))
 
 
-# Training on the tokens where the policy decides something.
 class TopEntropy(CorrectionSection):
-    """1 for the fraction of the batch's tokens with the highest entropy, else 0. Equal entropies are kept together.
+    """The selection of the tokens with the highest entropy, where the policy's choice matters most.
+
+    1 for the fraction of the batch's tokens with the highest entropy, else 0. Equal entropies are kept together.
 
     The denominator stays that of all tokens. Source: Wang et al. ("Beyond the 80/20 rule"), arXiv 2506.01939, eq. 5.
     """
 
     kind: Literal["top_entropy"] = "top_entropy"
-    """Selects this correction."""
+    """The name that selects this correction."""
     fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of the batch's tokens that are trained on; at least one."""
+    """The fraction of the batch's tokens that is trained on; at least one token."""
     corrects: ClassVar[bool] = False
 
     def columns(self) -> frozenset[Column]:
-        """Entropies, and the tokens chosen by them."""
+        """Return the columns that the correction reads: entropies, and the tokens selected by them."""
         return frozenset({"entropy", "selected"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """The tokens with the highest entropy."""
+        """Return the mask of the tokens with the highest entropy."""
         assert whole.entropy_N is not None
         entropies = whole.entropy_N[whole.mask_N]
         if not len(entropies):
@@ -222,6 +232,6 @@ class TopEntropy(CorrectionSection):
         return whole.entropy_N >= least
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         assert inputs.selected_NP is not None
         return Factor(tokens_N=inputs.selected_NP[:, 0].to(inputs.log_pi_N.dtype))

@@ -1,4 +1,4 @@
-"""What the corrections' settings have in common."""
+"""The common base of the settings of corrections, and functions that several of them use."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class CorrectionSection(Section):
-    """A correction that reads log μ and log π_old."""
+    """The settings of a correction, with the defaults of one that reads log μ and log π_old."""
 
     weighs: ClassVar[bool] = False
     corrects: ClassVar[bool] = True
     replaces_old: ClassVar[bool] = False
 
     def columns(self) -> frozenset[Column]:
-        """The columns it reads beyond the ones that are always there."""
+        """Return the columns that the correction reads beyond those that every batch has."""
         return frozenset({"log_old", "log_mu"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """The tokens it chooses from the whole batch."""
+        """Return the mask of the tokens selected from the whole batch."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
 
 
 def refuse_crossed(kind: str, low: float, high: float) -> None:
-    """:class:`ConfigError` for a band that nothing lies in."""
+    """Raise :class:`ConfigError` for a band that contains no value."""
     if low >= high:
         raise ConfigError(
             f"correction {kind!r} has low={low} and high={high}: it keeps nothing", remedy="set low < high"
@@ -39,7 +39,8 @@ def refuse_crossed(kind: str, low: float, high: float) -> None:
 
 
 def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
-    """log ρ for every token: its own, the sum over its sequence (clamped to ±20), or the mean over its sequence."""
+    """Return log ρ for every token: its own, the sum over its sequence (clamped to ±20), or the mean over its
+    sequence."""
     log_rho_N = inputs.log_rho_N()
     match level:
         case "token":
@@ -51,5 +52,5 @@ def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
 
 
 def keep_sequences(inputs: LossInputs, keep_S: Tensor) -> Factor:
-    """Factor 1 for every token of the samples that are kept, 0 for the others."""
+    """Return the factor 1 for every token of the kept samples, and 0 for the others."""
     return Factor(tokens_N=keep_S.to(inputs.log_pi_N.dtype)[inputs.samples_N])

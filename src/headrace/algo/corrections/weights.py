@@ -10,49 +10,52 @@ from headrace.algo.base import Column, Factor, LossInputs, log_ratio
 from headrace.algo.corrections.section import CorrectionSection, log_rho_at
 
 
-# Truncated importance sampling, token by token.
 class Tis(CorrectionSection):
-    """min(ρ, C), ρ = π_old/μ per token.
+    """Truncated importance sampling, token by token.
+
+    min(ρ, C), ρ = π_old/μ per token.
 
     Source: Ionides (2008), "Truncated importance sampling"; Yao et al. (2025), "Your efficient RL framework secretly
     brings you off-policy RL training".
     """
 
     kind: Literal["tis"] = "tis"
-    """Selects this correction."""
+    """The name that selects this correction."""
     cap: float = Field(default=2.0, gt=0)
-    """C: no token weighs more than this."""
+    """C, the greatest weight of a token."""
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         return Factor(tokens_N=inputs.log_rho_N().exp().clamp(max=self.cap))
 
 
-# Truncated importance sampling, one weight per sequence.
 class SequenceTis(CorrectionSection):
-    """min(w, C), w = Πρ over the sequence, or its geometric mean (Πρ)^{1/T}; ρ = π_old/μ.
+    """Truncated importance sampling with one weight per sequence.
+
+    min(w, C), w = Πρ over the sequence, or its geometric mean (Πρ)^{1/T}; ρ = π_old/μ.
 
     A product over a long answer is far from 1 for any mismatch at all; the geometric mean does not depend on length.
     Source: Liu et al. (2025), "When speed kills stability"; geometric form: Zheng et al., arXiv 2507.18071, eq. 7.
     """
 
     kind: Literal["sequence_tis"] = "sequence_tis"
-    """Selects this correction."""
+    """The name that selects this correction."""
     level: Literal["sequence", "geometric"] = "sequence"
-    """``"sequence"``: the product; ``"geometric"``: the geometric mean."""
+    """The weight of a sequence: ``"sequence"`` for the product, ``"geometric"`` for the geometric mean."""
     cap: float = Field(default=2.0, gt=0)
-    """C: no sequence weighs more than this."""
+    """C, the greatest weight of a sequence."""
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         return Factor(tokens_N=log_rho_at(self.level, inputs).exp().clamp(max=self.cap))
 
 
-# Decoupled PPO: clip against a recent policy, weigh for the one that sampled.
 class Decoupled(CorrectionSection):
-    """min(ρ, C), ρ = π_old/μ per token: tis with a wider bound, for a loss that clips π/π_old.
+    """Decoupled PPO: the loss clips against a recent policy, and this weight corrects for the policy that sampled.
+
+    min(ρ, C), ρ = π_old/μ per token: tis with a wider bound, for a loss that clips π/π_old.
 
     In a run π_old is the learner before this step, and a batch is one update: the ratio that the loss clips is 1 then,
     and what remains is the weight. ``loglinear`` puts π_old between μ and π, ``algo.old = "engine"`` at μ: clips act.
@@ -61,37 +64,38 @@ class Decoupled(CorrectionSection):
     """
 
     kind: Literal["decoupled"] = "decoupled"
-    """Selects this correction."""
+    """The name that selects this correction."""
     cap: float = Field(default=5.0, gt=0)
-    """C: no token weighs more than this."""
+    """C, the greatest weight of a token."""
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         return Factor(tokens_N=inputs.log_rho_N().exp().clamp(max=self.cap))
 
 
-# A-3PO: a proximal policy between what sampled and what is trained, by each token's age, at no cost.
 class Loglinear(CorrectionSection):
-    """log π_old := log μ + α·(log π − log μ), α = (age − 1)/age for age ≥ 1, else 0; weight min(π_old/μ, C).
+    """A-3PO: a proximal policy interpolated between μ and π by each token's age, without a forward pass.
+
+    log π_old := log μ + α·(log π − log μ), α = (age − 1)/age for age ≥ 1, else 0; weight min(π_old/μ, C).
 
     With v_prox = v_now − 1 this is α = (v_prox − v_token)/(v_now − v_token). The loss clips against this π_old.
     Source: A-3PO, arXiv 2512.06547, eq. 4 and 5.
     """
 
     kind: Literal["loglinear"] = "loglinear"
-    """Selects this correction."""
+    """The name that selects this correction."""
     cap: float = Field(default=5.0, gt=0)
-    """C: no token weighs more than this."""
+    """C, the greatest weight of a token."""
     weighs: ClassVar[bool] = True
     replaces_old: ClassVar[bool] = True
 
     def columns(self) -> frozenset[Column]:
-        """μ, and every token's version."""
+        """Return the columns that the correction reads: log μ and versions."""
         return frozenset({"log_mu", "versions"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """The factor of every token."""
+        """Return the factor that multiplies the loss of every token."""
         ages_N = inputs.ages_N().clamp(min=1).to(inputs.log_pi_N.dtype)
         step_N = (ages_N - 1) / ages_N * log_ratio(inputs.log_pi_N.detach(), inputs.log_mu_N)
         return Factor(tokens_N=step_N.exp().clamp(max=self.cap), log_old_N=inputs.log_mu_N + step_N)

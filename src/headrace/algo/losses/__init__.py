@@ -1,17 +1,17 @@
-"""Losses. A new one is a class and a row of ``AnyLoss``."""
+"""The losses. A new loss is a class and a row of ``AnyLoss``."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
 from headrace.algo.losses.clipped import Aspo, Dapo, DrGrpo, Grpo, Luspo
 from headrace.algo.losses.custom import Custom
+from headrace.algo.losses.section import LossSection
 from headrace.algo.losses.selective import ClipCov, KlCov, M2po
 from headrace.algo.losses.sequences import Gmpo, Gspo, GspoToken
 from headrace.algo.losses.supervised import Ce, Distill, Dpo, RefKl
 from headrace.algo.losses.weighted import Cispo, Dppo, Dro, Ipo, Kimi, Reinforce, Sapo, Topr, Vespo
+from headrace.base.config.kinds import Kinds
 
 AnyLoss = (
     Grpo
@@ -40,6 +40,8 @@ AnyLoss = (
     | Distill
     | Custom
 )
-LossConfig = Annotated[AnyLoss, Field(discriminator="kind")]
+LOSSES = Kinds(AnyLoss, group="headrace.losses", setting="algo.loss", contract=LossSection)
+"""The registry of losses, those of installed packages included."""
+LossConfig = Annotated[AnyLoss, LOSSES]
 
 __all__ = ["AnyLoss", "Custom", "Dapo", "Grpo", "LossConfig"]

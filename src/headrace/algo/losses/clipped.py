@@ -1,4 +1,4 @@
-"""Losses with PPO's clipped surrogate, over the ratio of each token."""
+"""Losses with PPO's clipped surrogate, mostly over the ratio of each token."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# The clipped surrogate that PPO's descendants share, over a ratio of tokens or of sequences.
 class ClippedLoss(PolicyLoss):
-    """Settings of −min(min(r, δ)·A, clip(r, 1−ε, 1+ε_h)·A), δ = ``ratio_cap``."""
+    """The settings of the clipped surrogate that PPO's descendants share, over a ratio of tokens or of sequences:
+    −min(min(r, δ)·A, clip(r, 1−ε, 1+ε_h)·A), δ = ``ratio_cap``."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """ε: the ratio is clipped from below at 1 − ``clip_low``."""
     clip_high: float = Field(default=0.2, ge=0)
     """ε_h: the ratio is clipped from above at 1 + ``clip_high``."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """c: where A < 0, a token loses at most −c·A (3 is usual); unset: no such bound."""
+    """c: where A < 0, the value of a token is at most −c·A (3 is usual); unset: no such bound."""
     ratio_cap: float | None = Field(default=None, gt=0)
-    """δ of two-sided clipping: the unclipped r is at most this, for A < 0 too, where a clipped r that is greater still
-    counts: below 1 + ``clip_high`` it bounds A > 0 alone; unset: no such bound."""
+    """δ of two-sided clipping: the unclipped r is at most δ, for A < 0 too. There, a clipped r that is greater still
+    counts, so that a δ below 1 + ``clip_high`` only bounds A > 0; unset: no such bound."""
 
     def surrogate(self, ratio_N: Tensor, advantages_N: Tensor) -> TokenLoss:
-        """The clipped surrogate, and which tokens it gives no gradient."""
+        """Return the clipped surrogate, and the tokens that get no gradient."""
         up_N, down_N = advantages_N > 0, advantages_N < 0
         low, high = 1 - self.clip_low, 1 + self.clip_high
         cap = math.inf if self.ratio_cap is None else self.ratio_cap
@@ -42,44 +42,47 @@ class ClippedLoss(PolicyLoss):
         return TokenLoss(tokens_N=tokens_N, clipped_N=cut_N)
 
 
-# GRPO: PPO's clipped surrogate with the group as its critic.
 class Grpo(ClippedLoss):
-    """−min(r·A, clip(r, 1−ε, 1+ε_h)·A), r = π/π_old per token; where A < 0 and a dual clip c is set, at most −c·A.
+    """GRPO's loss: PPO's clipped surrogate, with advantages relative to the group in place of a critic.
+
+    −min(r·A, clip(r, 1−ε, 1+ε_h)·A), r = π/π_old per token; where A < 0 and a dual clip c is set, at most −c·A.
 
     Source: Schulman et al., arXiv 1707.06347, eq. 7; Shao et al., arXiv 2402.03300, eq. 3; dual clip: Ye et al.,
     arXiv 1912.09729, eq. 5; two-sided cap: INTELLECT-2, arXiv 2505.07291, eq. 2.
     """
 
     kind: Literal["grpo"] = "grpo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
-# DAPO: GRPO with a higher upper clip, every token of the batch weighing the same.
 class Dapo(ClippedLoss):
-    """−min(r·A, clip(r, 1−ε, 1+ε_h)·A) with ε_h > ε, averaged over the tokens of the batch.
+    """DAPO's loss: GRPO's with a higher upper clip, and the same weight for every token of the batch.
+
+    −min(r·A, clip(r, 1−ε, 1+ε_h)·A) with ε_h > ε, averaged over the tokens of the batch.
 
     Source: Yu et al., arXiv 2503.14476, eq. 8 and 10.
     """
 
     kind: Literal["dapo"] = "dapo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     clip_high: float = Field(default=0.28, ge=0)
     """ε_h: the ratio is clipped from above at 1 + ``clip_high``."""
     reduction: ClassVar[str] = "token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
-# Dr. GRPO: GRPO without the two normalisations that favour short right and long wrong answers.
 class DrGrpo(ClippedLoss):
-    """−min(r·A, clip(r, 1−ε, 1+ε_h)·A), summed over tokens and divided by a constant; its advantage is R − mean.
+    """Dr. GRPO's loss: GRPO's without the two normalisations that favour short right answers and long wrong ones.
+
+    −min(r·A, clip(r, 1−ε, 1+ε_h)·A), summed over tokens and divided by a constant; its advantage is R − mean.
 
     Set ``normalizer`` of the reduction to the longest answer allowed, in tokens: at its default of 1 the loss is a sum
     over tokens, and its gradient grows with the answers.
@@ -88,24 +91,25 @@ class DrGrpo(ClippedLoss):
     """
 
     kind: Literal["dr_grpo"] = "dr_grpo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     reduction: ClassVar[str] = "constant"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
-# LUSPO: GSPO whose sequences weigh by their length, so that short answers are not favoured.
 class Luspo(ClippedLoss):
-    """−min(s·A, clip(s, 1−ε, 1+ε_h)·A)·|y|, s = exp(mean over the sequence of log r), r = π/π_old.
+    """LUSPO's loss: GSPO's with sequences weighted by their length, so that short answers are not favoured.
+
+    −min(s·A, clip(s, 1−ε, 1+ε_h)·A)·|y|, s = exp(mean over the sequence of log r), r = π/π_old.
 
     The factor |y| is the reduction's: the token sum of a value that all tokens of a sequence share.
     Source: LUSPO, arXiv 2602.05261.
     """
 
     kind: Literal["luspo"] = "luspo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     clip_low: float = Field(default=2e-3, ge=0, le=1)
     """ε: the sequence ratio is clipped from below at 1 − ``clip_low``."""
     clip_high: float = Field(default=2.5e-3, ge=0)
@@ -113,29 +117,31 @@ class Luspo(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_sum"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_s_S = inputs.mean_S(inputs.log_ratio_N())
         return self.surrogate(log_s_S.exp()[inputs.samples_N], inputs.advantages_N)
 
 
-# ASPO: what is good and rare weighs more than what is good and common.
 class Aspo(PolicyLoss):
-    """A > 0: −sg(min(1/r, c))·A·π/sg(π), no gradient where r > 1+ε_h; A < 0: −clip(r, 1−ε, c)·A, the dual clip.
+    """ASPO's loss: the importance ratio of tokens with a positive advantage is inverted, so that rare ones weigh
+    more.
+
+    A > 0: −sg(min(1/r, c))·A·π/sg(π), no gradient where r > 1+ε_h; A < 0: −clip(r, 1−ε, c)·A, the dual clip.
 
     Source: Wang et al., arXiv 2510.06062 (ratios of positive tokens inverted, soft dual clip); r = π/π_old.
     """
 
     kind: Literal["aspo"] = "aspo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """ε: where A < 0, a ratio below 1 − ``clip_low`` has no gradient."""
     clip_high: float = Field(default=0.2, ge=0)
     """ε_h: where A > 0, a ratio above 1 + ``clip_high`` has no gradient."""
     dual_clip: float = Field(default=3.0, gt=1)
-    """c: no token weighs more than this, inverted or not."""
+    """c, the greatest weight of a token, inverted or not."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_r_N, advantages_N = inputs.log_ratio_N(), inputs.advantages_N
         ratio_N, inverse_N = log_r_N.exp(), (-log_r_N.detach()).exp()
         above_N, below_N = ratio_N > 1 + self.clip_high, ratio_N < 1 - self.clip_low

@@ -23,23 +23,24 @@ Formula = Callable[..., Any]
 
 
 class Custom(AnchoredLoss):
-    """What ``ref`` returns: a function ``f(inputs: LossInputs, **options)`` to one value per token, or a ``TokenLoss``.
+    """A loss that a function of the user computes: ``f(inputs: LossInputs, **options)``, which returns one value per
+    token or a ``TokenLoss``.
 
-    Source: the file it names. ``headrace check loss`` says whether it keeps the contract.
+    Source: the file that ``ref`` names. ``headrace check loss`` tests whether the loss keeps the contract.
     """
 
     kind: Literal["custom"] = "custom"
-    """Selects this loss."""
+    """The name that selects this loss."""
     ref: str
-    """``"path/to/file.py:function"``; the path is relative to the run file, or to the working directory where there is
-    none."""
+    """The function as ``"path/to/file.py:function"``. The path is relative to the run file, or to the working
+    directory if there is none."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Arguments that the function is called with, beside the inputs."""
+    """The arguments that the function is called with, beside the inputs."""
     needs: tuple[Literal["log_ref", "entropy", "pairs", "top_k"], ...] = ()
-    """The columns it reads that are not always there; what is not named here may be ``None``. ``"pairs"`` stands for
-    ``groups_S``, ``"top_k"`` for ``log_pi_NK`` and ``log_nu_NK``."""
+    """The optional columns that the function reads; those that are not named here may be ``None``. ``"pairs"``
+    stands for ``groups_S``, ``"top_k"`` for ``log_pi_NK`` and ``log_nu_NK``."""
     anchor: Anchor = "old"
-    """``"mu"`` says that the function takes its own ratio against μ, so that no correction is laid on top."""
+    """The policy in the denominator of the function's ratio. ``"mu"`` means that it needs no correction."""
     reduction: ClassVar[str] = "token_mean"
 
     @pydantic.field_validator("ref")
@@ -60,12 +61,13 @@ class Custom(AnchoredLoss):
         return (needs,) if isinstance(needs, str) else needs
 
     def formula_columns(self) -> frozenset[Column]:
-        """π_old, μ and what it says it needs."""
+        """Return the columns that the function may read: log π_old, log μ and those that ``needs`` names."""
         return frozenset({"log_old", "log_mu", *self.needs})
 
     @cached_property
     def formula(self) -> Formula:
-        """The function; runs the file. :class:`ConfigError` says what is wrong with it or with the options."""
+        """Return the function, after running its file. Raises :class:`ConfigError` for an invalid file, function or
+        option."""
         path, _, name = self.ref.rpartition(":")
         module = vars(load_file(Path(path)))
         known = [key for key, value in module.items() if callable(value) and not key.startswith("_")]
@@ -83,7 +85,7 @@ class Custom(AnchoredLoss):
         return found
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token; :class:`DataError` if the function returns anything else."""
+        """Return the loss of every token. Raises :class:`DataError` if the function returns anything else."""
         value = self.formula(inputs, **self.options)
         loss = value if isinstance(value, TokenLoss) else TokenLoss(tokens_N=value)
         self._refuse_other_shapes(loss.tokens_N, inputs.log_pi_N)

@@ -1,4 +1,4 @@
-"""What the losses' settings have in common: defaults of the contract, the KL and entropy terms, the anchor."""
+"""The common base of the settings of losses: defaults of the contract, the KL and entropy terms, the anchor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def refuse_idle(section: Section, key: str, needed: str) -> None:
-    """:class:`ConfigError` if the setting ``key`` was changed, though it acts only where ``needed`` holds."""
+    """Raise :class:`ConfigError` if the setting ``key`` was changed although it has no effect unless ``needed``
+    holds."""
     value: object = section.model_dump()[key]
     if value != type(section).model_fields[key].default:
         raise ConfigError(
@@ -26,24 +27,24 @@ def refuse_idle(section: Section, key: str, needed: str) -> None:
 
 
 class LossSection(Section):
-    """A loss that reads the columns it names, corrects nothing by itself and adds no penalty."""
+    """The settings of a loss, with the defaults of one that corrects nothing and adds no penalty."""
 
     reduction: ClassVar[str] = "token_mean"
 
     def columns(self) -> frozenset[Column]:
-        """The columns it reads beyond the ones that are always there."""
+        """Return the columns that the loss reads beyond those that every batch has."""
         return frozenset()
 
     def corrects(self) -> bool:
-        """Whether its own ratio is taken against μ."""
+        """Return whether the loss's own ratio is taken against μ."""
         return False
 
     def select(self, whole: LossInputs) -> Tensor:
-        """The tokens it chooses from the whole batch."""
+        """Return the mask of the tokens selected from the whole batch."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
 
     def penalty(self, inputs: LossInputs) -> TokenLoss | None:
-        """What is added to every token's value after correction."""
+        """Return the penalty that is added to every token's value after correction."""
         return None
 
 
@@ -51,14 +52,15 @@ class PolicyLoss(LossSection):
     """A loss of policy optimisation: a formula in the ratio π/π_old, and two optional terms."""
 
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of KL(π‖π_ref), added to every token; 0 asks for no reference policy."""
+    """The weight of KL(π‖π_ref), which is added to every token; 0 needs no reference policy."""
     kl: Estimator = "k3"
-    """Its estimator, only with ``kl_coef`` above 0: k1 = −x, k2 = x²/2, k3 = eˣ−1−x, with x = log π_ref − log π."""
+    """The estimator of that KL, only with ``kl_coef`` above 0: k1 = −x, k2 = x²/2, k3 = eˣ−1−x, with x = log π_ref −
+    log π."""
     unbiased_kl: bool = False
-    """Multiply the estimator by π/π_old, which makes its gradient unbiased (DeepSeek-V3.2, eq. 7); only with
-    ``kl_coef`` above 0."""
+    """Whether to multiply the estimator by π/π_old, which makes its gradient unbiased (DeepSeek-V3.2, eq. 7); only
+    with ``kl_coef`` above 0."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of an entropy bonus, subtracted from every token; 0 asks for no entropies."""
+    """The weight of an entropy bonus, which is subtracted from every token; 0 needs no entropies."""
 
     @pydantic.model_validator(mode="after")
     def _terms_are_on(self) -> PolicyLoss:
@@ -68,11 +70,11 @@ class PolicyLoss(LossSection):
         return self
 
     def formula_columns(self) -> frozenset[Column]:
-        """The columns its formula reads, the two terms aside."""
+        """Return the columns that the formula reads, without those of the two terms."""
         return frozenset({"log_old"})
 
     def columns(self) -> frozenset[Column]:
-        """The columns of its formula and of the terms that are switched on."""
+        """Return the columns of the formula and of the terms that are switched on."""
         columns = set(self.formula_columns())
         if self.kl_coef > 0:
             columns |= {"log_ref", "log_old"} if self.unbiased_kl else {"log_ref"}
@@ -81,7 +83,7 @@ class PolicyLoss(LossSection):
         return frozenset(columns)
 
     def penalty(self, inputs: LossInputs) -> TokenLoss | None:
-        """kl_coef · KL(π‖π_ref) − entropy_coef · H(π), per token."""
+        """Return kl_coef · KL(π‖π_ref) − entropy_coef · H(π), per token."""
         terms: list[Tensor] = []
         metrics: dict[str, Ratio] = {}
         count = inputs.mask_N.sum()
@@ -104,12 +106,13 @@ class AnchoredLoss(PolicyLoss):
     """A loss whose ratio may be taken against π_old or directly against μ."""
 
     anchor: Anchor = "old"
-    """``"old"``: r = π/π_old, and a correction stands for π_old/μ. ``"mu"``: r = π/μ, which needs no correction."""
+    """The policy in the denominator of the ratio. ``"old"``: r = π/π_old, and a correction accounts for π_old/μ.
+    ``"mu"``: r = π/μ, which needs no correction."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """The column of its anchor."""
+        """Return the column of the anchor."""
         return frozenset({"log_old"}) if self.anchor == "old" else frozenset({"log_mu"})
 
     def corrects(self) -> bool:
-        """Whether the anchor is μ."""
+        """Return whether the anchor is μ."""
         return self.anchor == "mu"

@@ -1,4 +1,4 @@
-"""Losses that choose tokens by statistics of the whole batch."""
+"""Losses that select tokens by statistics of the whole batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# M2PO: bounds the second moment of the log-ratio over the batch, not each ratio.
 class M2po(AnchoredLoss):
-    """−keep·r·A, r = π/μ; the largest (log r)² of the batch are dropped until the mean of the rest is at most τ_M2.
+    """M2PO's loss: it bounds the second moment of the log-ratio over the batch instead of each ratio.
+
+    −keep·r·A, r = π/μ; the largest (log r)² of the batch are dropped until the mean of the rest is at most τ_M2.
 
     Equal values are kept or dropped together.
 
@@ -24,18 +25,18 @@ class M2po(AnchoredLoss):
     """
 
     kind: Literal["m2po"] = "m2po"
-    """Selects this loss."""
+    """The name that selects this loss."""
     anchor: Anchor = "mu"
-    """Whether r is π/π_old (``"old"``) or π/μ (``"mu"``)."""
+    """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
     threshold: float = Field(default=0.04, ge=0)
-    """τ_M2: the mean of (log r)² that the kept tokens may have."""
+    """τ_M2, the greatest mean of (log r)² of the kept tokens."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """Its anchor, and the tokens kept."""
+        """Return the columns that the formula reads: that of the anchor, and the selected tokens."""
         return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
-        """The tokens that are kept."""
+        """Return the mask of the tokens that are kept."""
         square_N = whole.log_ratio_N(self.anchor).square()
         ranked = square_N[whole.mask_N].sort().values
         means = ranked.cumsum(0) / ranked.new_ones(len(ranked)).cumsum(0)
@@ -45,7 +46,7 @@ class M2po(AnchoredLoss):
         return square_N <= allowed[-1] if len(allowed) else whole.mask_N.new_zeros(len(square_N))
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         assert inputs.selected_NP is not None
         keep_N = inputs.selected_NP[:, 0]
         tokens_N = -inputs.log_ratio_N(self.anchor).exp() * inputs.advantages_N
@@ -53,11 +54,11 @@ class M2po(AnchoredLoss):
 
 
 def largest_covariance(whole: LossInputs, fraction: float) -> Tensor:
-    """The ``fraction`` of the batch's tokens (at least one) with the largest (A − mean A)·(log π − mean log π),
-    as far as that is above 0 by more than rounding.
+    """Return the mask of the ``fraction`` of the batch's tokens (at least one) with the largest (A − mean A)·(log π −
+    mean log π), if that is above 0 by more than rounding.
 
-    Equal values are chosen together, so that the choice does not depend on the order of tokens.
-    Source: Cui et al., arXiv 2505.22617, eq. 7.
+    Equal values are selected together, so that the result does not depend on the order of tokens. Source: Cui et
+    al., arXiv 2505.22617, eq. 7.
     """
     advantages, log_pi = whole.advantages_N[whole.mask_N], whole.log_pi_N[whole.mask_N]
     count = len(log_pi)
@@ -69,29 +70,30 @@ def largest_covariance(whole: LossInputs, fraction: float) -> Tensor:
     return (covariance_N >= least) & (covariance_N > rounding)
 
 
-# Clip-Cov: no gradient for the few tokens that would lower the entropy most.
 class ClipCov(ClippedLoss):
-    """The clipped surrogate; 0 for the fraction of the batch with the largest (A − mean A)·(log π − mean log π).
+    """Clip-Cov: no gradient for the few tokens that would lower the entropy most.
+
+    The clipped surrogate; 0 for the fraction of the batch with the largest (A − mean A)·(log π − mean log π).
 
     Source: Cui et al., arXiv 2505.22617, eq. 9; the largest are taken, where the paper draws from a band.
     """
 
     kind: Literal["clip_cov"] = "clip_cov"
-    """Selects this loss."""
+    """The name that selects this loss."""
     fraction: float = Field(default=2e-4, ge=0, le=1)
-    """Share of the batch's tokens that are chosen; at least one if it is above 0, but none whose
+    """The fraction of the batch's tokens that is selected; at least one token if it is above 0, but none whose
     covariance is not above 0."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """π_old, and the tokens chosen."""
+        """Return the columns that the formula reads: log π_old, and the selected tokens."""
         return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
-        """The tokens with the largest covariance."""
+        """Return the mask of the tokens with the largest covariance."""
         return largest_covariance(whole, self.fraction)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         assert inputs.selected_NP is not None
         chosen_N = inputs.selected_NP[:, 0]
         clipped = self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
@@ -99,31 +101,32 @@ class ClipCov(ClippedLoss):
         return TokenLoss(tokens_N=clipped.tokens_N.masked_fill(chosen_N, 0.0), clipped_N=clipped.clipped_N | chosen_N)
 
 
-# KL-Cov: a pull to π_old for the few tokens that would lower the entropy most.
 class KlCov(PolicyLoss):
-    """−r·A, plus β·|log r| for the fraction of tokens with the largest (A − mean A)·(log π − mean log π) of the batch.
+    """KL-Cov: a penalty on the distance to π_old for the few tokens that would lower the entropy most.
+
+    −r·A, plus β·|log r| for the fraction of tokens with the largest (A − mean A)·(log π − mean log π) of the batch.
 
     Source: Cui et al., arXiv 2505.22617, eq. 11; r = π/π_old.
     """
 
     kind: Literal["kl_cov"] = "kl_cov"
-    """Selects this loss."""
+    """The name that selects this loss."""
     fraction: float = Field(default=2e-4, ge=0, le=1)
-    """Share of the batch's tokens that are chosen; at least one if it is above 0, but none whose
+    """The fraction of the batch's tokens that is selected; at least one token if it is above 0, but none whose
     covariance is not above 0."""
     beta: float = Field(default=1.0, ge=0)
-    """β: weight of the pull."""
+    """β, the weight of the penalty."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """π_old, and the tokens chosen."""
+        """Return the columns that the formula reads: log π_old, and the selected tokens."""
         return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
-        """The tokens with the largest covariance."""
+        """Return the mask of the tokens with the largest covariance."""
         return largest_covariance(whole, self.fraction)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         assert inputs.selected_NP is not None
         log_r_N = inputs.log_ratio_N()
         pull_N = self.beta * log_r_N.abs().masked_fill(~inputs.selected_NP[:, 0], 0.0)

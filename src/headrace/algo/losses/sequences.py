@@ -11,15 +11,16 @@ from headrace.algo.losses.clipped import ClippedLoss
 from headrace.algo.losses.section import PolicyLoss
 
 
-# GSPO: one ratio per sequence, length-normalised, as the reward is one per sequence.
 class Gspo(ClippedLoss):
-    """−min(s·A, clip(s, 1−ε, 1+ε_h)·A), s = exp(mean over the sequence of log r), r = π/π_old.
+    """GSPO's loss: one length-normalised ratio per sequence, as there is one reward per sequence.
+
+    −min(s·A, clip(s, 1−ε, 1+ε_h)·A), s = exp(mean over the sequence of log r), r = π/π_old.
 
     Source: Zheng et al., arXiv 2507.18071, eq. 5 and 7; clip range from section 5.1.
     """
 
     kind: Literal["gspo"] = "gspo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """ε: the sequence ratio is clipped from below at 1 − ``clip_low``."""
     clip_high: float = Field(default=4e-4, ge=0)
@@ -27,20 +28,22 @@ class Gspo(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_s_S = inputs.mean_S(inputs.log_ratio_N())
         return self.surrogate(log_s_S.exp()[inputs.samples_N], inputs.advantages_N)
 
 
-# GSPO-token: the sequence ratio as value, each token's own gradient, for advantages that differ by token.
 class GspoToken(ClippedLoss):
-    """−min(s_t·A_t, clip(s_t, 1−ε, 1+ε_h)·A_t), s_t = sg(s)·π/sg(π), s = exp(mean over the sequence of log r).
+    """GSPO-token: the value of the sequence ratio with each token's own gradient, for advantages that differ by
+    token.
+
+    −min(s_t·A_t, clip(s_t, 1−ε, 1+ε_h)·A_t), s_t = sg(s)·π/sg(π), s = exp(mean over the sequence of log r).
 
     Source: Zheng et al., arXiv 2507.18071, eq. 13 and 14.
     """
 
     kind: Literal["gspo_token"] = "gspo_token"
-    """Selects this loss."""
+    """The name that selects this loss."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """ε: the sequence ratio is clipped from below at 1 − ``clip_low``."""
     clip_high: float = Field(default=4e-4, ge=0)
@@ -48,21 +51,22 @@ class GspoToken(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_s_S = inputs.mean_S(inputs.log_ratio_N().detach())
         one_N = (inputs.log_pi_N - inputs.log_pi_N.detach()).exp()
         return self.surrogate(log_s_S.exp()[inputs.samples_N] * one_N, inputs.advantages_N)
 
 
-# GMPO: the geometric mean of clipped token ratios, which one outlying token cannot dominate.
 class Gmpo(PolicyLoss):
-    """−A·exp(mean over the sequence of l), l = log r, bounded above by ε_h where A > 0 and below by −ε where A < 0.
+    """GMPO's loss: the geometric mean of clipped token ratios, which one extreme token cannot dominate.
+
+    −A·exp(mean over the sequence of l), l = log r, bounded above by ε_h where A > 0 and below by −ε where A < 0.
 
     A is the mean of the sequence's advantages; r = π/π_old. Source: Zhao et al., arXiv 2507.20673, eq. 4.
     """
 
     kind: Literal["gmpo"] = "gmpo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     clip_low: float = Field(default=0.4, ge=0)
     """ε: the log-ratio is clipped from below at −``clip_low``."""
     clip_high: float = Field(default=0.4, ge=0)
@@ -70,7 +74,7 @@ class Gmpo(PolicyLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_r_N = inputs.log_ratio_N()
         advantages_S = inputs.mean_S(inputs.advantages_N)
         up_N, down_N = (advantages_S > 0)[inputs.samples_N], (advantages_S < 0)[inputs.samples_N]

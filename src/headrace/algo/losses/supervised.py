@@ -1,4 +1,4 @@
-"""Losses without a reward: likelihood, preference, and the distance to a teacher or a reference."""
+"""Losses without a reward: likelihood, preference, and the divergence from a teacher or a reference."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Cross-entropy: supervised learning of the tokens of the mask.
 class Ce(LossSection):
-    """−log π. Advantages are not looked at: it is for demonstrations, in a loop of your own. A run, which has only what
-    the model has sampled, refuses it. Source: maximum likelihood."""
+    """Cross-entropy: supervised learning of the tokens of the mask.
+
+    −log π. Advantages are not read: the loss is for demonstrations, in a loop of your own. A run, which has only
+    sampled text, refuses it. Source: maximum likelihood."""
 
     kind: Literal["ce"] = "ce"
-    """Selects this loss."""
+    """The name that selects this loss."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         return TokenLoss(tokens_N=-inputs.log_pi_N)
 
 
-# DPO: learning from pairs, one preferred to the other.
 class Dpo(LossSection):
-    """−log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ over the sequence of log π/π_ref, for every token of the pair.
+    """DPO's loss: it learns from pairs of which one sample is preferred to the other.
+
+    −log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ over the sequence of log π/π_ref, for every token of the pair.
 
     In each group exactly one sample is chosen (advantage above 0) and one rejected (below 0); reduced by prompt, the
     batch's loss is the mean over pairs. A pair of which one side has no token left has loss 0 and is counted
@@ -40,17 +42,17 @@ class Dpo(LossSection):
     """
 
     kind: Literal["dpo"] = "dpo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     beta: float = Field(default=0.1, gt=0)
-    """β: how strongly the reference is held."""
+    """β, the strength of the pull to the reference."""
     reduction: ClassVar[str] = "prompt_mean"
 
     def columns(self) -> frozenset[Column]:
-        """The reference, and who is compared with whom."""
+        """Return the columns that the formula reads: log π_ref, and the pairs of samples."""
         return frozenset({"log_ref", "pairs"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         assert inputs.log_ref_N is not None
         assert inputs.groups_S is not None
         groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
@@ -68,7 +70,8 @@ class Dpo(LossSection):
 
 
 def _whole(side_S: Tensor, empty_S: Tensor, pairs_S: Tensor) -> Tensor:
-    """The groups with one chosen and one rejected sample; :class:`DataError` where none of the others is empty."""
+    """Return which groups have one chosen and one rejected sample. Raises :class:`DataError` for an invalid group
+    without an empty sample."""
     num_groups = int(pairs_S.max()) + 1 if len(pairs_S) else 0
     count_G, balance_G, empty_G = (
         side_S.new_zeros(num_groups).index_add(0, pairs_S, values_S.to(side_S.dtype))
@@ -83,20 +86,22 @@ def _whole(side_S: Tensor, empty_S: Tensor, pairs_S: Tensor) -> Tensor:
     return whole_G
 
 
-# Distillation from a teacher's K likeliest entries, what remains being one more entry.
 class Distill(LossSection):
-    """D(ν, π) over the teacher's top K and the tail: forward Σ ν·log(ν/π), reverse Σ π·log(π/ν), or
+    """Distillation of a teacher's K likeliest entries, with the remaining probability as one more entry.
+
+    D(ν, π) over the teacher's top K and the tail: forward Σ ν·log(ν/π), reverse Σ π·log(π/ν), or
     jsd β·KL(ν‖m) + (1−β)·KL(π‖m) with m = β·ν + (1−β)·π. Advantages are not looked at.
 
     Source: Agarwal et al. (GKD), arXiv 2306.13649, eq. 1–3; the tail keeps both sides probability distributions.
     """
 
     kind: Literal["distill"] = "distill"
-    """Selects this loss."""
+    """The name that selects this loss."""
     divergence: Literal["forward", "reverse", "jsd"] = "reverse"
-    """Which way the difference is measured: forward covers the teacher's modes, reverse seeks one."""
+    """The divergence: ``forward`` covers all modes of the teacher, ``reverse`` seeks one, ``jsd`` is between the
+    two."""
     beta: float = Field(default=0.5, gt=0, lt=1)
-    """β: weight of the teacher in the mixture; used only by ``jsd``."""
+    """β, the weight of the teacher in the mixture; used by ``jsd`` only."""
 
     @pydantic.model_validator(mode="after")
     def _mixture_is_used(self) -> Distill:
@@ -105,11 +110,11 @@ class Distill(LossSection):
         return self
 
     def columns(self) -> frozenset[Column]:
-        """Both distributions over the teacher's likeliest entries."""
+        """Return the columns that the formula reads: both distributions over the teacher's likeliest entries."""
         return frozenset({"top_k"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         assert inputs.log_pi_NK is not None
         assert inputs.log_nu_NK is not None
         log_pi_NK, log_nu_NK = with_tail(inputs.log_pi_NK), with_tail(inputs.log_nu_NK)
@@ -125,7 +130,8 @@ class Distill(LossSection):
 
 
 def with_tail(log_p_NK: Tensor) -> Tensor:
-    """Log-probabilities with that of everything else as one more entry; none below e⁻⁶⁰, the tail not below 1e-7."""
+    """Return the log-probabilities with that of all other entries as one more; none below e⁻⁶⁰, the last not below
+    1e-7."""
     mass_N = log_p_NK.exp().sum(dim=1, keepdim=True).clamp(max=1 - 1e-7)
     tail_N = (-mass_N).log1p()
     wide = log_p_NK.new_empty((log_p_NK.shape[0], log_p_NK.shape[1] + 1))
@@ -134,30 +140,31 @@ def with_tail(log_p_NK: Tensor) -> Tensor:
 
 
 def kl_over(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """KL(p‖q) of every row."""
+    """Return KL(p‖q) of every row."""
     return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=1)
 
 
-# The divergence from a reference policy as the whole loss.
 class RefKl(LossSection):
-    """KL(π‖π_ref) by k1 = −x, k2 = x²/2 or k3 = eˣ−1−x, x = log π_ref − log π. Advantages are not looked at.
+    """The divergence from a reference policy as the whole loss.
+
+    KL(π‖π_ref) by k1 = −x, k2 = x²/2 or k3 = eˣ−1−x, x = log π_ref − log π. Advantages are not looked at.
 
     Source: Schulman (2020), "Approximating KL divergence"; unbiased form: DeepSeek-V3.2, eq. 7.
     """
 
     kind: Literal["ref_kl"] = "ref_kl"
-    """Selects this loss."""
+    """The name that selects this loss."""
     kl: Estimator = "k3"
     """The estimator; on samples of π, ``k2`` has the gradient of the divergence itself."""
     unbiased_kl: bool = False
-    """Multiply by π/π_old, which makes the gradient unbiased."""
+    """Whether to multiply by π/π_old, which makes the gradient unbiased."""
 
     def columns(self) -> frozenset[Column]:
-        """The reference, and π_old for the ratio."""
+        """Return the columns that the formula reads: log π_ref, and log π_old if the ratio is used."""
         return frozenset({"log_ref", "log_old"}) if self.unbiased_kl else frozenset({"log_ref"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         assert inputs.log_ref_N is not None
         tokens_N = estimate(self.kl, inputs.log_pi_N, inputs.log_ref_N)
         return TokenLoss(tokens_N=inputs.log_ratio_N().exp() * tokens_N if self.unbiased_kl else tokens_N)

@@ -1,4 +1,4 @@
-"""Losses that weigh log π by a ratio, or add a penalty on it, instead of clipping a surrogate."""
+"""Losses that multiply log π by a weight, or add a penalty on the ratio, instead of clipping a surrogate."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from headrace.algo.base import Anchor, Column, LossInputs, TokenLoss
 from headrace.algo.losses.section import AnchoredLoss, PolicyLoss, refuse_idle
 
 
-# REINFORCE with a truncated importance ratio.
 class Reinforce(AnchoredLoss):
-    """−sg(min(r, C))·A·log π, r = π/μ.
+    """REINFORCE with a truncated importance ratio.
+
+    −sg(min(r, C))·A·log π, r = π/μ.
 
     Source: Williams (1992); truncation: Espeholt et al. (IMPALA), arXiv 1802.01561, section 4.
     """
 
     kind: Literal["reinforce"] = "reinforce"
-    """Selects this loss."""
+    """The name that selects this loss."""
     anchor: Anchor = "mu"
-    """Whether r is π/π_old (``"old"``) or π/μ (``"mu"``)."""
+    """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
     ratio_cap: float = Field(default=2.0, gt=0)
-    """C: no token weighs more than this."""
+    """C, the greatest weight of a token."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         ratio_N = inputs.log_ratio_N(self.anchor).detach().exp()
         weights_N = ratio_N.clamp(max=self.ratio_cap)
         return TokenLoss(
@@ -34,21 +35,22 @@ class Reinforce(AnchoredLoss):
         )
 
 
-# CISPO: a clipped ratio as weight only, so that no token loses its gradient.
 class Cispo(AnchoredLoss):
-    """−sg(min(r, 1+ε_h))·A·log π; two-sided: −sg(clip(r, 1−ε, 1+ε_h))·A·log π.
+    """CISPO's loss: the clipped ratio is a weight only, so that every token keeps its gradient.
+
+    −sg(min(r, 1+ε_h))·A·log π; two-sided: −sg(clip(r, 1−ε, 1+ε_h))·A·log π.
 
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; the wide bound: ScaleRL, arXiv 2510.13786.
     """
 
     kind: Literal["cispo"] = "cispo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     anchor: Anchor = "old"
-    """Whether r is π/π_old (``"old"``) or π/μ (``"mu"``)."""
+    """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
     clip_high: float = Field(default=4.0, ge=0)
     """ε_h: the weight is at most 1 + ``clip_high``."""
     two_sided: bool = False
-    """Also keep the weight from falling below 1 − ``clip_low``."""
+    """Whether to keep the weight from falling below 1 − ``clip_low``, too."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """ε: used only with ``two_sided``."""
 
@@ -59,42 +61,44 @@ class Cispo(AnchoredLoss):
         return self
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         ratio_N = inputs.log_ratio_N(self.anchor).detach().exp()
         low = 1 - self.clip_low if self.two_sided else 0.0
         weights_N = ratio_N.clamp(low, 1 + self.clip_high)
         return TokenLoss(tokens_N=-weights_N * inputs.advantages_N * inputs.log_pi_N, clipped_N=weights_N != ratio_N)
 
 
-# TOPR: full credit for what was good, tapered blame for what π no longer says.
 class Topr(AnchoredLoss):
-    """−A·log π where A > 0; −sg(min(Π r over the sequence, 1))·A·log π elsewhere, r = π/μ.
+    """TOPR's loss: positive advantages have full weight; others have less, the less likely their answer has become.
+
+    −A·log π where A > 0; −sg(min(Π r over the sequence, 1))·A·log π elsewhere, r = π/μ.
 
     Source: Le Roux et al., arXiv 2503.14286, eq. 8.
     """
 
     kind: Literal["topr"] = "topr"
-    """Selects this loss."""
+    """The name that selects this loss."""
     anchor: Anchor = "mu"
-    """Whether r is π/π_old (``"old"``) or π/μ (``"mu"``)."""
+    """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_w_S = inputs.sum_S(inputs.log_ratio_N(self.anchor).detach())
         taper_N = log_w_S.clamp(-20.0, 0.0).exp()[inputs.samples_N]
         weights_N = taper_N.masked_fill(inputs.advantages_N > 0, 1.0)
         return TokenLoss(tokens_N=-weights_N * inputs.advantages_N * inputs.log_pi_N)
 
 
-# SAPO: a smooth gate in place of the clip, steeper where A < 0.
 class Sapo(PolicyLoss):
-    """−(4/τ)·σ(τ·(r − 1))·A, r = π/π_old, τ by the sign of A.
+    """SAPO's loss: a smooth gate in place of the clip, steeper where A < 0.
+
+    −(4/τ)·σ(τ·(r − 1))·A, r = π/π_old, τ by the sign of A.
 
     Source: Gao et al., arXiv 2511.20347, eq. 5 and 6.
     """
 
     kind: Literal["sapo"] = "sapo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     tau_pos: float = Field(default=1.0, gt=0)
     """τ where A > 0."""
     tau_neg: float = Field(default=1.05, gt=0)
@@ -102,23 +106,24 @@ class Sapo(PolicyLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         tau_N = inputs.advantages_N.new_full((), self.tau_pos).where(inputs.advantages_N > 0, self.tau_neg)
         gate_N = (tau_N * (inputs.log_ratio_N().exp() - 1)).sigmoid() * 4 / tau_N
         return TokenLoss(tokens_N=-gate_N * inputs.advantages_N)
 
 
-# VESPO: a soft weight over the whole sequence's ratio, fading on both sides of 1.
 class Vespo(AnchoredLoss):
-    """−sg(φ(W))·A·log π, φ(W) = W^k·e^{λ(1−W)}, W = Π r over the sequence, r = π/μ; k and λ by the sign of A.
+    """VESPO's loss: a smooth weight of the whole sequence's ratio, which decreases on both sides of 1.
+
+    −sg(φ(W))·A·log π, φ(W) = W^k·e^{λ(1−W)}, W = Π r over the sequence, r = π/μ; k and λ by the sign of A.
 
     Source: VESPO, arXiv 2602.10693.
     """
 
     kind: Literal["vespo"] = "vespo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     anchor: Anchor = "mu"
-    """Whether r is π/π_old (``"old"``) or π/μ (``"mu"``)."""
+    """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
     k_pos: float = Field(default=2.0, ge=0)
     """k where A ≥ 0."""
     lambda_pos: float = Field(default=3.0, ge=0)
@@ -129,7 +134,7 @@ class Vespo(AnchoredLoss):
     """λ where A < 0."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_w_S = inputs.sum_S(inputs.log_ratio_N(self.anchor).detach()).clamp(-20.0, 20.0)
         log_w_N = log_w_S[inputs.samples_N]
         up_N = inputs.advantages_N >= 0
@@ -138,44 +143,47 @@ class Vespo(AnchoredLoss):
         return TokenLoss(tokens_N=-rise_N.where(up_N, fall_N).exp() * inputs.advantages_N * inputs.log_pi_N)
 
 
-# Kimi k1.5: a plain policy gradient, held near π_old by the square of the log-ratio.
 class Kimi(PolicyLoss):
-    """−A·log π + τ/2·(log r)², r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
+    """The loss of Kimi k1.5: a plain policy gradient, with a penalty on the squared log-ratio to π_old.
+
+    −A·log π + τ/2·(log r)², r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
 
     Source: Kimi k1.5, arXiv 2501.12599, eq. 3.
     """
 
     kind: Literal["kimi"] = "kimi"
-    """Selects this loss."""
+    """The name that selects this loss."""
     tau: float = Field(default=0.1, ge=0)
-    """τ: weight of the square."""
+    """τ, the weight of the square."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         return TokenLoss(tokens_N=-inputs.advantages_N * inputs.log_pi_N + self.tau / 2 * inputs.log_ratio_N().square())
 
 
-# DRO: direct reward optimisation with a quadratic pull to π_old.
 class Dro(PolicyLoss):
-    """−(A·log π − β/2·(log r)²), r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
+    """The loss of DRO: direct reward optimisation with a quadratic penalty on the distance to π_old.
+
+    −(A·log π − β/2·(log r)²), r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
 
     Source: Richemond et al., arXiv 2405.19107, eq. 6, the value function replaced by the group's baseline.
     """
 
     kind: Literal["dro"] = "dro"
-    """Selects this loss."""
+    """The name that selects this loss."""
     beta: float = Field(default=0.05, ge=0)
-    """β: weight of the square."""
+    """β, the weight of the square."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         pull_N = self.beta / 2 * inputs.log_ratio_N().square()
         return TokenLoss(tokens_N=pull_N - inputs.advantages_N * inputs.log_pi_N)
 
 
-# DPPO: the trust region is a bound on the change of probability, not of the ratio.
 class Dppo(AnchoredLoss):
-    """−keep·A·sg(min(r, c))·log π + τ·(log π/μ)²; keep is 0 where A > 0 and π − μ > δ, or A < 0 and π − μ < −δ.
+    """DPPO's loss: its trust region bounds the change of a token's probability instead of the ratio.
+
+    −keep·A·sg(min(r, c))·log π + τ·(log π/μ)²; keep is 0 where A > 0 and π − μ > δ, or A < 0 and π − μ < −δ.
 
     The square pulls every token to μ, a token whose gain is dropped too. With ``kl_tau = 1e-3``, ``anchor = "mu"`` and
     a ``ratio_cap`` that never acts (1e9: log r is at most 20), its gradient is that of PRIME-RL's default loss.
@@ -185,22 +193,22 @@ class Dppo(AnchoredLoss):
     """
 
     kind: Literal["dppo"] = "dppo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     anchor: Anchor = "old"
-    """Whether r is π/π_old (``"old"``) or π/μ (``"mu"``)."""
+    """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
     delta: float = Field(default=0.2, ge=0, le=1)
-    """δ: how far the probability of a token may have moved from μ."""
+    """δ, the greatest change of a token's probability from μ."""
     ratio_cap: float = Field(default=20.0, gt=0)
-    """c: no token weighs more than this."""
+    """c, the greatest weight of a token."""
     kl_tau: float = Field(default=0.0, ge=0)
-    """τ: weight of the square; 1e-3 is PRIME-RL's."""
+    """τ, the weight of the square; 1e-3 is PRIME-RL's."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """Its anchor, and μ for the trust region."""
+        """Return the columns that the formula reads: that of the anchor, and log μ for the trust region."""
         return super().formula_columns() | {"log_mu"}
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         moved_N = inputs.log_pi_N.detach().exp() - inputs.log_mu_N.exp()
         up_N, down_N = inputs.advantages_N > 0, inputs.advantages_N < 0
         cut_N = (up_N & (moved_N > self.delta)) | (down_N & (moved_N < -self.delta))
@@ -211,31 +219,33 @@ class Dppo(AnchoredLoss):
         return TokenLoss(tokens_N=tokens_N, clipped_N=cut_N)
 
 
-# IPO, one of PRIME-RL's losses: an importance ratio inside a band of probability, and a quadratic pull to μ.
 class Ipo(PolicyLoss):
-    """−keep·A·r + τ·(log r)², r = π/μ, keep where |π − μ| ≤ δ.
+    """IPO, one of PRIME-RL's losses: an importance ratio inside a band of probability, and a quadratic penalty on
+    the distance to μ.
+
+    −keep·A·r + τ·(log r)², r = π/μ, keep where |π − μ| ≤ δ.
 
     Source: PRIME-RL's loss of type "ipo" (its default is ``dppo`` with ``kl_tau``); the
     trust region as in arXiv 2602.04879, on both sides whatever the sign of A.
     """
 
     kind: Literal["ipo"] = "ipo"
-    """Selects this loss."""
+    """The name that selects this loss."""
     delta: float = Field(default=0.1, ge=0, le=1)
-    """δ: how far the probability of a token may have moved from μ."""
+    """δ, the greatest change of a token's probability from μ."""
     tau: float = Field(default=1e-3, ge=0)
-    """τ: weight of the square."""
+    """τ, the weight of the square."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """μ alone."""
+        """Return the column that the formula reads: log μ."""
         return frozenset({"log_mu"})
 
     def corrects(self) -> bool:
-        """Its ratio is taken against μ."""
+        """Return ``True``: the ratio of this loss is taken against μ."""
         return True
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
+        """Return the loss of every token."""
         log_r_N = inputs.log_ratio_N("mu")
         moved_N = inputs.log_pi_N.detach().exp() - inputs.log_mu_N.exp()
         cut_N = moved_N.abs() > self.delta

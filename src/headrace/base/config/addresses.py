@@ -9,9 +9,9 @@ from urllib.parse import parse_qsl, urlsplit
 from headrace.base.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-"""The address that only this machine can reach."""
+"""The loopback address, which only this machine can reach."""
 EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::"})
-"""Addresses to listen at, and none to reach."""
+"""The wildcard addresses: a server may listen at them, and a client cannot connect to them."""
 
 
 _HOST_HEADER = re.compile(
@@ -25,7 +25,7 @@ _SECRET_PARAMETER = re.compile(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` means this machine only.
+    """Return whether ``host`` names this machine only.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
     [True, True, True, False, False]
@@ -38,9 +38,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split ``HOST:PORT`` into its host and its port. Raises :class:`~headrace.base.errors.ConfigError` for any other
+    text.
+
+    >>> host_and_port("10.0.0.5:7781"), host_and_port("[fd00::5]:7781")
+    (('10.0.0.5', 7781), ('fd00::5', 7781))
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"{address!r} is no address with a port", remedy="write HOST:PORT, as in 10.0.0.5:7781")
+    return host, int(port)
+
+
 def host_of(header: str) -> str:
-    """Return the host that a ``Host`` header names, without its port, and "" where it is not exactly what RFC 9112,
-    section 3.2, allows: user names, and text behind a bracket or a port, could hide another name.
+    """Return the host that a ``Host`` header names, without its port. Return "" for a header that is not exactly what
+    RFC 9112, section 3.2, allows: a user name, or text behind a bracket or a port, could hide another host.
 
     >>> [host_of(text) for text in ("localhost:80", "[::1]:80", "[::1].evil.com", "localhost:80@evil.com")]
     ['localhost', '::1', '', '']
@@ -50,16 +64,16 @@ def host_of(header: str) -> str:
 
 
 def secret_in(url: str) -> str:
-    """Return what kind of secret a URL holds, and "" if none can be recognised: a password, the user name of a web
-    address (which is a token where it stands alone), or a parameter of the query that is named like one. The user name
-    of other addresses is none.
+    """Return the kind of secret that a URL contains, in words, or "" if none is recognised. Three things are secrets: a
+    password; the user name of a web address, which may be a token; and a query parameter whose name says that it is a
+    key. The user name of any other address is not a secret.
 
     >>> secret_in("redis://:hush@10.0.0.9"), secret_in("https://x.org/v1?api_key=hush"), secret_in("redis://me@10.0.0.9")
     ('a password', 'a password or key (the parameter api_key)', '')
     """
     try:
         parts = urlsplit(url)
-    except ValueError:  # it is no URL, which is said where one is expected
+    except ValueError:  # not a URL: the caller that expects one reports it
         return ""
     if parts.password:
         return "a password"
@@ -72,9 +86,8 @@ def secret_in(url: str) -> str:
 def refuse_secret(
     setting: str, url: str, remedy: str, *, reason: str = "the settings of a run stand in its files"
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the URL in ``setting`` holds a secret; ``remedy`` says
-    where it
-    belongs. The URL itself is not shown."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the URL in the setting ``setting`` contains a secret.
+    ``remedy`` says where the secret belongs. The error does not show the URL."""
     if held := secret_in(url):
         raise ConfigError(
             f"{setting} holds {held}, and {reason}",

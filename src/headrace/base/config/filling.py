@@ -1,4 +1,4 @@
-"""Texts with names in braces that are filled in later."""
+"""The names that a text template contains in braces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import string
 from headrace.base.errors import ConfigError
 
 
-def fields_of(template: str, setting: str, known: str) -> set[str]:
-    """The names that a template asks for; :class:`~headrace.base.errors.ConfigError` for one that cannot be filled in.
-    ``known``: those that are always there, for the error.
+def template_fields(template: str, setting: str, known: str) -> set[str]:
+    """Return the names in braces of ``template``. Raises :class:`~headrace.base.errors.ConfigError` for a name that is
+    not a plain identifier. ``known`` lists the names that are always available, for the error message.
 
-    >>> sorted(fields_of("{prompt} is {answer}, {{}}", "a prompt", "{prompt}"))
+    >>> sorted(template_fields("{prompt} is {answer}, {{}}", "a prompt", "{prompt}"))
     ['answer', 'prompt']
     """
     try:

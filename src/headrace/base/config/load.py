@@ -1,4 +1,4 @@
-"""From a TOML file and ``--set`` overrides to one validated record."""
+"""Read a TOML file and ``--set`` overrides, and validate them as one record of settings."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 import pydantic
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from headrace.base.config.addresses import refuse_secret
+from headrace.base.config.kinds import Kinds, classes_of
 from headrace.base.config.section import Section
 from headrace.base.config.words import allowed, is_choice
 from headrace.base.errors import ConfigError, nearest
 
 _URL = re.compile(r"(?:[^\s:]*?)([A-Za-z][A-Za-z0-9+.-]*://\S+)")
-"""Of a text without spaces; names of an environment may precede it, as in ``openenv/http://HOST:PORT``."""
+"""The pattern of a URL in a text without spaces. The name of an environment may precede it, as in
+``openenv/http://HOST:PORT``."""
 C = TypeVar("C", bound=Section)
 
 
 def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
-    """The tree of a TOML file; :class:`ConfigError` names file, line and reason. ``what`` it is, for people."""
+    """Return the tree of a TOML file. ``what`` describes the file in errors. Raises :class:`ConfigError`, which
+    names file, line and reason."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -35,7 +39,7 @@ def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """``"learner.lr=1e-6"`` as a tree. The value is read as TOML, or as a string where it is not TOML.
+    """Return ``"learner.lr=1e-6"`` as a tree. The value is read as TOML, or as a string if it is not TOML.
 
     >>> parse_override("learner.lr=1e-6"), parse_override("data.path=rows.jsonl")
     ({'learner': {'lr': 1e-06}}, {'data': {'path': 'rows.jsonl'}})
@@ -54,23 +58,35 @@ def parse_override(text: str) -> dict[str, Any]:
     return dict(tree)
 
 
-def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with each override laid over it, table by table.
+def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: bool = False) -> dict[str, Any]:
+    """Return ``base`` with each override merged into it, table by table. With ``whole_kinds``, a table replaces the one
+    below if their ``kind`` differs, since the settings of one kind mean nothing to another. A table without a ``kind``
+    keeps the kind that the value below names.
 
     >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
     {'a': {'x': 1, 'y': 3}}
+    >>> merge({"a": {"kind": "k", "y": 2}}, {"a": {"kind": "other"}}, whole_kinds=True)
+    {'a': {'kind': 'other'}}
+    >>> merge({"a": "k"}, {"a": {"y": 2}}, whole_kinds=True)
+    {'a': {'kind': 'k', 'y': 2}}
     """
     merged = dict(base)
     for override in overrides:
         for key, value in override.items():
             here = merged.get(key)
-            both_tables = isinstance(here, Mapping) and isinstance(value, Mapping)
-            merged[key] = merge(here, value) if both_tables else value  # type: ignore[arg-type]
+            if whole_kinds and isinstance(here, str) and isinstance(value, Mapping):
+                here = {"kind": here}
+            if not (isinstance(here, Mapping) and isinstance(value, Mapping)):
+                merged[key] = value
+            elif whole_kinds and "kind" in here and value.get("kind", here["kind"]) != here["kind"]:
+                merged[key] = dict(value)
+            else:
+                merged[key] = merge(here, value, whole_kinds=whole_kinds)
     return merged
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Every value of a tree by its dotted name.
+    """Return every value of a tree by its dotted name. ``above`` is the prefix of these names.
 
     >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
     {'flow.lead': 1, 'flow.policy.kind': 'bounded'}
@@ -81,21 +97,26 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
-    """``tree`` as a ``kind``; :class:`ConfigError` lists every key that is wrong: value, reason and remedy."""
+def validate(kind: type[C], tree: Mapping[str, Any], above: str = "") -> C:
+    """Return ``tree`` as a record of the section ``kind``. Raises :class:`ConfigError`, which lists every invalid key
+    with its value, the reason and a remedy.
+
+    ``above`` is the dotted name of the table that contains ``tree``; empty for a whole run file.
+    """
     try:
         record = kind.model_validate(tree)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False)
     else:
-        _refuse_secrets(record.model_dump(mode="json"), "")
+        _refuse_secrets(record.model_dump(mode="json"), above)
         return record
-    lines = [_explain(kind, detail) for detail in details]
+    lines = [_explain(kind, detail, above) for detail in details]
     raise ConfigError("\n".join(_unique(p for p, _ in lines)), remedy="; ".join(_unique(r for _, r in lines)))
 
 
 def _refuse_secrets(value: Any, name: str) -> None:
-    """Refuse URLs with secrets in settings whose section does not check them itself. A text with spaces is no URL."""
+    """Refuse a URL that contains a secret in a setting whose section does not check it itself. A text with spaces is
+    not a URL."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             _refuse_secrets(below, f"{name}.{key}" if name else str(key))
@@ -106,16 +127,18 @@ def _refuse_secrets(value: Any, name: str) -> None:
         refuse_secret(name, found[1], "give it through the environment variables or files that its client reads")
 
 
-def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
+def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
-    place, above = _locate(kind, detail["loc"]), _locate(kind, detail["loc"][:-1])
+    place, above = _locate(kind, detail["loc"], table), _locate(kind, detail["loc"][:-1], table)
     name, value = place.name, detail["input"]
-    if is_choice(place.form):  # each of its forms says why it is not meant: one line says what is
+    if is_choice(place.form):  # pydantic reports one error per alternative: one line lists them all
         return f"{name}={value!r}: expected {allowed(place.form)}", f"change {name}"
     match detail["type"]:
         case "extra_forbidden":
+            if name in kind.former_keys:
+                return f"{name} has another name now: {kind.former_keys[name]}", f"write {kind.former_keys[name]}"
             known = {key for model in above.models for key in model.model_fields}
             return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":
@@ -126,6 +149,8 @@ def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
             ctx = detail["ctx"]
             tags = [tag.strip().strip("'") for tag in str(ctx["expected_tags"]).split(",")]
             return f"{name}.kind={ctx['tag']!r} does not exist", nearest(str(ctx["tag"]), tags)
+        case "unknown_name":
+            return f"{name}={value!r} does not exist", detail["ctx"]["remedy"]
         case "union_tag_not_found":
             kinds = sorted({str(model.model_fields["kind"].default) for model in place.models})
             return f"{name} does not say its kind", f"set {name}.kind to one of {', '.join(kinds)}"
@@ -139,17 +164,18 @@ def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeyLocation:
     name: str
-    """As a run file writes it."""
+    """The dotted name, as a run file writes it."""
     models: list[type[pydantic.BaseModel]]
-    """The sections that can stand there."""
+    """The sections that the key can hold."""
     form: Any
-    """Its annotation."""
+    """The annotation of the key."""
 
 
-def _locate(kind: type[Section], location: tuple[int | str, ...]) -> _KeyLocation:
-    """The place of an error. A union's tag stands in a location too: it chooses among the sections; so do the names of
-    a union's forms, which choose among nothing. Neither is a part of the name."""
-    name, form = "", cast(Any, kind)
+def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:
+    """Return the setting that the location of an error refers to. A location also contains tags of unions, which
+    choose among the sections, and names of a union's alternatives, which do not. Neither is part of the setting's
+    name."""
+    name, form = table, cast(Any, kind)
     here: list[type[pydantic.BaseModel]] = [kind]
     for part in location:
         tagged = [model for model in here if part in _tags(model)]
@@ -160,9 +186,9 @@ def _locate(kind: type[Section], location: tuple[int | str, ...]) -> _KeyLocatio
             here = tagged
         elif here:
             name += f".{part}" if name else part
-            fields = [model.model_fields[part].annotation for model in here if part in model.model_fields]
+            fields = [_form(model.model_fields[part]) for model in here if part in model.model_fields]
             form = next(iter(fields), None)
-            here = [model for field in fields for model in _models(field)]
+            here = [model for field in fields for model in classes_of(field)]
         elif get_origin(form) is dict:
             name += f".{part}"
             form = get_args(form)[1]
@@ -173,10 +199,10 @@ def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
-def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
+def _form(field: FieldInfo) -> Any:
+    """Return the annotation of a setting, with the registry that annotates it if there is one."""
+    notes = [note for note in field.metadata if isinstance(note, Kinds)]
+    return Annotated[field.annotation, notes[0]] if notes else field.annotation
 
 
 def _unique(lines: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Redis servers that settings name: an address without a password, and the variable that holds it."""
+"""Access to Redis servers: settings give an address without a password, and the environment variable that has it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from headrace.base.errors import ConfigError
 
 
 def redis_package(setting: str) -> Any:
-    """The package; ``setting`` needs it."""
+    """Import and return the package ``redis``. Raises :class:`ConfigError` that names ``setting`` if it is not
+    installed."""
     try:
         import redis
     except ImportError:
@@ -17,8 +18,9 @@ def redis_package(setting: str) -> Any:
     return redis
 
 
-def password_in(setting: str, variable: str) -> str | None:
-    """What the environment variable holds that ``setting`` names; ``None`` where it names none."""
+def read_password(setting: str, variable: str) -> str | None:
+    """Return the value of the environment variable that ``setting`` names; ``None`` if it names no variable. Raises
+    :class:`ConfigError` if the variable is not set."""
     if variable and not secret(variable):
         raise ConfigError(
             f"{setting}={variable!r}, and that environment variable is not set",
@@ -28,7 +30,8 @@ def password_in(setting: str, variable: str) -> str | None:
 
 
 def without_password(url: str) -> str:
-    """
+    """Return ``url`` without its user name and password.
+
     >>> without_password("redis://me:hush@10.0.0.9:6379/0")
     'redis://10.0.0.9:6379/0'
     """

@@ -5,16 +5,21 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import ClassVar
 
 import pydantic
 
 
 class Section(pydantic.BaseModel):
-    """A frozen record of settings that knows no unknown key. Each component declares its own, beside its class."""
+    """A frozen record of settings that refuses unknown keys. Each component declares its own section, beside its
+    class."""
 
     # not use_attribute_docstrings: it parses the source of every section in every process that imports one
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    former_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of a whole run file that were renamed: the former dotted name and the name of today."""
 
 
 def descriptions(kind: type[Section]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""TLS of the servers that others may reach: a certificate and its key, as PEM files."""
+"""TLS for servers that other machines can reach: a certificate and its key, as PEM files."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import ssl
 from headrace.base.errors import ConfigError
 
 
-def refuse_half(section: str, certificate: str, key: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where ``section`` names one of the two files and not the
-    other."""
+def refuse_incomplete_tls(section: str, certificate: str, key: str) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``section`` names only one of the two PEM files."""
     if bool(certificate) != bool(key):
         there, missing = ("tls_certificate", "tls_key") if certificate else ("tls_key", "tls_certificate")
         raise ConfigError(f"{section}.{there} is set, {section}.{missing} is not", remedy="give both files, or none")
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """For a server; :class:`~headrace.base.errors.ConfigError` where the files cannot be used."""
+    """Return the TLS context of a server. Raises :class:`~headrace.base.errors.ConfigError` if the files cannot be
+    used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(certificate, key, password="")  # it would ask the terminal otherwise
+        context.load_cert_chain(certificate, key, password="")  # a password of "" stops a prompt
     except OSError as error:
         raise ConfigError(
             f"TLS with the certificate {certificate} and the key {key}: {error.strerror or error}",
@@ -30,12 +30,12 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
 
 
 def only(certificate: str) -> ssl.SSLContext:
-    """For a client that believes this certificate, whatever address the server has, and no other.
+    """Return the TLS context of a client that trusts this certificate and no other, at whatever address the server has.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the file cannot be used.
+    Raises :class:`~headrace.base.errors.ConfigError` if the file cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # who holds its key is who is meant
+    context.check_hostname = False  # the certificate itself identifies the server, not its name
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
         context.load_verify_locations(certificate)

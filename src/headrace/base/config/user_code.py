@@ -1,4 +1,4 @@
-"""Python files of the user: losses, rewards."""
+"""Import of Python files that the user wrote, such as losses and rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from headrace.base.errors import ConfigError
 
 
 class _Source(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now: compiled files of before are told apart by whole seconds only."""
+    """A loader that always compiles the source: cached bytecode is invalidated by whole seconds only, and could be
+    stale."""
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
@@ -24,10 +25,10 @@ class _Source(importlib.machinery.SourceFileLoader):
 
 
 def load_file(path: Path) -> ModuleType:
-    """The module that the file ``path`` makes. It runs once, and again when it has changed since.
+    """Import the file ``path`` and return the module. The file runs once, and again after it has changed.
 
-    What stands beside the file can be imported by it: its folder joins ``sys.path``. The module is in ``sys.modules``,
-    as dataclasses and pickles ask. Raises :class:`ConfigError` with file and line for what goes wrong.
+    The file's folder is added to ``sys.path``, so that it can import its neighbours. The module is in
+    ``sys.modules``, as dataclasses and pickle need. Raises :class:`ConfigError` with file and line for any failure.
     """
     try:
         state = path.stat()
@@ -38,7 +39,8 @@ def load_file(path: Path) -> ModuleType:
 
 @cache
 def _load(path: Path, state: tuple[int, int]) -> ModuleType:
-    """``state`` tells one content of the file from the next."""
+    """Import the file ``path``. ``state`` is the cache key: modification time and size tell one content from the
+    next."""
     name = f"headrace_user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     loader = _Source(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -49,15 +51,15 @@ def _load(path: Path, state: tuple[int, int]) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     try:
         loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: its failure is told in words
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: any failure becomes a ConfigError
         del sys.modules[name]
         raise ConfigError(f"{path} cannot be imported: {where(error, str(path))}", remedy="mend it") from None
     return module
 
 
 def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
-    """``file.py:name`` apart; the file is read and checked, its code is not run. Raises :class:`ConfigError`, which
-    names ``setting``."""
+    """Split ``file.py:name`` into path and name. The file is parsed to check the name, and its code is not run.
+    Raises :class:`ConfigError`, which names ``setting``."""
     file, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         raise ConfigError(
@@ -89,7 +91,7 @@ def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
-    """What a file defines or imports at its top level."""
+    """Return the names that a file defines or imports at its top level."""
     names: set[str] = set()
     for node in tree.body:
         match node:
@@ -103,7 +105,8 @@ def top_level_names(tree: ast.Module) -> set[str]:
 
 
 def where(error: BaseException, source: str | None) -> str:
-    """``Kind: words at file.py:12``: the deepest line of the file ``source``, if any is in the traceback."""
+    """Return an error as ``Kind: words at file.py:12``, with the deepest line of the file ``source`` in its
+    traceback, if any."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
     place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""

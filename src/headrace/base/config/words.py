@@ -1,4 +1,4 @@
-"""What a setting may be, in words."""
+"""Descriptions, in words, of the values that a setting accepts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import annotated_types
 import pydantic
 from pydantic.fields import FieldInfo
 
+from headrace.base.config.kinds import NameOf
+
 _KINDS: dict[Any, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 
 def is_choice(form: Any) -> bool:
-    """Whether a setting of this annotation takes one of several forms, none of them a section."""
+    """Return whether a setting with this annotation accepts several alternatives of which none is a section."""
     forms = [part for part in get_args(form) if part is not types.NoneType]
     return get_origin(form) in (Union, types.UnionType) and len(forms) > 1 and not any(map(_is_section, forms))
 
 
 def allowed(form: Any) -> str:
-    """What a setting of this annotation may be.
+    """Return a description of the values that a setting with this annotation accepts.
 
     >>> allowed(pydantic.NonNegativeInt | Literal["auto"] | None)
     "an integer >= 0 or 'auto'"
@@ -32,6 +34,9 @@ def allowed(form: Any) -> str:
     if origin is Literal:
         return " or ".join(repr(part) for part in parts)
     if origin is Annotated:
+        named = next((note for note in parts[1:] if isinstance(note, NameOf)), None)
+        if named is not None:
+            return " or ".join(map(repr, named.names()))
         bounds = [bound for note in parts[1:] for bound in _bounds(note)]
         return f"{allowed(parts[0])} {' and '.join(bounds)}".rstrip()
     if origin in (list, tuple):
@@ -46,7 +51,7 @@ def _is_section(form: Any) -> bool:
 
 
 def _bounds(note: Any) -> list[str]:
-    """The limits of a number that a note beside its annotation gives."""
+    """Return the limits of a number that an annotation's metadata gives, such as ``>= 0``."""
     match note:
         case FieldInfo():
             return [bound for each in note.metadata for bound in _bounds(each)]

@@ -1,1 +1,2 @@
-"""One server shell for every HTTP door: connections that stand still are cut, the oldest without a token goes first."""
+"""The HTTP server that all HTTP interfaces of the library run in. It closes idle connections, and the oldest ones
+without a token first when it is full."""

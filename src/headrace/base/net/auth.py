@@ -1,8 +1,8 @@
-"""Who may call.
+"""Authentication of HTTP requests by a bearer token.
 
-With a token, every request needs it, whatever its path, and without it hears nothing but 401. Where there is none the
-server listens on this machine only, and a request must also be addressed to this machine by name: a web page that
-points a name of its own here is turned away.
+With a token, a request to any path needs it, and gets nothing but status 401 without it. A server without a token
+listens on this machine only, and a request must also name this machine as its host: this refuses a web page that
+resolves a host name of its own to this machine (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.base.config.addresses import host_of, is_loopback
 from headrace.base.errors import ConfigError
-from headrace.base.net.connection import mark_entitled
+from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import Refusal, shown
 
 
 class TokenAuth:
-    """Lets requests through to ``app``, or answers them itself."""
+    """An ASGI application that passes authenticated requests on to ``app`` and refuses all others."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app = app
-        self._token = token.encode(errors="surrogateescape")  # the bytes that were given, whatever they mean
+        self._token = token.encode(errors="surrogateescape")  # compared as bytes: a token need not be valid UTF-8
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -31,7 +31,7 @@ class TokenAuth:
             if refusal is not None:
                 await refusal.response()(scope, receive, send)
                 return
-            mark_entitled(scope)
+            mark_authorized(scope)
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Refusal | None:
@@ -45,7 +45,7 @@ class TokenAuth:
                 status=403,
                 code="host_not_allowed",
             )
-        header = headers.get("authorization", "").encode("latin-1")  # its bytes: a token may be any text
+        header = headers.get("authorization", "").encode("latin-1")  # as sent: a token may be any text
         kind, _, given = header.partition(b" ")
         is_right = hmac.compare_digest(given.strip(), self._token)
         if kind.lower() == b"bearer" and is_right:
@@ -58,8 +58,8 @@ class TokenAuth:
         )
 
 
-def refuse_open_door(host: str, token: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if anybody on the network could call."""
+def refuse_unprotected_host(host: str, token: str) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if other machines can reach ``host`` and there is no token."""
     if not token and not is_loopback(host):
         raise ConfigError(
             f"serve.host={host!r} can be reached from other machines, and there is no token",

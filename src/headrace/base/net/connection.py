@@ -1,12 +1,12 @@
-"""One HTTP connection of any server of the library, and what it may hold of that server.
+"""One HTTP connection of any server of the library, with its time limits.
 
     waiting for a request ──head──▶ answering ──answer sent──▶ waiting for the next one
-          │ idle timeout                │ the client takes nothing for the idle timeout
+          │ idle timeout                │ the client reads nothing for the idle timeout
           ▼                             ▼
-         cut                           cut
+        closed                        closed
 
-A server has a limited number of places. When they are full, a new connection gets the place of the one that matters
-least, so that connections which nobody has proved to be entitled cannot lock out those who are.
+A server accepts a limited number of connections. When it has that many, a new connection replaces the least important
+one, so that unauthenticated connections cannot lock out authenticated ones.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _ENTITLED = "headrace_entitled"
 
 
-def mark_entitled(scope: MutableMapping[str, Any]) -> None:
-    """Record that the request of ``scope`` may be answered: it has the token, or the server wants none."""
+def mark_authorized(scope: MutableMapping[str, Any]) -> None:
+    """Mark the request of ``scope`` as authorised: it carries the token, or the server needs none."""
     scope.setdefault("state", {})[_ENTITLED] = True
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn that must move within ``timeout_keep_alive`` seconds: bring a whole head of a request,
-    while none is being answered, and take what it has been sent. An answer may take as long as it likes.
+    """A connection of uvicorn that must make progress within ``timeout_keep_alive`` seconds: while no request is being
+    answered, the client must send a whole request head; otherwise it must read what was sent. The answer itself may
+    take any time.
 
-    ``limit_concurrency`` is the number of places of the server. The connection that exceeds it replaces the oldest one
-    without an entitled request; where all have one, the oldest that waits for its next request; where all are being
-    answered, it hears 503.
+    ``limit_concurrency`` is the largest number of connections. A connection beyond it replaces the oldest one
+    without an authorised request; if all have one, the oldest that waits for its next request; if all are being
+    answered, it gets status 503.
     """
 
     _listening: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
     _since_s = 0.0
-    """When it was made, or its last answer was complete, on the loop's clock."""
+    """When the connection was made or its last answer was complete, in seconds of the event loop's clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +53,7 @@ class Connection(H11Protocol):
             self._make_room()
 
     def on_response_complete(self) -> None:
-        self._listen()  # first: in what follows the next request may begin
+        self._listen()  # before the call below, which may start the next request
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -78,12 +79,12 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Return whether no request is being answered on this connection."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def entitled(self) -> bool:
-        """Whether its latest request may be answered, as :func:`mark_entitled` recorded."""
+        """Return whether :func:`mark_authorized` has marked the latest request."""
         return self.scope is not None and _ENTITLED in self.scope["state"]
 
     def _end_if_idle(self) -> None:
@@ -98,13 +99,13 @@ class Connection(H11Protocol):
             default=None,
         )
         if least is not None:
-            self.connections.discard(least)  # at once: the transport reports its end in the next turn of the loop
+            self.connections.discard(least)  # now: connection_lost is called only in the loop's next iteration
             least.transport.abort()
 
 
 class _Unambiguous:
-    """Refuses requests whose end two readers could see at different places (RFC 9112, section 6.3): behind a proxy the
-    rest of the body could be taken for another client's request."""
+    """An ASGI application that refuses requests whose end two readers could place differently (RFC 9112, section
+    6.3): behind a proxy, the rest of the body could be taken for the request of another client."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

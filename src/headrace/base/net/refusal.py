@@ -1,4 +1,4 @@
-"""What a client is told when it gets no answer, in the shape of OpenAI's errors."""
+"""HTTP errors for refused requests, in the JSON format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from starlette.responses import JSONResponse, Response
 from headrace.base.errors import HeadraceError
 
 RETRY_AFTER_S = 1
-"""When to come back to a server that is full."""
+"""The number of seconds after which a client of a full server should try again."""
 
 _TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Refusal(HeadraceError):
-    """A request that is answered by an error. ``param`` names the field, ``code`` the kind of mistake."""
+    """An error that answers one HTTP request. ``param`` names the invalid field, ``code`` the kind of mistake."""
 
     def __init__(
         self, problem: str, *, remedy: str, status: int = 400, param: str | None = None, code: str = "invalid_value"
@@ -27,13 +27,14 @@ class Refusal(HeadraceError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
+        """Return the error as JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         message = f"{self.problem}; {self.remedy}"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, body: Mapping[str, Any] | None = None) -> Response:
-        """The error as an answer, in another shape if ``body`` is given. Who may not call is told nothing more."""
+        """Return the error as an HTTP response, with ``body`` in place of the usual one if it is given. An
+        unauthenticated client gets no body."""
         if self.status == 401:
             return Response(status_code=401, headers={"www-authenticate": "Bearer"})
         headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
@@ -41,6 +42,6 @@ class Refusal(HeadraceError):
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value from outside, for an error: printable, and not long."""
+    """Return a value from outside as printable ASCII of at most ``limit`` characters, for an error message."""
     text = ascii(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -19,31 +19,33 @@ from uvicorn.config import LOGGING_CONFIG
 from headrace.base.net.connection import Connection
 
 _LOGGING = {**LOGGING_CONFIG, "loggers": {**LOGGING_CONFIG["loggers"], "asyncio": {"level": "ERROR"}}}
-"""Without asyncio's warnings of what is written behind a client that has just left: it is counted, not told."""
+"""uvicorn's logging without asyncio's warnings about writing to a client that has just disconnected: those are
+counted elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellLimits:
-    """What connections may take of a server."""
+    """The limits on the connections of a server."""
 
     idle_timeout_s: int = 30
-    """Seconds within which a connection must finish its TLS handshake, bring the head of a request, and take some of
+    """Seconds within which a connection must finish its TLS handshake, send the head of a request, and read some of
     its answer."""
     max_connections: int = 256
-    """Places. It is never more than half of the files that the process may open: the rest is needed elsewhere."""
+    """The largest number of connections. It is reduced to half of the files that the process may open, since the
+    rest is needed elsewhere."""
     grace_s: int = 1
-    """Seconds that open answers may take once the server has been told to end."""
+    """Seconds that unfinished answers may still take after the server was stopped."""
     tls_certificate: str = ""
-    """PEM file; empty: no TLS."""
+    """The PEM file of the certificate; empty: no TLS."""
     tls_key: str = ""
-    """PEM file with its key."""
+    """The PEM file of the certificate's key."""
 
 
 class HttpServer(uvicorn.Server):
-    """A server of ``app``; :attr:`should_exit` ends it.
+    """A server of ``app``. Setting :attr:`should_exit` stops it.
 
-    ``own_logging`` sets up uvicorn's loggers. ``takes_signals`` ends it at Ctrl-C and SIGTERM, which uvicorn would
-    raise again afterwards; otherwise signals are left to the program.
+    ``own_logging`` configures uvicorn's loggers. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM,
+    without raising them again afterwards as uvicorn does; otherwise the program handles signals.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at ``sockets``. Unlike uvicorn's own, it bounds the TLS handshake too."""
-        assert sockets is not None, "the caller binds, so that a wrong address is told before the server starts"
+        """Listen at ``sockets``. Unlike uvicorn's method, this also limits the time of the TLS handshake."""
+        assert sockets is not None, "the caller binds, so that a wrong address fails before the server starts"
         await super().startup(sockets=[])
         loop, tls = asyncio.get_running_loop(), self.config.ssl
         for each in sockets:
@@ -84,7 +86,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle Ctrl-C and SIGTERM while the body runs, if this server takes them."""
+        """Handle Ctrl-C and SIGTERM while the body runs, if this server handles signals."""
         loop = asyncio.get_running_loop()
         takes = self._takes_signals and threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGINT, signal.SIGTERM) if takes else ()

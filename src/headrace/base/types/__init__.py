@@ -1,1 +1,1 @@
-"""Pure data. No I/O, no torch, no configuration: every other room may import these."""
+"""Records of data only: no I/O, no torch, no configuration. Every other package may import them."""

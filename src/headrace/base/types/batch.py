@@ -28,22 +28,22 @@ class TrainSample:
     mask_T: npt.NDArray[np.bool_]
     """The tokens that carry loss: sampled by the policy, and not already trained through another path."""
     advantage: float | FloatColumn
-    """What every token of the mask is credited with: one number for all, or one for each."""
+    """The advantage of the tokens of the mask: one number for all, or one for each token of the sample."""
     roles: tuple[tuple[str, int], ...] = ()
-    """Who wrote it: a role and a number of tokens for each turn; empty where nobody asks."""
+    """The authors: a role and a number of tokens for each turn; empty if several adapters are not trained."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one optimizer step trains on: columns, concatenated over samples."""
+    """The data that one optimizer step trains on, as columns concatenated over samples."""
 
     step: int
-    """The optimizer step that trains it; also the version of the learner's weights when it does."""
+    """The number of the optimizer step; also the version of the learner's weights before it."""
     lengths_S: IntColumn
-    """Tokens of each sample; sums to N."""
+    """The number of tokens of each sample; the sum is N."""
     groups_S: IntColumn
-    """Place, from 0, of each sample's group in this batch: samples of one group share a baseline."""
+    """The index of each sample's group in this batch, from 0: samples of one group share a baseline."""
     episodes_S: IntColumn
-    """Place, from 0, of each sample's episode in this batch: paths of one episode count as one rollout."""
+    """The index of each sample's episode in this batch, from 0: paths of one episode count as one rollout."""
     ids_N: IntColumn
     mask_N: npt.NDArray[np.bool_]
     """Whether the token carries loss."""
@@ -52,20 +52,21 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     versions_N: IntColumn
     advantages_N: FloatColumn
     kept: KeptSets | None = None
-    """What each of the N tokens was drawn from; ``None`` if no token has a kept-set."""
+    """The kept-set that each of the N tokens was drawn from; ``None`` if no token has one."""
     routing: Routing | None = None
-    """The experts of each of the N tokens; ``None`` if none are known."""
+    """The experts of each of the N tokens; ``None`` if none are recorded."""
     taught: Taught | None = None
-    """What a teacher says of each of the N tokens; ``None`` if none was asked."""
+    """A teacher's scores of the N tokens; ``None`` if no teacher scored any."""
     agents: tuple[str, ...] = ("",)
-    """Whose adapters are trained: the policy's, which has no name, and those of agents that train their own."""
+    """The agents whose adapters are trained: the policy, which has the empty name, and agents with an adapter of
+    their own."""
     agents_N: IntColumn | None = None
-    """Whose adapter each of the N tokens trains, as a place in ``agents``; ``None``: the policy's, all of them."""
+    """The index in ``agents`` of the adapter that each of the N tokens trains; ``None``: all train the policy's."""
 
     @classmethod
     def collate(cls, step: int, samples: list[TrainSample], agents: Sequence[str] = ()) -> Batch:
-        """Lay the samples out one after the other, in the order given. ``agents``: roles that train adapters of their
-        own."""
+        """Return the batch of ``samples``, concatenated in the order given. ``agents`` are the roles that train
+        adapters of their own."""
         tokens = Tokens.concat([sample.tokens for sample in samples])
         groups: dict[int, int] = {}
         episodes: dict[EpisodeKey, int] = {}
@@ -91,28 +92,30 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the batch, prompts included."""
+        """Return the number of tokens of the batch, prompts included."""
         return len(self.ids_N)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens that carry loss."""
+        """Return the number of tokens that carry loss."""
         return int(self.mask_N.sum())
 
     def by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
-        """Every agent whose adapter tokens of the mask train, with those tokens."""
+        """Return, for every agent whose adapter some tokens of ``mask_N`` train, its name and the mask of those
+        tokens."""
         if self.agents_N is None:
             return [("", mask_N)]
         parts = [(agent, mask_N & (self.agents_N == place)) for place, agent in enumerate(self.agents)]
         return [(agent, own_N) for agent, own_N in parts if own_N.any()]
 
     def ages(self) -> npt.NDArray[np.int32]:
-        """The age of every token that carries loss: version of the learner when it trains − version of the token."""
+        """Return the age of every token that carries loss: the learner's version when it trains, minus the token's
+        version."""
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
 
 
 def _whose(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
-    """The place among the policy and ``agents`` of who wrote each token."""
+    """Return, for each token, the index of its author among the policy (0) and ``agents`` (from 1)."""
     places = {agent: place for place, agent in enumerate(agents, 1)}
     turns = [turn for sample in samples for turn in sample.roles]
     whose = np.array([places.get(role, 0) for role, _ in turns], np.int32)

@@ -1,4 +1,4 @@
-"""Conversations: what an environment or an agent says to the model, and what the model answers."""
+"""Conversations: messages that an environment or an agent sends to the model, and the model's replies."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ from headrace.base.types.episode import StopReason
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that the model asks for."""
+    """A tool call that the model requests in a message."""
 
     id: str
-    """Names it within its conversation; the tool's answer repeats it."""
+    """The identifier within its conversation, which the tool's answer repeats."""
     name: str
     arguments: str
-    """A JSON object, as the model wrote it: it may be malformed."""
+    """A JSON object as the model wrote it, which may be malformed."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message. Two conversations are the same as far as their messages are equal."""
+    """One message of a conversation. Two conversations share a prefix as far as their messages are equal."""
 
     role: str
-    """``system``, ``user``, ``assistant`` or ``tool``."""
+    """The role of its author: ``system``, ``user``, ``assistant`` or ``tool``."""
     content: str = ""
     reasoning: str = ""
-    """What the model thought before it answered, where its template keeps that apart."""
+    """The reasoning that precedes the model's answer, if its chat template separates the two."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Of an assistant's message."""
+    """The tool calls of an assistant's message."""
     tool_call_id: str = ""
-    """Of a tool's answer: the call that it answers."""
+    """The ``id`` of the call that this message answers, if it is the answer of a tool."""
     name: str = ""
-    """Of a tool's answer, the tool; of others, who speaks."""
+    """The name of the tool, if the message is its answer; otherwise the name of the speaker."""
     failed: bool = False
-    """Whether it is a tool's answer, and an error."""
+    """Whether it is a tool's answer that reports an error."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = {}
-    """JSON schema of its arguments."""
+    """The JSON schema of its arguments."""
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one answer is asked for; what is unset is as the run samples."""
+    """Options for one reply of the model. An option that is unset has the value of the run's sampling settings."""
 
     max_new_tokens: int | None = None
-    """Never more than the run samples."""
+    """The largest number of sampled tokens; the run's setting is an upper bound."""
     temperature: float | None = None
-    """What is sampled at another one than the run's carries no loss."""
+    """The sampling temperature. Tokens sampled at another temperature than the run's carry no loss."""
     top_p: float | None = None
-    """As for the temperature."""
+    """The nucleus probability. Tokens sampled with another value than the run's carry no loss."""
     top_k: int | None = None
-    """As for the temperature."""
+    """The number of likeliest tokens to draw from. Tokens sampled with another value than the run's carry no loss."""
     stop: tuple[str, ...] = ()
     agent: str = "policy"
-    """Who answers: the name under which the turn stands in the episode."""
+    """The agent that replies: the author of the turn in the episode."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer."""
+    """One reply of the model."""
 
     message: Message
-    """To be appended to the conversation as it is."""
+    """The assistant's message, to be appended to the conversation unchanged."""
     turn: int
-    """Its index in the episode."""
+    """The index of the sampled turn in the episode."""
     stop_reason: StopReason
     stop: str = ""
-    """The stop string that ended it, which is no part of its content; empty where none did."""
+    """The stop string that ended the reply and is not part of its content; empty if none did."""
     num_prompt_tokens: int
     num_tokens: int
     logprobs: tuple[float, ...] = ()
-    """One per sampled token."""
+    """The log-probability of each sampled token."""
     token_ids: tuple[int, ...] = ()
-    """The sampled tokens."""
+    """The vocabulary id of each sampled token."""

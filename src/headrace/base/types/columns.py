@@ -1,4 +1,4 @@
-"""The arrays that travel: one number per token."""
+"""The array types of token-aligned columns: one number per token."""
 
 from __future__ import annotations
 

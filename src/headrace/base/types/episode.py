@@ -1,43 +1,55 @@
-"""What happened for one attempt at a task."""
+"""The episode: the graph of turns of one attempt at a task, and its lifecycle."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
+from headrace.base.errors import EngineFull, RequestError, SequenceFailed
 from headrace.base.types.recorded import Routing
 from headrace.base.types.tokens import Tokens, versions_of
 
 
 class EpisodeKey(NamedTuple):
-    """Names one episode of a run for ever: the group and its place in it."""
+    """The permanent identifier of an episode in a run: the number of its group and its index in the group."""
 
     group: int
+    """The number of the group in the run."""
     place: int
+    """The index of the episode in its group, from 0."""
 
     def __str__(self) -> str:
         return f"{self.group}.{self.place}"
 
 
+NO_EPISODE = EpisodeKey(-1, -1)
+"""The key for an episode that is not known."""
+_KINDS = {kind.__name__: kind for kind in (RequestError, EngineFull, SequenceFailed)}
+RESTARTED = "restarted"
+"""The reason for which chunks are void after the engine has restarted their sequence."""
+
+
 class StopReason(enum.StrEnum):
-    """Why a sampled turn ended."""
+    """The reason why a sampled turn ended."""
 
     STOP = "stop"
     """A stop token was sampled, or a stop string was completed."""
     LENGTH = "length"
-    """It reached ``max_new_tokens``."""
+    """The turn reached ``max_new_tokens``."""
     ABORTED = "aborted"
-    """Its request was withdrawn."""
+    """The request was withdrawn."""
     DEADLINE = "deadline"
-    """Its request's time was up."""
+    """The deadline of the request has passed."""
     SPLIT = "split"
-    """It did not: the turn was cut here afterwards, and goes on in another."""
+    """Sampling did not end here: the turn was cut at this place afterwards, and continues in another turn."""
 
 
 class EpisodeStatus(enum.StrEnum):
-    """How an episode ended.
+    """The state of an episode.
 
     RUNNING ──▶ FINISHED ──▶ SCORED ──▶ MASKED(cause)
        │           │           └──────▶ LEFT_OUT(cause)
@@ -50,23 +62,24 @@ class EpisodeStatus(enum.StrEnum):
     SCORED = "scored"
     FAILED = "failed"
     LEFT_OUT = "left_out"
-    """Nothing is wrong with it, and it is not trained: it was withdrawn, or a filter left it out of its group."""
+    """The episode is valid and is not trained: it was withdrawn, or a filter left it out of its group."""
     MASKED = "masked"
-    """Its reward counts in the baseline of its group; its tokens carry no loss."""
+    """The reward counts in the baseline of the group; the tokens carry no loss."""
 
     @property
     def ended(self) -> bool:
-        """Whether its tokens and its reward are final."""
+        """Return whether the tokens and the reward of the episode are final."""
         return self is EpisodeStatus.SCORED or self.untrained
 
     @property
     def untrained(self) -> bool:
-        """Whether it has ended and none of its tokens will carry loss, for the reason that its cause gives."""
+        """Return whether the episode has ended and none of its tokens will carry loss, for the reason that its cause
+        gives."""
         return self in (EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
 
 
 def role_of(agent: str) -> str:
-    """Agents of one role are told apart by what follows a slash; policy and baseline are of the role.
+    """Return the role of an agent: its name up to a slash. Agents of one role share policy and baseline.
 
     >>> role_of("solver/2"), role_of("proposer")
     ('solver', 'proposer')
@@ -75,14 +88,15 @@ def role_of(agent: str) -> str:
 
 
 class Branch(NamedTuple):
-    """Which branch a turn belongs to that was resampled from within a turn of its episode."""
+    """The branch that a turn belongs to: turns resampled from a pivot within the same episode."""
 
     pivot: int
-    """Where it leaves the episode: the branches of one pivot are compared with each other."""
+    """The number of the pivot where the branch leaves the episode. Branches of one pivot are compared with each
+    other."""
     number: int
-    """Which of those it is."""
+    """The number of the branch among those of its pivot."""
     reward: float | None
-    """What the branch earned as a whole; ``None`` where it has no reward, and carries no loss."""
+    """The reward of the whole branch; ``None`` if it has none and carries no loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,94 +104,139 @@ class Turn:
     """Contiguous tokens by one author."""
 
     author: str
-    """``"task"`` for what was given; otherwise the policy, tool or agent that wrote it."""
+    """The author: ``"task"`` for a given prompt; otherwise the policy, tool or agent that wrote the turn."""
     tokens: Tokens
     parent: int | None = None
-    """Index of the turn it continues; ``None`` for a root."""
+    """The index of the turn that this one continues; ``None`` for a root."""
     stop_reason: StopReason | None = None
     """Why sampling ended; ``None`` for a turn that was not sampled."""
     context_routing: Routing | None = None
-    """The experts of every token it was sampled after, from the root on; ``None`` where nothing was recorded."""
+    """The experts of every token before the turn, from the root on; ``None`` if they were not recorded."""
     failed: bool = False
-    """Whether it is the answer of a tool, and an error."""
+    """Whether the turn is the answer of a tool that reports an error."""
     untrained: str = ""
-    """Why its sampled tokens carry no loss; empty where they do."""
+    """The reason why its sampled tokens carry no loss; empty if they carry loss."""
     reward: float | None = None
-    """What of its episode's reward was earned here; ``None`` where nobody said. What turns do not account for belongs
-    to the last one."""
+    """The part of the episode's reward that was earned in this turn; ``None`` if it is unknown. The last turn earns
+    what the turns do not account for."""
     process: float | None = None
-    """The process reward of a segment, beside its episode's reward; ``None`` where there is none."""
+    """The process reward of a segment, in addition to the episode's reward; ``None`` if there is none."""
     branch: Branch | None = None
-    """Of a turn that was resampled; ``None`` for those of the episode itself."""
+    """The branch of a resampled turn; ``None`` for a turn of the episode itself."""
     teacher: str = ""
-    """Which of several teachers says what its tokens are ``taught``; empty where there is but one, or none."""
+    """The name of the teacher that scored its tokens, if there are several; empty otherwise."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """The columns that reward functions logged of it with ``log_extra``: numbers and short texts."""
+    """The columns that reward functions logged about the turn with ``log_extra``: numbers and short texts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnPart:
-    """Tokens of a turn that is being sampled, those that came since its last part or all of them."""
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of one sampled sequence: the tokens since its last chunk, or all of them after chunks were joined.
 
-    key: EpisodeKey
-    turn: int
-    """Which of the sampled turns of its episode, from 0, in the order they were begun."""
-    prompt: str
-    """A digest of what the turn was sampled after: a turn goes on only after the same."""
+    The engine makes it, the controller receives it unchanged, the rollout sets ``key``, ``turn`` and ``prompt`` to say
+    which turn of which episode it belongs to, and the ledger stores it.
+
+    >>> span = Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.1], versions_T=[3, 3])
+    >>> chunk = TokenChunk(tokens=span, stop_reason=StopReason.LENGTH)
+    >>> chunk.ended, chunk.lost, len(chunk.tokens)
+    (True, '', 2)
+    """
+
     tokens: Tokens
     stop_reason: StopReason | None = None
-    """Set on the last one."""
-    context_routing: Routing | None = None
-    """The experts of every token before the turn, on the first part; ``None`` where nothing was recorded."""
+    """Why sampling ended; set on the last chunk only, and not if the sequence ended with an ``error``."""
+    request_id: int = -1
+    """The engine's number of the sequence, for a later :class:`~headrace.base.types.messages.engine.ForkRequest`; −1
+    if no engine has sampled it since the run was last started."""
+    prompt_routing: Routing | None = None
+    """The experts of every token before the sequence, on its first chunk; ``None`` if they were not recorded."""
     lost: str = ""
-    """Why the parts before this one are void; empty where they are not."""
-    request_id: int | None = None
-    """What the engine calls the sequence that it is of; ``None`` for one of an earlier life."""
+    """Why the chunks before this one are void: ``RESTARTED``, or the reason that the ledger counts; empty if they
+    are valid."""
+    error: str = ""
+    """Why the request was refused or failed, as ``problem; remedy``; set on the last chunk only."""
+    error_kind: str = ""
+    """The name of the error's class in the tree of errors; empty without an error."""
+    key: EpisodeKey = NO_EPISODE
+    """The episode that the sequence is a turn of; ``NO_EPISODE`` in an engine, which does not know it."""
+    turn: int = 0
+    """The index of the turn among the sampled turns of its episode, from 0, in the order they were begun."""
+    prompt: str = ""
+    """A digest of the tokens before the turn. A stored turn is continued only after the same tokens."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether this is the last chunk of its sequence."""
+        return self.stop_reason is not None or bool(self.error)
+
+    def failed(self, error: RequestError) -> TokenChunk:
+        """Return this chunk as the last one of a sequence that ended with ``error``."""
+        return msgspec.structs.replace(self, error=f"{error.problem}; {error.remedy}", error_kind=type(error).__name__)
+
+    def raise_error(self) -> None:
+        """Raise the :class:`~headrace.base.errors.RequestError` that the sequence ended with, if any."""
+        if self.error:
+            problem, _, remedy = self.error.partition("; ")
+            kind = _KINDS.get(self.error_kind, SequenceFailed)
+            raise kind(problem, remedy=remedy or "look at the request and at the weights")
+
+    @classmethod
+    def joined(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
+        """Return consecutive chunks of one sequence as one chunk with all their tokens."""
+        first, last = chunks[0], chunks[-1]
+        if first is last:
+            return first
+        return msgspec.structs.replace(
+            first,
+            tokens=Tokens.concat([chunk.tokens for chunk in chunks]),
+            stop_reason=last.stop_reason,
+            request_id=last.request_id,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeGraph:
-    """The graph of turns of one attempt, and what it earned. Grows while it runs; read-only once it has ended."""
+    """The graph of turns of one attempt, and its rewards. It grows while the episode runs, and is read-only
+    afterwards."""
 
     key: EpisodeKey
     turns: list[Turn] = field(default_factory=list)
     """Every turn, parents before children."""
     status: EpisodeStatus = EpisodeStatus.RUNNING
     reward: float | None = None
-    """``None`` until scored."""
+    """The reward of the episode; ``None`` until it is scored."""
     cause: str = ""
-    """Why it failed, was left out or masked: ``reason`` or ``reason: words``; empty otherwise."""
+    """Why it failed, was left out or was masked: ``reason`` or ``reason: words``; empty otherwise."""
     parts: dict[str, float] = field(default_factory=dict)
-    """The components of its reward by name, clamped and not weighted; empty where it has but one."""
+    """The components of its reward by name, clamped and not weighted; empty if the reward has one component."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
-    """What each agent earned, where that is told apart: every one is then credited with its own."""
+    """The reward of each agent; empty if all agents share the episode's reward."""
     ended_s: float | None = field(default=None, compare=False)
-    """When it came to its end, on the clock; ``None`` if that was not in this life of the run."""
+    """When the episode ended, on the clock; ``None`` if that was before the run was last started."""
 
     @property
     def length(self) -> int:
-        """Sampled tokens of the episode itself, those of branches aside."""
+        """Return the number of sampled tokens of the episode itself, without those of branches."""
         return sum(turn.tokens.num_sampled for turn in self.turns if turn.branch is None)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that a policy sampled, over all turns."""
+        """Return the number of tokens that a policy sampled, over all turns."""
         return sum(turn.tokens.num_sampled for turn in self.turns)
 
     @property
     def shares(self) -> dict[str, float]:
-        """What agents earned, those aside that answered and whose answers carry no loss."""
+        """Return the rewards of the agents, without agents that answered and none of whose answers carries loss."""
         answers = [turn for turn in self.turns if turn.stop_reason is not None]
         idle = {turn.author for turn in answers} - {turn.author for turn in answers if not turn.untrained}
         return {agent: reward for agent, reward in self.agent_rewards.items() if agent not in idle}
 
     def leaves(self) -> list[int]:
-        """Indices of the turns that no other turn continues."""
+        """Return the indices of the turns that no other turn continues."""
         parents = {turn.parent for turn in self.turns}
         return [index for index in range(len(self.turns)) if index not in parents]
 
     def path(self, leaf: int) -> list[int]:
-        """Indices of the turns from the root to ``leaf``."""
+        """Return the indices of the turns from the root to ``leaf``."""
         indices: list[int] = []
         at: int | None = leaf
         while at is not None:
@@ -186,9 +245,9 @@ class EpisodeGraph:
         return indices[::-1]
 
     def path_tokens(self, path: Sequence[int]) -> Tokens:
-        """The tokens of the turns of ``path``, one after the other. What the last sampled turn recorded of its context
-        stands in for what the turns before it did not: given tokens, and the last token of a turn, whose experts are
-        known only once another turn continues it."""
+        """Return the concatenated tokens of the turns of ``path``. The routing that the last sampled turn recorded
+        of its context fills in what the turns before it lack: the experts of given tokens, and of the last token of
+        a turn, which are known only after another turn continues it."""
         tokens = Tokens.concat([self.turns[index].tokens for index in path])
         before = 0
         context: Routing | None = None
@@ -206,8 +265,8 @@ class EpisodeGraph:
             routing += Routing.unknown(
                 missing, num_layers=num_layers, top_k=top_k, dtype=routing.experts_RLK.dtype
             )  # fmt: skip
-        return replace(tokens, routing=routing)
+        return msgspec.structs.replace(tokens, routing=routing)
 
     def versions(self) -> tuple[int, int] | None:
-        """The oldest and newest version that sampled a token of it; ``None`` if nothing was sampled."""
+        """Return the oldest and newest version that sampled a token of the episode; ``None`` if nothing was sampled."""
         return versions_of([turn.tokens for turn in self.turns])

@@ -3,8 +3,8 @@
 SUBMITTED ─▶ ADMITTED ─▶ RUNNING ─▶ SCORED ─▶ READY ─▶ TAKEN(step) ─▶ TRAINED ─▶ RELEASED
     └────────────┴──────────┴──────────┴────────┴──────────┴──▶ DROPPED(reason)
 
-after a crash   ADMITTED, RUNNING, SCORED ─▶ SUBMITTED   what had finished is kept, the rest is asked again
-                TAKEN, TRAINED, RELEASED ─▶ READY        where the checkpoint is older than their step
+after a crash   ADMITTED, RUNNING, SCORED ─▶ SUBMITTED   finished turns are kept, the rest is generated again
+                TAKEN, TRAINED, RELEASED ─▶ READY        if the checkpoint is older than their step
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import enum
 
 
 class GroupState(enum.StrEnum):
-    """Where a group stands. Its slot is charged at ADMITTED and freed at RELEASED or DROPPED."""
+    """The state of a group. Its slot is charged at ADMITTED and freed at RELEASED or DROPPED."""
 
     SUBMITTED = "submitted"
-    """It exists: a task and a number."""
+    """The group exists: it has a task and a number."""
     ADMITTED = "admitted"
-    """It holds a slot: the staleness bound will hold for it."""
+    """The group holds a slot: the staleness bound will hold for it."""
     RUNNING = "running"
     """Its episodes are being generated and scored."""
     SCORED = "scored"
@@ -26,26 +26,26 @@ class GroupState(enum.StrEnum):
     READY = "ready"
     """Enough of its episodes have a reward: it may be trained."""
     TAKEN = "taken"
-    """It is in the batch of a step."""
+    """The group is in the batch of a step."""
     TRAINED = "trained"
-    """The optimizer has stepped on it; the new weights are not in use yet."""
+    """The optimizer has stepped on the group; the new weights are not in use yet."""
     RELEASED = "released"
-    """The weights it helped to make are committed."""
+    """The weights that the group helped to make are committed."""
     DROPPED = "dropped"
-    """It left without being trained, for a counted reason."""
+    """The group left the flow without being trained, for a counted reason."""
 
     @property
     def holds_slot(self) -> bool:
-        """Whether it counts against the capacity of the flow."""
+        """Return whether the group counts against the capacity of the flow."""
         return self in _HOLDS_SLOT
 
     @property
     def in_flight(self) -> bool:
-        """Whether it is neither trained nor dropped."""
+        """Return whether the group is neither trained nor dropped."""
         return self in _IN_FLIGHT
 
     def may_become(self, new: GroupState) -> bool:
-        """Whether the picture above has an arrow from here to ``new`` (crash recovery aside)."""
+        """Return whether the picture above has an arrow from this state to ``new`` (crash recovery excluded)."""
         return new in _NEXT[self]
 
 

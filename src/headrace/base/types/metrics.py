@@ -1,8 +1,8 @@
-"""Every metric a run reports, as one row: its name, its unit, what it says, and how several values become one.
+"""The metrics that a run reports: the name, the unit, the meaning and the aggregation of each.
 
-Writers, charts, alarms and documents read these rows; a test holds what runs report against them. A name may hold one
-part in braces, ``env/{env}/reward_mean``, which stands for a label: an environment, an agent, a reason. Metrics of a
-loss of your own keep the names you give them.
+Writers, charts, alarms and documents read these rows, and a test compares what runs report with them. A name may
+contain one part in braces, as in ``env/{env}/reward_mean``, which stands for a label: an environment, an agent, a
+reason. Metrics of a user's own loss keep the names that the loss gives them.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from functools import lru_cache
 
 
 class Aggregation(enum.StrEnum):
-    """How the values of several steps become one."""
+    """The aggregation that combines the values of several steps."""
 
     MEAN = "mean"
     SUM = "sum"
     MAX = "max"
     LAST = "last"
-    """It counts on from step to step, or says how things are."""
+    """The latest value, for a running total or a present state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One row."""
+    """One metric: its name, unit, aggregation and meaning."""
 
     name: str
     unit: str
-    """Empty for a plain number; ``frac``: between 0 and 1."""
+    """The unit; empty for a plain number, ``frac`` for a number between 0 and 1."""
     how: Aggregation
     what: str
 
     @property
     def stem(self) -> str:
-        """The name without its label, for systems that keep labels apart: ``env_reward_mean``."""
+        """Return the name without its label, for systems that store labels separately: ``env_reward_mean``."""
         return re.sub(r"[^A-Za-z0-9]+", "_", re.sub(r"/?\{\w+\}", "", self.name)).strip("_")
 
     @property
     def label(self) -> str:
-        """What the part in braces stands for; empty where there is none."""
+        """Return the label's name, which the part in braces contains; empty without a label."""
         braces = re.search(r"\{(\w+)\}", self.name)
         return braces[1] if braces else ""
 
@@ -167,11 +167,13 @@ _LEARNING = _rows(
     ("loss", "", MEAN, "What was minimised"),
     ("grad_norm", "", MEAN, "Global norm of the gradient before clipping"),
     ("lr", "", LAST, "Learning rate of the update"),
+)
+LOSS_METRICS = _rows(
     ("clip_frac", "frac", MEAN, "Tokens at a bound of the loss"),
     ("clip_frac/{age}", "frac", MEAN, "The same by age"),
     ("entropy", "nats", MEAN, "Mean entropy of π, where it is known"),
-    ("kl_ref", "nats", MEAN, "KL(π‖π_ref) by the penalty's estimator; by k3 where there is no penalty"),
-    ("kl_teacher", "nats", MEAN, "Mean of log μ − log ν: KL(μ‖ν)"),
+    ("kl_ref", "nats", MEAN, "KL(π‖π_ref) by the penalty's estimator; by k3 where there is a reference and no penalty"),
+    ("kl_teacher", "nats", MEAN, "Mean of log μ − log ν, with the advantage reverse_kl: KL(μ‖ν)"),
     ("teacher_version", "version", LAST, "Newest version in the weights of a teacher that is this model's own past"),
     ("kl_mu_k1", "nats", MEAN, "KL(μ‖π): mean of −log w, w = π/μ"),
     ("kl_mu_k3", "nats", MEAN, "KL(μ‖π): mean of w − 1 − log w"),
@@ -181,16 +183,21 @@ _LEARNING = _rows(
     ("mismatch_abs", "nats", MEAN, "Mean |log π − log μ| of the same tokens"),
     ("stale_k1", "nats", MEAN, "As mismatch_k1, over tokens of higher age"),
     ("stale_k3", "nats", MEAN, "As mismatch_k3, over tokens of higher age"),
-    ("staleness_k1", "nats", MEAN, "stale_k1 − mismatch_k1: what age added"),
-    ("staleness_k3", "nats", MEAN, "stale_k3 − mismatch_k3: what age added"),
+    ("staleness_k1", "nats", MEAN, "stale_k1 − mismatch_k1: what age added, where both were measured"),
+    ("staleness_k3", "nats", MEAN, "stale_k3 − mismatch_k3: what age added, where both were measured"),
     ("ratio_mu", "", MEAN, "Mean of w"),
     ("ratio_mu_squared", "", MEAN, "Mean of w²"),
-    ("ess", "frac", MEAN, "Effective sample size, E[w]²/E[w²]"),
-    ("chi2", "", MEAN, "1/ess − 1"),
+    ("ess", "frac", MEAN, "Effective sample size as a fraction, E[w]²/E[w²]"),
+    ("chi2", "", MEAN, "E[w²]/E[w]² − 1 = 1/ess − 1"),
     ("log_ratio_abs_max", "nats", MAX, "Greatest |log π − log μ| of a token"),
     ("correction_weight", "", MEAN, "Mean factor of the corrections"),
     ("correction_rejected", "frac", MEAN, "Tokens whose factor is 0"),
-    ("explained_variance", "", MEAN, "Of a critic, before it learns from the batch"),
+    (
+        "explained_variance",
+        "",
+        MEAN,
+        "Of a critic, before it learns from the batch: 1 − Var(R − V)/Var(R), R discounted to the token",
+    ),
     ("value_loss", "", MEAN, "Mean of ½·(V − return)²"),
     ("value_mean", "", MEAN, "Mean of V"),
     ("critic_grad_norm", "", MEAN, "Norm of the critic's gradient"),
@@ -198,9 +205,10 @@ _LEARNING = _rows(
     ("dpo_accuracy", "frac", MEAN, "Pairs whose chosen side gained more"),
     ("dpo_dropped", "frac", MEAN, "Pairs left out"),
 )
+"""The metrics that losses, corrections and critics report of a batch. w is π/μ."""
 
-REGISTRY: tuple[Metric, ...] = (*_OUTCOME, *_SHAPE, *_LABELLED, *_FLOW, *_TIME, *_PARTS, *_LEARNING)
-"""Every metric, in the order of the document."""
+REGISTRY: tuple[Metric, ...] = (*_OUTCOME, *_SHAPE, *_LABELLED, *_FLOW, *_TIME, *_PARTS, *_LEARNING, *LOSS_METRICS)
+"""Every metric, in the order of the documentation."""
 
 _PLAIN = {row.name: row for row in REGISTRY if not row.label}
 _PATTERNS = [
@@ -210,7 +218,7 @@ _PATTERNS = [
 
 @lru_cache(maxsize=4096)
 def find(name: str) -> tuple[Metric, str] | None:
-    """The row of a metric, and its label; ``None`` for one of a loss of the user's own.
+    """Return the row of a metric and its label; ``None`` for a metric of a loss of the user's own.
 
     >>> row, label = find("env/maths/reward_p90")
     >>> row.stem, row.label, label
@@ -225,7 +233,7 @@ def find(name: str) -> tuple[Metric, str] | None:
 
 
 def as_label(text: str) -> str:
-    """A text of data or of a model as a label of a metric.
+    """Return a text from data or from a model as a valid label of a metric.
 
     >>> as_label("GSM8K (train)/easy"), as_label("")
     ('GSM8K_train_easy', 'none')
@@ -234,7 +242,8 @@ def as_label(text: str) -> str:
 
 
 def combine(name: str, values: Sequence[float]) -> float:
-    """The values of several steps as one; an unknown metric by its mean. There is at least one.
+    """Return the values of several steps combined as the metric's row says; an unknown metric by its mean. ``values``
+    has at least one element.
 
     >>> combine("trained_tokens", [2.0, 3.0]), combine("reward_mean", [0.0, 1.0]), combine("lr", [2.0, 1.0])
     (5.0, 0.5, 1.0)
@@ -251,8 +260,19 @@ def combine(name: str, values: Sequence[float]) -> float:
             return sum(values) / len(values)
 
 
+def last_tenth(rewards: Sequence[float]) -> float | None:
+    """Return the mean of the last tenth of ``rewards``, and of at least one value; ``None`` for an empty sequence.
+
+    >>> last_tenth([0.0, 0.5, 1.0]), last_tenth([])
+    (1.0, None)
+    """
+    last = rewards[-max(1, len(rewards) // 10) :]
+    return sum(last) / len(last) if last else None
+
+
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The least of the sorted values that at least ``share`` of them do not exceed; there is at least one.
+    """Return the least of the sorted values that at least the fraction ``share`` of them do not exceed. ``ordered`` has
+    at least one element.
 
     >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.9)
     (2, 4)

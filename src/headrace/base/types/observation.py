@@ -1,7 +1,7 @@
-"""What a run shows of itself: one record per optimizer step, and one picture of the present moment.
+"""The records that describe a run to its observers: one per optimizer step, and one of its present state.
 
-Both are pure data. The controller fills them; whoever watches (a file, a terminal, a report) reads them.
-A number that is not finite is written to files as ``null`` and read back as ``None``.
+They are pure data. The controller fills them in; files, terminal views and reports read them. A number that is not
+finite is written to files as ``null`` and read back as ``None``.
 """
 
 from __future__ import annotations
@@ -14,86 +14,88 @@ import msgspec
 
 
 class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups in flight, by where they stand."""
+    """The number of groups in flight, by state."""
 
     submitted: int = 0
-    """Known, but not yet admitted."""
+    """Groups that are known and not yet admitted."""
     running: int = 0
-    """Being generated or scored."""
+    """Groups that are being generated or scored."""
     ready: int = 0
-    """Scored, and waiting to be trained."""
+    """Groups that are scored and wait to be trained."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step: one line of ``metrics.jsonl``."""
 
     step: int
-    """From 0."""
+    """The number of the step, from 0."""
     version: int
     """The version that the step made: ``step + 1``."""
     clock_s: float
-    """When the step ended, on the machine's clock: the zero that spans have."""
+    """When the step ended, in seconds of the machine's clock, which spans use too."""
     wall_s: float
-    """Seconds since the run started, at the end of the step."""
+    """Seconds from the start of the run to the end of the step."""
     unix_s: float = 0.0
-    """Seconds since 1970 at that moment: ``unix_s − clock_s`` puts spans on the calendar."""
+    """When the step ended, in seconds since 1970: ``unix_s − clock_s`` converts the times of spans."""
     reward_mean: float | None = None
-    """Over the episodes of the step's batch; ``None`` where nothing was scored."""
+    """The mean reward over the episodes of the step's batch; ``None`` if none was scored."""
     reward_sampled: float | None = None
-    """Over all episodes that were scored since the last step, those of dropped groups included; ``None`` where none
-    was."""
+    """The mean reward of all episodes that were scored since the last step, with those of dropped groups; ``None``
+    if none was."""
     reward_std: float | None = None
-    """Over the same episodes; ``None`` where nothing was scored."""
+    """The standard deviation of the rewards of the batch's episodes; ``None`` if none was scored."""
     reward_min: float | None = None
-    """Least reward of those episodes; ``None`` where nothing was scored."""
+    """The least reward of the batch's episodes; ``None`` if none was scored."""
     reward_max: float | None = None
-    """Greatest reward of those episodes; ``None`` where nothing was scored."""
+    """The greatest reward of the batch's episodes; ``None`` if none was scored."""
     eval_accuracy: float | None = None
-    """Mean reward on held-out tasks, where a measurement ended since the last step; ``None`` otherwise."""
+    """The mean reward on held-out tasks, if an evaluation ended since the last step; ``None`` otherwise."""
     eval_version: int | None = None
-    """The version that was committed when that measurement began."""
+    """The version that was committed when that evaluation began; ``None`` without one."""
     metrics: Mapping[str, float | None] = {}
-    """What loss, correction and optimizer report, and what is measured of episodes and parts. Every name is a row of
-    :data:`headrace.base.types.metrics.REGISTRY`."""
+    """The metrics of loss, corrections and optimizer, and those measured of episodes and parts. Every name is a row
+    of :data:`headrace.base.types.metrics.REGISTRY`."""
     trained_tokens: int = 0
-    """Tokens that carried loss in this step."""
+    """The number of tokens that carried loss in this step."""
     generated_tokens: int = 0
-    """Tokens that the engine has sampled since the run started."""
+    """The number of tokens that the engine has sampled since the run started."""
     seconds: float = 0.0
-    """Forward, backward and update."""
+    """The time of forward pass, backward pass and update."""
     wait_s: float = 0.0
-    """How long the learner waited for this step's batch."""
+    """How long the learner waited for this step's batch, in seconds."""
     exposed_sync_s: float = 0.0
-    """How long the learner stood still for the sync after the step: the copy of its weights."""
+    """How long the learner stood still for the sync after the step, in seconds: the copy of its weights."""
     straggler_s: float = 0.0
-    """Of ``wait_s``, how long nine in ten episodes of the batch had ended."""
+    """The part of ``wait_s`` after nine in ten episodes of the batch had ended."""
     held_back_s: float = 0.0
-    """Since the last step: as many groups ran as ``flow.capacity`` allows, and no request waited for the engine."""
+    """The time since the last step in which as many groups ran as ``flow.capacity`` allows, and no request waited
+    for the engine."""
     commit_gap_s: float | None = None
-    """How long the engine stood still to commit the latest version; ``None`` where none has been committed since the
-    last step."""
+    """How long the engine stood still to commit the latest version, in seconds; ``None`` if none was committed since
+    the last step."""
     ages: dict[int, int] = {}
-    """Tokens that carried loss, by age in versions."""
+    """The number of tokens that carried loss, by age in versions."""
     queue: QueueCounts = QueueCounts()
-    """At the end of the step."""
+    """The groups in flight at the end of the step."""
     length_mean: float | None = None
-    """Sampled tokens per episode of the batch."""
+    """The mean number of sampled tokens per episode of the batch."""
     dropped_groups: dict[str, int] = {}
-    """Groups dropped since the run started, by reason."""
+    """The number of groups dropped since the run started, by reason."""
     set_aside_episodes: dict[str, int] = {}
-    """Episodes left out of groups that were kept, or masked, since this life of the run started, by reason."""
+    """The number of episodes masked, or left out of groups that were kept, since the run was last started, by
+    reason."""
     dropped_tokens: dict[str, int] = {}
-    """Tokens of trained groups that could carry no loss, since this life of the run started, by reason."""
+    """The number of tokens of trained groups that could not carry loss, since the run was last started, by reason."""
     wasted_tokens: dict[str, int] = {}
-    """Every token that was sampled and will not be trained, since this life of the run started, by reason: those of
-    dropped groups, of episodes left out, of tokens that could carry no loss, and what weight updates threw away."""
+    """The number of tokens that were sampled and will not be trained, since the run was last started, by reason:
+    tokens of dropped groups, of episodes left out, those that could not carry loss, and those that weight updates
+    discarded."""
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time and the tokens of one interval went. Accounts of intervals that follow each other add up.
+    """The use of the time and the tokens of one interval. Accounts of consecutive intervals can be added.
 
-    The time of the learner is its work and its waits, by what it waits for: together they are ``seconds``. So is the
-    time of the engine.
+    The busy time of the learner and its waits, by cause, sum to ``seconds``. The same holds for the engine.
 
     >>> both = Account(seconds=2.0, learner_busy_s=1.0) + Account(seconds=2.0, wasted_tokens={"stale": 3})
     >>> both.learner_idle, both.wasted_tokens
@@ -101,44 +103,47 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     seconds: float = 0.0
-    """Its length."""
+    """The length of the interval."""
     engine_busy_s: float = 0.0
-    """The engine had requests: it read them, ran steps and sent tokens. Of several engines, their mean."""
+    """The time in which the engine had requests: it read them, ran steps and sent tokens. The mean over several
+    engines."""
     prefill_s: float = 0.0
-    """Of these, on prompts."""
+    """The part of ``engine_busy_s`` that went into prompts."""
     engine_waits_s: dict[str, float] = {}
-    """The rest of the time, by the part that worked meanwhile: a name of :class:`Cause`. Of several engines, their
-    mean."""
+    """The rest of the time, by the part that worked meanwhile: a name of :class:`Cause`. The mean over several
+    engines."""
     learner_busy_s: float = 0.0
-    """The learner trained, copied its weights or saved them."""
+    """The time in which the learner trained, copied its weights or saved them."""
     learner_waits_s: dict[str, float] = {}
     """The rest of the time, by what the learner waited for: a name of :class:`Cause`."""
     controller_busy_s: float = 0.0
-    """The controller's event loop ran; 0 where nobody watched it."""
+    """The time in which the controller's event loop ran; 0 if it was not measured."""
     lanes_s: dict[str, float] = {}
-    """Work of every lane of the trace, by its name."""
+    """The busy time of every lane of the trace, by its name."""
     exposed_sync_s: float = 0.0
-    """The learner copied its weights, or waited for a buffer to copy them to."""
+    """The time in which the learner copied its weights, or waited for a buffer for the copy."""
     straggler_s: float = 0.0
-    """The learner waited for a batch of whose episodes nine in ten had ended."""
+    """The time in which the learner waited for a batch of whose episodes nine in ten had ended."""
     held_back_s: float = 0.0
-    """As many groups ran as ``flow.capacity`` allows, and no request waited for the engine."""
+    """The time in which as many groups ran as ``flow.capacity`` allows, and no request waited for the engine."""
     observed_s: float = 0.0
-    """How long the run's processes were looked at, for the fields below; 0 where nobody looked."""
+    """How long the run's processes were measured for the fields below; 0 if they were not."""
     processors_s: float = 0.0
-    """Processor time of the run's processes on this machine, over the number of processors that they may use."""
+    """The processor time of the run's processes on this machine, divided by the number of processors that they may
+    use."""
     used_s: dict[str, float] = {}
-    """By kind of process: its processor time."""
+    """The processor time, by kind of process."""
     queued_s: dict[str, float] = {}
-    """By kind of process: how long its thread that waited longest could have run, and had no processor."""
+    """How long a thread was ready to run without getting a processor, by kind of process: the thread that waited
+    longest."""
     generated_tokens: int = 0
     trained_tokens: int = 0
-    """That carried loss."""
+    """The number of tokens that carried loss."""
     wasted_tokens: dict[str, int] = {}
-    """Sampled, and never to be trained, by reason."""
+    """The number of tokens that were sampled and will never be trained, by reason."""
 
     def __add__(self, later: Account) -> Account:
-        """Both intervals as one."""
+        """Return the account of both intervals together."""
         return Account(**{
             name: _added(value, getattr(later, name)) for name, value in msgspec.structs.asdict(self).items()
         })  # fmt: skip
@@ -162,46 +167,60 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return self.of_time(self.engine_waits_s.get(cause, 0.0))
 
     def of_time(self, part_s: float) -> float:
-        """``part_s`` as a fraction of the interval, between 0 and 1; 0 of no interval."""
+        """Return ``part_s`` as a fraction of the interval, between 0 and 1; 0 for an empty interval."""
         return min(1.0, max(0.0, part_s / self.seconds)) if self.seconds > 0 else 0.0
 
     def per_second(self, tokens: int) -> float:
-        """A rate; 0 over no interval."""
+        """Return ``tokens`` as a rate per second; 0 for an empty interval."""
         return tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Return the keys of ``summary.json`` that an account determines. Every view takes them from here, so that
+        they agree with the verdict."""
+        return {
+            "tokens_generated": self.generated_tokens,
+            "tokens_trained": self.trained_tokens,
+            "wall_s": self.seconds,
+            "generated_tok_s": self.per_second(self.generated_tokens),
+            "trained_tok_s": self.per_second(self.trained_tokens),
+            "engine_idle_frac": self.engine_idle,
+            "learner_idle_frac": self.learner_idle,
+            "exposed_sync_frac": self.of_time(self.exposed_sync_s),
+        }
 
 
 def _added(value: Any, later: Any) -> Any:
-    """The sum of two numbers, or of two tables of numbers, key by key."""
+    """Return the sum of two numbers, or of two dictionaries of numbers, key by key."""
     if not isinstance(value, dict):
         return value + later
     return {key: value.get(key, 0) + later.get(key, 0) for key in (*value, *later)}
 
 
 class Cause(enum.StrEnum):
-    """What the learner, or an engine, waits for."""
+    """A part of the run that the learner, or an engine, waits for."""
 
     ENGINE = "engine"
-    """Tokens of the batch: an engine works."""
+    """The learner waits for tokens of its batch, and an engine works."""
     LEARNER = "learner"
-    """A slot for new groups, which a step frees: the learner works."""
+    """A slot for new groups is needed, which a step frees, and the learner works."""
     CONTROLLER = "controller"
-    """The controller's event loop: it starts episodes, takes in tokens and rewards, puts batches together."""
+    """The controller's event loop works: it starts episodes, receives tokens and rewards, assembles batches."""
     ENVIRONMENT = "environment"
-    """Environments and agent programs."""
+    """Environments or agent programs work."""
     SCORING = "scoring"
-    """Rewards, from scoring workers or judges."""
+    """Rewards are computed, by scoring workers or judges."""
     TEACHERS = "teachers"
-    """Teachers with engines of their own."""
+    """Teachers with engines of their own work."""
     SYNC = "sync"
-    """Weights on their way, or a buffer for them."""
+    """Weights are being transferred, or no buffer is free for them."""
     LEDGER = "ledger"
-    """The disk with the run's ledger."""
+    """The disk is writing the run's ledger."""
     NOBODY = "nobody"
-    """No part works: messages are between two processes, or a process waits to be given a processor."""
+    """No part works: a message is between two processes, or a process is ready to run and has no processor."""
 
 
 class Bound(enum.StrEnum):
-    """What holds a run up."""
+    """The bottleneck of a run."""
 
     GENERATION = "generation-bound"
     """The engine works nearly all the time, or is what the learner mostly waits for."""
@@ -236,68 +255,68 @@ class Bound(enum.StrEnum):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """What one loop does at this moment: one row of the table of who waits for whom."""
+    """The present activity of one loop: one row of the table that shows which loop waits for which."""
 
     loop: str
-    """``rollout``, ``scoring``, ``learner``, ``sync``."""
+    """The name of the loop: ``rollout``, ``scoring``, ``learner``, ``sync``."""
     state: Literal["busy", "waiting"]
     what: str
-    """What it works on or waits for."""
+    """What the loop works on or waits for, in words."""
     since_s: float
-    """For how many seconds already."""
+    """How long this has lasted, in seconds."""
     unblocked_by: str = ""
-    """Who can end the wait; empty when busy."""
+    """The part that can end the wait; empty when busy."""
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """The present moment, for a view that is drawn once a second."""
+    """The present state of a run, for a view that is refreshed once a second."""
 
     steps_done: int
     """Optimizer steps of the whole run so far."""
     steps_total: int
     """Optimizer steps that the run will have."""
     title: str = ""
-    """Name of the run."""
+    """The name of the run."""
     phase: str = ""
-    """What the run as a whole is at: ``starting``, ``evaluating``, ``training``, ``saving``."""
+    """The phase of the run: ``starting``, ``evaluating``, ``training``, ``saving``."""
     wall_s: float = 0.0
     """Seconds since the run started."""
     eta_s: float | None = None
-    """Seconds until the last step, if things go on like this; ``None`` while nobody can tell."""
+    """The estimated number of seconds until the last step; ``None`` while there is no estimate."""
     learner_version: int = -1
     engine_version: int = -1
     """The committed version; −1 before the first."""
     rewards: tuple[float | None, ...] = ()
-    """Mean reward of every step so far."""
+    """The mean reward of every step so far."""
     eval_accuracy: float | None = None
-    """The latest one measured."""
+    """The latest result of an evaluation; ``None`` before the first."""
     generated_tok_s: float = 0.0
     """Tokens per second that the engine samples, over a recent window."""
     trained_tok_s: float = 0.0
     """Tokens per second that the learner trains, over a recent window."""
     queue: QueueCounts = QueueCounts()
     ages: dict[int, int] = {}
-    """Trained tokens since the run started, by age in versions."""
+    """The number of trained tokens since the run started, by age in versions."""
     throughput: tuple[float, ...] = ()
-    """Tokens trained per second in every step so far."""
+    """The number of tokens trained per second in every step so far."""
     waited: tuple[float, ...] = ()
     """The fraction of every step so far that the learner waited for its batch."""
     account: Account | None = None
-    """Since the first rollout; ``None`` before it."""
+    """The account since the first rollout; ``None`` before it."""
     verdict: str = ""
-    """What holds the run up, in words; empty while nobody can tell."""
+    """The bottleneck of the run, in words; empty while it is unknown."""
     waits: tuple[Wait, ...] = ()
     """One row per loop."""
     warnings: tuple[str, ...] = ()
-    """The latest last, alarms included."""
+    """The warnings and alarms, the latest last."""
     sample: str = ""
-    """A completion that the policy wrote lately: text of a model, never to be trusted."""
+    """A recent completion of the policy. It is text of a model and must not be trusted."""
     sample_reward: float | None = None
-    """What it earned; ``None`` while unscored."""
+    """The reward of the sample; ``None`` while unscored."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth one line when it happens: a commit refused, an evaluation, a checkpoint, a group dropped."""
+    """Something worth one line when it happens: a refused commit, an evaluation, a checkpoint, a dropped group."""
 
     wall_s: float
     """Seconds since the run started."""
@@ -306,22 +325,23 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """A part that died and was started again, or that was out of reach for a while, without an end of the run.
+    """The recovery of a part that died and was started again, or that was unreachable for a while, without ending the
+    run.
 
     >>> str(Recovery(part="engine-1", cause="engine-1 (pid 7) was killed by SIGKILL", seconds=3.12, carried_over=14))
     'engine-1 (pid 7) was killed by SIGKILL; it serves again after 3.1 s, 14 sequences went on'
     """
 
     part: str
-    """Its role."""
+    """The role of the part."""
     cause: str
-    """Of its death, or of its absence, in words."""
+    """The cause of its death or absence, in words."""
     seconds: float | None
-    """From then until it served again; ``None``: it does not yet."""
+    """Seconds from the failure until the part served again; ``None`` while it does not."""
     carried_over: int
-    """Sequences that it had, and that go on."""
+    """The number of its sequences that continue."""
     lives: bool = False
-    """It did not die, and new weights do not reach it."""
+    """Whether the part is alive, and new weights do not reach it."""
 
     def __str__(self) -> str:
         if self.seconds is None and self.lives:

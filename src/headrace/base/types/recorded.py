@@ -1,5 +1,5 @@
-"""What an exact loss needs of a sampled token beyond its logprob: which vocabulary entries could have been drawn, and
-which experts computed it.
+"""The records of a sampled token that an exact loss needs beyond its log-probability: the vocabulary entries that could
+have been drawn, and the experts that computed it.
 
 Shape legend: T tokens of one span, E entries of all kept-sets, R tokens whose routing is known, L mixture-of-experts
 layers, K experts per token and layer.
@@ -20,9 +20,9 @@ Experts = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
-    """The vocabulary entries that survived top-p, top-k and min-p at each token: ragged.
+    """The vocabulary entries that survived top-p, top-k and min-p at each token, as ragged columns.
 
-    A token whose span is empty was drawn from the whole vocabulary, or was not drawn at all.
+    A token with an empty kept-set was drawn from the whole vocabulary, or was not drawn at all.
 
     >>> kept = KeptSets.concat([KeptSets.none(1), KeptSets.of([[4, 7], [5]])])
     >>> len(kept), [span.tolist() for span in kept.spans()], kept[1:2].ids_E.tolist()
@@ -30,24 +30,24 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ids_E: IntColumn
-    """Vocabulary ids, token after token, ascending within a token."""
+    """The vocabulary ids of all kept-sets, token after token, ascending within a token."""
     sizes_T: IntColumn
-    """Entries of each token; sums to E."""
+    """The size of each token's kept-set; the sum is E."""
 
     @classmethod
     def none(cls, count: int) -> KeptSets:
-        """``count`` tokens without a kept-set."""
+        """Return the record of ``count`` tokens without a kept-set."""
         return cls(ids_E=np.zeros(0, np.int32), sizes_T=np.zeros(count, np.int32))
 
     @classmethod
     def of(cls, spans: Sequence[Sequence[int]]) -> KeptSets:
-        """One span per token."""
+        """Return the record of one kept-set per element of ``spans``."""
         flat = [token for span in spans for token in span]
         return cls(ids_E=np.array(flat, np.int32), sizes_T=np.array([len(span) for span in spans], np.int32))
 
     @classmethod
     def concat(cls, parts: Sequence[KeptSets]) -> KeptSets:
-        """The tokens of the parts, one after the other."""
+        """Return the concatenation of ``parts``."""
         if not parts:
             return cls.none(0)
         return cls(
@@ -56,11 +56,11 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def spans(self) -> list[IntColumn]:
-        """The ids of each token."""
+        """Return the ids of each token's kept-set."""
         return np.split(self.ids_E, np.cumsum(self.sizes_T)[:-1]) if len(self) else []
 
     def take(self, places: npt.NDArray[np.int64]) -> KeptSets:
-        """The tokens at ``places``, in that order."""
+        """Return the kept-sets of the tokens at the indices ``places``, in that order."""
         sizes = self.sizes_T[places].astype(np.int64)
         starts = (np.cumsum(self.sizes_T) - self.sizes_T)[places]
         ends = np.cumsum(sizes)
@@ -68,7 +68,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         return KeptSets(ids_E=self.ids_E[inside], sizes_T=self.sizes_T[places])
 
     def problem(self, ids_T: IntColumn) -> str:
-        """Why these cannot be the kept-sets of the tokens ``ids_T``, in words; empty if they can."""
+        """Return why these cannot be the kept-sets of the tokens ``ids_T``, in words; empty if they can."""
         if len(self) != len(ids_T):
             return f"kept-sets of {len(self)} tokens for {len(ids_T)} tokens"
         if int(self.sizes_T.sum()) != len(self.ids_E) or (self.sizes_T < 0).any():
@@ -91,7 +91,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts that computed each token, where they are known; elsewhere a learner routes live.
+    """The experts that computed each token, where they were recorded. For other tokens a learner uses its own router.
 
     >>> routing = Routing.unknown(2, num_layers=1, top_k=2) + Routing(
     ...     known_T=np.array([True]), experts_RLK=np.array([[[3, 1]]], np.uint8))
@@ -100,31 +100,31 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     known_T: npt.NDArray[np.bool_]
-    """Whether the token's routing was recorded; R of them are."""
+    """Whether the token's routing was recorded; R of them are true."""
     experts_RLK: Experts
-    """Experts in the order of their rank; uint8, or uint16 above 256 experts. Rows of the known tokens only."""
+    """The experts of the known tokens only, in the order of their rank; uint8, or uint16 above 256 experts."""
 
     @classmethod
     def unknown(cls, count: int, *, num_layers: int, top_k: int, dtype: npt.DTypeLike = np.uint8) -> Routing:
-        """``count`` tokens whose routing was not recorded."""
+        """Return the record of ``count`` tokens whose routing was not recorded."""
         return cls(known_T=np.zeros(count, bool), experts_RLK=np.zeros((0, num_layers, top_k), dtype))
 
     @classmethod
     def concat(cls, parts: Sequence[Routing]) -> Routing:
-        """The tokens of the parts, one after the other; at least one part."""
+        """Return the concatenation of ``parts``, of which there is at least one."""
         return cls(
             known_T=np.concatenate([part.known_T for part in parts]),
             experts_RLK=np.concatenate([part.experts_RLK for part in parts]),
         )
 
     def take(self, places: npt.NDArray[np.int64]) -> Routing:
-        """The tokens at ``places``, in that order."""
+        """Return the routing of the tokens at the indices ``places``, in that order."""
         known = self.known_T[places]
         rows = (np.cumsum(self.known_T) - 1)[places[known]]
         return Routing(known_T=known, experts_RLK=self.experts_RLK[rows])
 
     def problem(self, count: int) -> str:
-        """Why this cannot be the routing of ``count`` tokens, in words; empty if it can."""
+        """Return why this cannot be the routing of ``count`` tokens, in words; empty if it can."""
         if len(self) != count:
             return f"routing of {len(self)} tokens for {count} tokens"
         if self.experts_RLK.ndim != 3 or int(self.known_T.sum()) != len(self.experts_RLK):

@@ -1,4 +1,4 @@
-"""Groups whose every episode has ended, and the train samples they make.
+"""Groups all of whose episodes have ended, and the train samples made from them.
 
 Shape legend: T tokens of one path, E trained episodes of a step, L their tokens that carry loss, N tokens of a batch.
 """
@@ -21,40 +21,41 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, versions_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """The episodes that share a baseline."""
+    """The episodes of one group after all have ended: they share a baseline."""
 
     number: int
     episodes: tuple[EpisodeGraph, ...]
-    """All of them, failed ones included."""
+    """All episodes of the group, failed ones included."""
 
     @property
     def scored(self) -> list[EpisodeGraph]:
-        """The episodes that are trained: they have a reward, and nothing keeps them out."""
+        """Return the episodes that are trained: they have a reward, and nothing excludes them."""
         return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
 
     @property
     def counted(self) -> list[EpisodeGraph]:
-        """The episodes whose rewards make the baseline: those that are trained, and the masked ones."""
+        """Return the episodes whose rewards count in the baseline: the trained ones and the masked ones."""
         counted = (EpisodeStatus.SCORED, EpisodeStatus.MASKED)
         return [episode for episode in self.episodes if episode.status in counted]
 
     def oldest_version(self) -> int | None:
-        """The oldest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
+        """Return the oldest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
         versions = self.versions()
         return None if versions is None else versions[0]
 
     def versions(self) -> tuple[int, int] | None:
-        """The oldest and newest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
+        """Return the oldest and newest version that sampled a token of a scored episode; ``None`` if nothing was
+        sampled."""
         return versions_of([turn.tokens for episode in self.scored for turn in episode.turns])
 
 
 Credit = float | Sequence[float]
-"""What the tokens of an episode are credited with: all the same, or each turn with its own."""
+"""The advantage of an episode's tokens: one number for all, or one per turn."""
 
 
 def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
-    """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only. A path on
-    which nothing is left that carries loss makes no sample, as long as another one does."""
+    """Return one train sample per root-to-leaf path. A turn that two paths share carries loss in the first only. A
+    path without a token that carries loss makes no sample, as long as another path does."""
     return [
         TrainSample(
             key=episode.key,
@@ -68,8 +69,8 @@ def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
 
 
 def loss_places(episode: EpisodeGraph) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """Where the tokens that carry loss lie, in the order in which :func:`paths` lays them out: a turn, and places in
-    it."""
+    """Return, for each turn of ``episode`` with tokens that carry loss, its index and the indices of those tokens,
+    in the order in which :func:`paths` lays them out."""
     return [
         (turn, np.flatnonzero(mask_T))
         for path, masks in _masked_paths(episode)
@@ -79,7 +80,7 @@ def loss_places(episode: EpisodeGraph) -> list[tuple[int, npt.NDArray[np.int64]]
 
 
 def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArray[np.bool_]]]]:
-    """Every path that makes a sample, with the mask of each of its turns."""
+    """Return every path that makes a sample, with the loss mask of each of its turns."""
     trained = {index for index, turn in enumerate(episode.turns) if turn.untrained}
     found = []
     for leaf in episode.leaves():
@@ -95,24 +96,24 @@ def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArr
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step made of its tokens: those that carry loss, episode after episode, each as :func:`loss_places` has
-    them."""
+    """The per-token results of an optimizer step: those of tokens that carry loss, episode after episode, each in
+    the order of :func:`loss_places`."""
 
     groups_E: IntColumn
     places_E: IntColumn
-    """Of the episode in its group."""
+    """The index of each episode in its group."""
     sizes_E: IntColumn
-    """How many of the L tokens are the episode's."""
+    """The number of the L tokens that belong to each episode."""
     log_pi_L: FloatColumn
-    """log π as the step began; NaN for a token that lost its loss on the way."""
+    """log π under the weights before the step; NaN for a token whose loss was dropped during the step."""
     taught_L: Taught | None = None
-    """What a teacher beside the learner says of them; ``None`` where none was asked about sampled tokens."""
+    """The scores of a teacher in the learner's process; ``None`` if no sampled token was scored."""
 
     @classmethod
     def of(
         cls, keys: Sequence[EpisodeKey], batch: Batch, log_pi_N: FloatColumn, taught_N: Taught | None = None
     ) -> Learned:
-        """``keys``: of the episodes of ``batch``, in its order."""
+        """Return the results for a batch. ``keys`` are the keys of its episodes, in the order of ``batch``."""
         episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
         return cls(
             groups_E=np.array([key.group for key in keys], np.int32),
@@ -123,8 +124,8 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def gaps(self, episode: EpisodeGraph) -> dict[int, FloatColumn]:
-        """log π − log μ of every token of each turn of ``episode`` that carried loss, by turn; NaN where a token did
-        not."""
+        """Return log π − log μ of the tokens of each turn of ``episode`` that carried loss, by turn; NaN for a token
+        that carried none."""
         found: dict[int, FloatColumn] = {}
         for turn, places, span in self._spans(episode):
             log_mu_T = episode.turns[turn].tokens.logprobs_T
@@ -134,7 +135,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def taught(self, episode: EpisodeGraph) -> dict[int, Taught]:
-        """What the teacher beside the learner says of each turn of ``episode`` that carried loss, by turn."""
+        """Return the teacher's scores of each turn of ``episode`` that carried loss, by turn."""
         if (said := self.taught_L) is None:
             return {}
         return {
@@ -143,7 +144,8 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _spans(self, episode: EpisodeGraph) -> Iterator[tuple[int, npt.NDArray[np.int64], slice]]:
-        """The turns of ``episode`` that carried loss, the places in each, and where these lie among the L tokens."""
+        """Yield each turn of ``episode`` that carried loss, the indices of its tokens, and their slice of the L
+        tokens."""
         here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
         if not here.any():
             return
@@ -159,7 +161,7 @@ def _by_token(episode: EpisodeGraph, path: Sequence[int], advantages: Sequence[f
 
 
 def num_untrained(groups: Iterable[ScoredGroup]) -> dict[str, int]:
-    """Sampled tokens of the scored episodes that carry no loss because their turns do not, by reason."""
+    """Return the number of sampled tokens of scored episodes whose turns carry no loss, by reason."""
     counts: Counter[str] = Counter()
     for turn in (turn for group in groups for episode in group.scored for turn in episode.turns):
         if turn.untrained:

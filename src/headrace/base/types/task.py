@@ -1,4 +1,4 @@
-"""One row of work."""
+"""The task: one row of the dataset, with its prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from headrace.base.types.tokens import IntColumn
 
 Prompt = str | list[dict[str, Any]]
-"""Plain text, or chat messages."""
+"""A prompt: plain text, or chat messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +16,9 @@ class Task:
     """A row of the dataset, ready to be attempted."""
 
     row_index: int
-    """Its place in the dataset, from 0."""
+    """The index of the row in the dataset, from 0."""
     row: dict[str, Any]
-    """Every column, the prompt included."""
+    """Every column of the row, the prompt included."""
     prompt: Prompt
     prompt_ids_T: IntColumn
     """The prompt as the model reads it, chat template applied."""

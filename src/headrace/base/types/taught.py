@@ -1,4 +1,4 @@
-"""What a teacher says of tokens that somebody else has sampled.
+"""The scores of a teacher: its log-probabilities of tokens that another model sampled.
 
 Shape legend: T tokens of one span, K entries of a teacher's distribution.
 """
@@ -16,18 +16,18 @@ from headrace.base.types.versions import NOT_SAMPLED
 
 
 class TopScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model says of tokens that are given, and what it would rather have said."""
+    """The log-probabilities that a model gives to tokens of another author, and its own likeliest entries."""
 
     logprobs_T: FloatColumn
-    """Of each token; the first one's is 0."""
+    """The log-probability of each token; that of the first is 0."""
     ids_TK: npt.NDArray[np.int32]
-    """The likeliest entries in the place of each token, the likeliest first; 0 in that of the first."""
+    """The likeliest entries at the position of each token, the likeliest first; 0 at the first position."""
     logs_TK: npt.NDArray[np.float32]
-    """Their log-probabilities within the whole vocabulary."""
+    """The log-probabilities of those entries within the whole vocabulary."""
 
 
 class Taught(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed to learn from a teacher that is somewhere else: aligned with the tokens that it is about.
+    """The scores of a teacher that does not run in the learner, aligned with the tokens that it scored.
 
     >>> taught = Taught.none(1, 2) + Taught(
     ...     logprobs_T=np.array([-0.5], np.float32), versions_T=np.array([0], np.int32),
@@ -37,20 +37,20 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     logprobs_T: FloatColumn
-    """log ν of each token, under the temperature and the kept-set that it was sampled with; NaN where no teacher was
-    asked."""
+    """log ν of each token, under the temperature and the kept-set that it was sampled with; NaN for a token without
+    a score."""
     versions_T: IntColumn
-    """The teacher's weights: a version of the run, ``FROZEN`` where they are none of the run's, ``NOT_SAMPLED`` where
-    no teacher was asked."""
+    """The teacher's weights: a version of the run, ``FROZEN`` for weights of another model, ``NOT_SAMPLED`` for a
+    token without a score."""
     ids_TK: npt.NDArray[np.int32]
-    """The likeliest entries of the teacher's distribution that the token was drawn from, the likeliest first. K is 0
-    where nobody wanted them."""
+    """The likeliest entries of the teacher's distribution at each position, the likeliest first. K is 0 if they were
+    not requested."""
     logs_TK: npt.NDArray[np.float32]
-    """Their log-probabilities, under the temperature, within the whole vocabulary."""
+    """The log-probabilities of those entries, under the temperature, within the whole vocabulary."""
 
     @classmethod
     def none(cls, count: int, num_entries: int) -> Taught:
-        """``count`` tokens of which no teacher was asked."""
+        """Return the record of ``count`` tokens that no teacher scored."""
         return cls(
             logprobs_T=np.full(count, np.nan, np.float32),
             versions_T=np.full(count, NOT_SAMPLED, np.int32),
@@ -60,8 +60,8 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def concat(cls, parts: Sequence[Taught]) -> Taught:
-        """The tokens of the parts, one after the other; at least one part. Of as many entries as all of those have that
-        have some; a part without any is one that no teacher was asked of then."""
+        """Return the concatenation of ``parts``, of which there is at least one. The number of entries K is the
+        least of the parts that have some; a part without entries then counts as one without scores."""
         num = min((each.ids_TK.shape[1] for each in parts if each.ids_TK.shape[1]), default=0)
         alike = [each if each.ids_TK.shape[1] >= num else cls.none(len(each), num) for each in parts]
         return cls(
@@ -72,7 +72,7 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def spread(self, places: npt.NDArray[np.int64], count: int) -> Taught:
-        """The same as of ``count`` tokens: these lie at ``places``, and no teacher was asked of the others."""
+        """Return a record of ``count`` tokens with these scores at the indices ``places``, and no scores elsewhere."""
         whole = Taught.none(count, self.ids_TK.shape[1])
         whole.logprobs_T[places], whole.versions_T[places] = self.logprobs_T, self.versions_T
         whole.ids_TK[places], whole.logs_TK[places] = self.ids_TK, self.logs_TK
@@ -80,14 +80,14 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known_T(self) -> npt.NDArray[np.bool_]:
-        """The tokens that a teacher was asked of."""
+        """Return, for each token, whether a teacher scored it."""
         known_T: npt.NDArray[np.bool_] = ~np.isnan(self.logprobs_T)
         return known_T
 
     def problem(self, count: int) -> str:
-        """Why this cannot be what a teacher says of ``count`` tokens, in words; empty if it can."""
+        """Return why this cannot be the scores of ``count`` tokens, in words; empty if it can."""
         if not len(self.logprobs_T) == len(self.versions_T) == len(self.ids_TK) == len(self.logs_TK) == count:
-            return f"a teacher's words of {len(self.logprobs_T)} tokens for {count} tokens"
+            return f"a teacher's scores of {len(self.logprobs_T)} tokens for {count} tokens"
         if self.ids_TK.ndim != 2 or self.ids_TK.shape != self.logs_TK.shape:
             return f"entries of shape {self.ids_TK.shape} with log-probabilities of shape {self.logs_TK.shape}"
         return ""

@@ -1,4 +1,4 @@
-"""Token-aligned columns.
+"""Spans of tokens with their recorded columns.
 
 Shape legend: T tokens of one span, N of several.
 """
@@ -6,9 +6,9 @@ Shape legend: T tokens of one span, N of several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,10 +19,12 @@ from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 __all__ = ["FloatColumn", "IntColumn", "Tokens", "versions_of"]
 
+_INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """A contiguous span of tokens with everything that was recorded about each; aligned, and checked once, at birth.
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A contiguous span of tokens with everything that was recorded about each. All columns have the same length, which
+    is checked when a span is made or decoded.
 
     >>> span = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3])
     >>> len(span), span.sampled_T.tolist(), span.versions_T.tolist()
@@ -32,32 +34,37 @@ class Tokens:
     ids_T: IntColumn
     """Vocabulary ids, exactly as sampled or as given; int32."""
     logprobs_T: FloatColumn
-    """Log-probability under the distribution that was really sampled from (log μ); 0 where nothing was sampled.
-    A non-finite value is kept as it is: the loss drops and counts that token."""
+    """The log-probability under the distribution that was really sampled from (log μ); 0 for a token that was not
+    sampled. A value that is not finite is kept: the loss drops and counts that token."""
     versions_T: IntColumn
-    """The weights that sampled each token; ``NOT_SAMPLED`` where no policy did, ``FROZEN`` where weights did that are
-    not trained, a negative number below ``NOT_SAMPLED`` where they were :func:`~headrace.base.types.versions.mixed`."""
+    """The version of the weights that sampled each token; ``NOT_SAMPLED`` if no policy did, ``FROZEN`` for weights
+    that are not trained, a number below ``NOT_SAMPLED`` for :func:`~headrace.base.types.versions.mixed` versions."""
     kept: KeptSets | None = None
-    """What each token was drawn from; ``None`` where nothing was recorded."""
+    """The kept-set that each token was drawn from; ``None`` if none was recorded."""
     routing: Routing | None = None
-    """The experts that computed each token as input; ``None`` where nothing was recorded."""
+    """The experts that computed each token as input; ``None`` if none were recorded."""
     entropies_T: FloatColumn | None = None
-    """Entropy of the distribution that each was drawn from, in nats: tempered, not truncated. 0 for a token of which
-    none was recorded; ``None`` where that is so for all."""
+    """The entropy of the distribution that each token was drawn from, in nats: after the temperature, before
+    truncation. It is 0 for a token without a record; ``None`` if no token has one."""
     taught: Taught | None = None
-    """What a teacher says of each; ``None`` where none was asked."""
+    """A teacher's scores of the tokens; ``None`` if no teacher scored any."""
 
     def __post_init__(self) -> None:
-        columns: tuple[tuple[str, Any], ...] = (
-            ("ids_T", np.int32), ("logprobs_T", np.float32), ("versions_T", np.int32), ("entropies_T", np.float32),
-        )  # fmt: skip
-        for name, dtype in columns:
-            if getattr(self, name) is None:
+        for name, given, dtype in (
+            ("ids_T", self.ids_T, _INT),
+            ("logprobs_T", self.logprobs_T, _FLOAT),
+            ("versions_T", self.versions_T, _INT),
+            ("entropies_T", self.entropies_T, _FLOAT),
+        ):
+            if given is None:
                 continue
-            column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            column: Any = given
+            # nearly all columns come from an engine with the right type: those are not copied
+            if type(given) is not np.ndarray or given.dtype != dtype or not given.flags.c_contiguous:
+                column = np.ascontiguousarray(given, dtype)
+                msgspec.structs.force_setattr(self, name, column)
             if column.ndim != 1 or len(column) != len(self.ids_T):
                 raise ValueError(f"{name} has shape {column.shape}, but ids_T has {len(self.ids_T)} tokens")
-            object.__setattr__(self, name, column)
         problem = (
             (self.kept and self.kept.problem(self.ids_T))
             or (self.routing and self.routing.problem(len(self)))
@@ -68,7 +75,7 @@ class Tokens:
 
     @classmethod
     def observed(cls, ids: Sequence[int] | IntColumn) -> Tokens:
-        """Tokens that no policy sampled."""
+        """Return the span of given tokens, which no policy sampled."""
         count = len(ids)
         return cls(
             ids_T=np.asarray(ids, np.int32),
@@ -78,7 +85,7 @@ class Tokens:
 
     @classmethod
     def concat(cls, parts: Sequence[Tokens]) -> Tokens:
-        """The spans one after the other."""
+        """Return the concatenation of ``parts``."""
         if not parts:
             return cls.observed([])
         if len(parts) == 1:
@@ -95,13 +102,13 @@ class Tokens:
 
     @property
     def sampled_T(self) -> npt.NDArray[np.bool_]:
-        """Which tokens a policy sampled."""
+        """Return, for each token, whether a policy sampled it."""
         sampled_T: npt.NDArray[np.bool_] = self.versions_T != NOT_SAMPLED
         return sampled_T
 
     @property
     def num_sampled(self) -> int:
-        """How many of them a policy sampled."""
+        """Return the number of tokens that a policy sampled."""
         return int(np.count_nonzero(self.versions_T != NOT_SAMPLED))
 
     def __len__(self) -> int:
@@ -123,7 +130,8 @@ class Tokens:
 
 
 def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
-    """The oldest and newest version of the policy that sampled one of their tokens; ``None`` if it sampled none.
+    """Return the oldest and newest version of the policy that sampled a token of ``spans``; ``None`` if it sampled
+    none.
 
     >>> versions_of([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
     (3, 4)
@@ -133,7 +141,8 @@ def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
 
 
 def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
-    """Quick for short spans, whose tokens were all sampled by a policy, or none of them."""
+    """Return the oldest and newest version among ``versions_T``; ``None`` if no policy sampled a token. The common
+    cases, all tokens sampled or none, take two reductions."""
     if not len(versions_T):
         return None
     least, most = int(np.minimum.reduce(versions_T)), int(np.maximum.reduce(versions_T))

@@ -1,4 +1,4 @@
-"""The unit of the event trace."""
+"""The unit of the event trace: a span of time in a lane."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from headrace.base.types.episode import EpisodeKey
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Something a lane did between two moments of the machine's clock. Written as an array: a run has many.
+    """An activity of one lane between two moments of the machine's clock. It is encoded as an array, since a run has
+    many.
 
     >>> msgspec.json.encode(Span(lane="engine", name="generate", start_s=1.5, end_s=2.0))
     b'["engine","generate",1.5,2.0,-1,null]'
     """
 
     lane: str
-    """Who: ``engine`` (``engine-1`` and so on in a fleet), ``learner``, ``scoring``, ``sync``, ``rollout``."""
+    """The part of the run: ``engine`` (``engine-1`` and so on in a fleet), ``learner``, ``scoring``, ``sync``,
+    ``rollout``."""
     name: str
-    """What: ``generate``, ``forward_backward``, ``snapshot``, ``wait batch``."""
+    """The activity: ``generate``, ``forward_backward``, ``snapshot``, ``wait batch``."""
     start_s: float
     end_s: float
     step: int = -1
-    """The step or version it belongs to; −1 for none."""
+    """The step or version that the span belongs to; −1 for none."""
     of: EpisodeKey | None = None
-    """The episode, if it is of one."""
+    """The episode that the span belongs to; ``None`` for none."""
 
 
 OnSpans = Callable[[Sequence[Span]], None]
-"""Told what parts were busy with."""
+"""A callback that receives the spans of a part."""
 
 
 def earlier(spans: Sequence[Span], by_s: float) -> Sequence[Span]:
-    """The same by the clock of this machine, of spans by one that is ahead of it."""
+    """Return the spans with ``by_s`` subtracted from their times: it converts spans of a machine whose clock is
+    ahead."""
     if not by_s:
         return spans
     return [msgspec.structs.replace(span, start_s=span.start_s - by_s, end_s=span.end_s - by_s) for span in spans]
 
 
 def in_lane(lane: str, on_spans: OnSpans) -> OnSpans:
-    """Tells ``on_spans`` of every span as one of ``lane``: several parts of a kind keep lanes of their own."""
+    """Return a callback that passes spans on to ``on_spans`` in ``lane``, so that several parts of one kind have a
+    lane each."""
 
     def told(spans: Sequence[Span]) -> None:
         if spans:

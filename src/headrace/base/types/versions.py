@@ -11,17 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 NOT_SAMPLED = -1
-"""The version of a token that no policy sampled: prompts, tool results, templates."""
+"""The version of a token that no policy sampled, as in prompts, tool results and templates."""
 
 FROZEN = 2**31 - 1
-"""The version of a token that an agent with frozen weights sampled: they are none of the run's, and never age."""
+"""The version of a token that an agent with frozen weights sampled: they are not weights of the run, and never age."""
 
 INITIAL = 0
 """The version of the weights that a run starts from."""
 
 
 def mixed(older: int) -> int:
-    """The version of a token computed by weights of ``older`` and of a later version.
+    """Return the version of a token that was computed while weights of ``older`` were being replaced by a later
+    version.
 
     >>> mixed(0), mixed(7)
     (-2, -9)
@@ -30,7 +31,7 @@ def mixed(older: int) -> int:
 
 
 def oldest(versions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The oldest version behind each token.
+    """Return the oldest version of the weights that computed each token.
 
     >>> oldest(np.array([-1, 5, mixed(4)], np.int32)).tolist()
     [-1, 5, 4]

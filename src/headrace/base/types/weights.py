@@ -1,4 +1,4 @@
-"""What a set of weights looks like in a packed buffer, and the message that a new one is there."""
+"""The layout of weights in a packed buffer, and the message that a new version is there."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import enum
 
 import msgspec
 
+NUM_SLOTS = 2
+"""The number of the learner's buffers for published versions: the engines read one while the learner fills the
+other."""
 BUCKET_BYTES = 16 << 20
-"""What is moved at a time: large enough that no transport is slowed by the number of its messages."""
+"""The size of the pieces in which weights are moved, in bytes: large enough that the number of messages slows no
+transport."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one tensor lies in the buffer."""
+    """The place and type of one tensor in the buffer."""
 
     name: str
     dtype: str
-    """torch's name without the prefix: ``float32``, ``bfloat16``."""
+    """The name of the dtype in torch without its prefix: ``float32``, ``bfloat16``."""
     shape: tuple[int, ...]
     offset_bytes: int
     num_bytes: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout of one packed buffer; the same for every version of a run."""
+    """The layout of one packed buffer, which is the same for every version of a run."""
 
     entries: tuple[TensorEntry, ...]
     total_bytes: int
 
     def differences(self, other: Manifest) -> list[str]:
-        """Every way in which ``other`` does not fit this layout, in words; empty if it fits."""
+        """Return every way in which ``other`` differs from this layout, in words; empty if it fits."""
         mine = {entry.name: entry for entry in self.entries}
         theirs = {entry.name: entry for entry in other.entries}
         lines = [f"{name}: missing" for name in mine if name not in theirs]
@@ -45,61 +49,69 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     slot: int
-    """Which of the learner's two buffers holds it."""
+    """The index of the learner's buffer that contains the version."""
     path: str
-    """Where its bytes are, in the words of the transport: the shared buffers' file, a URL, a group of processes."""
+    """The location of the bytes, in a form that depends on the transport: the file of the shared buffers, a URL, a
+    group of processes."""
     manifest: Manifest
-    """The layout of the image: every tensor as it travels, packed."""
+    """The layout of the image, in which all tensors are packed."""
     checksums: tuple[int, ...]
     """xxh3 (64 bits) of each tensor's bytes in the image, in the manifest's order."""
     base: int | None = None
-    """The version that the bytes are a difference from; ``None``: they are the image itself."""
+    """The version that the bytes are a difference to; ``None`` if they are the full image."""
     num_bytes: int = 0
-    """How many bytes travel; 0 where the image is read where it lies."""
+    """The number of bytes that are transferred; 0 if the engine reads the image in place."""
     to: tuple[str, ...] = ()
-    """The addresses that it was sent to and has reached, by transports that send to somebody."""
+    """The addresses that have received the version, for transports that send it to each receiver."""
     missed: dict[str, str] = {}
-    """The addresses that it was sent to and has not reached, and why."""
+    """The addresses that have not received the version, with the reason."""
+    announced_to: tuple[str, ...] = ()
+    """The engines to which the learner itself has announced the version, by their addresses for orders. The
+    controller does not order these to stage it."""
     adapter: str = ""
-    """What engines that keep several adapters side by side may call this one; empty: it is not an adapter alone."""
+    """The name of the adapter for engines that hold several adapters; empty if the version is not an adapter alone."""
 
 
 class Interrupt(enum.StrEnum):
-    """What becomes of the running sequences when new weights are committed."""
+    """The treatment of running sequences when new weights are committed."""
 
     INFLIGHT = "inflight"
-    """Between two steps; the cache is kept and they go on."""
+    """The weights change between two steps; sequences keep their cache and continue."""
     INFLIGHT_RECOMPUTE = "inflight_recompute"
-    """Between two steps; their cache is computed again under the new weights, and they go on."""
+    """The weights change between two steps; sequences continue after their cache is computed again under the new
+    weights."""
     STREAM = "stream"
-    """Parameter by parameter while decoding goes on; tokens of the transition carry a mixed version."""
+    """The weights change parameter by parameter while decoding continues; tokens of the transition have a mixed
+    version."""
     ABORT_RESUME = "abort_resume"
-    """They leave the batch, keep their tokens, and queue again in front to go on under the new weights."""
+    """The sequences leave the batch, keep their tokens, and continue under the new weights from the front of the
+    queue."""
     ABORT_RETRY = "abort_retry"
-    """They lose their tokens and begin again under the new weights."""
+    """The sequences lose their tokens and begin again under the new weights."""
     DRAIN = "drain"
-    """They finish under the old weights; nothing new starts until then."""
+    """The sequences finish under the old weights; nothing new starts until then."""
     BATCH = "batch"
-    """They and all requests already waiting finish under the old weights; later requests wait."""
+    """The sequences, and all requests already waiting, finish under the old weights; later requests wait."""
     SLEEP = "sleep"
-    """The engine gives its cache memory back and stands still while the learner has a step to make; after the commit
-    they go on as after ``abort_resume``."""
+    """The engine frees its cache and stands still while the learner makes a step; after the commit, sequences
+    continue as with ``abort_resume``."""
 
 
 class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one commit cost."""
+    """The costs of one commit."""
 
     version: int
     gap_s: float
-    """How long the engine's step loop stood still for it."""
+    """How long the engine's step loop stood still for the commit, in seconds."""
     carried_over: int
-    """Sequences that went on under the new weights."""
+    """The number of sequences that continued under the new weights."""
     restarted: int
-    """Sequences that had to begin again."""
+    """The number of sequences that had to begin again."""
     mode: Interrupt = Interrupt.INFLIGHT
     waited_s: float = 0.0
-    """From the call to the swap: what draining or streaming took while decoding went on."""
+    """Seconds from the call to the change of weights: the time that draining or streaming took while decoding
+    continued."""
     wasted_tokens: int = 0
-    """Sampled tokens that were thrown away."""
+    """The number of sampled tokens that were discarded."""
     recomputed_tokens: int = 0
-    """Cached tokens that have to be computed again."""
+    """The number of cached tokens that have to be computed again."""

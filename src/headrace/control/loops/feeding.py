@@ -1,4 +1,5 @@
-"""Puts batches together and orders their steps ahead of time: the learner finds the next where the last one ends."""
+"""The feeder of the learner: it builds batches and orders their steps ahead of time, so that the learner need not wait
+between steps."""
 
 from __future__ import annotations
 
@@ -17,57 +18,58 @@ from headrace.base.types.scored import Credit, ScoredGroup, num_untrained, paths
 from headrace.base.types.versions import oldest
 from headrace.base.types.weights import Interrupt
 from headrace.control.loops.syncing import SyncLoop
+from headrace.control.metrics.batch import BatchStats, batch_stats
 from headrace.control.saving import Saver, Saving
-from headrace.control.seen import BatchStats, look_at
 from headrace.control.state import RunState
 from headrace.flow import TakenBatch
 from headrace.flow.policies import STALE
 from headrace.learner.base import Publication
 
 UNTAUGHT = "untaught"
-"""Why a token carries no loss that a teacher had nothing to say of, where others were taught."""
+"""The reason of a token without loss that the teacher has not read, although it has read others of the batch."""
 ORDERED_AHEAD = 2
-"""Steps that the learner knows of: the one it is at, and the next."""
+"""Number of steps that are ordered at most: the one that the learner works on, and the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ordered:
-    """One step that the learner was told to make: train, snapshot and, where it is due, save, in this order."""
+class OrderedStep:
+    """One step that was ordered from the learner: train, take a snapshot and, if one is due, save, in this order."""
 
     step: int
     groups: list[ScoredGroup]
-    seen: BatchStats
-    """What their episodes come to."""
+    stats: BatchStats
+    """Statistics of the episodes in these groups."""
     batch: Batch
-    """With the loss of every token that could have carried one."""
+    """The batch before tokens lost their loss by staleness or a missing teacher."""
     ages: dict[int, int]
-    """Tokens that carry loss, by age in versions."""
+    """Number of tokens that carry loss, by age in versions."""
     masked: dict[str, int]
-    """Tokens that lost their loss when the batch was put together, by reason."""
+    """Number of tokens that lost their loss when the batch was built, by reason."""
     ordered_s: float
-    """When the batch was given, on the clock."""
+    """The time at which the batch was given to the learner, on the clock."""
     trained: asyncio.Task[tuple[StepReport, float]]
-    """What the step did, and when it was done, on the clock."""
+    """The task that returns the step's report and the time at which it came, on the clock."""
     slot_s: float
-    """When there was a free weight buffer, on the clock."""
+    """The time at which a weight buffer was free, on the clock."""
     snapshot: asyncio.Task[Publication]
+    """The task that returns the publication of the new weights."""
     saving: Saving | None
-    """The snapshot of the step; ``None`` where none is due."""
+    """The checkpoint after the step; ``None``: none is due."""
 
 
 class Feeder:
-    """Takes batches from the flow as soon as there are any, and orders their steps."""
+    """Takes batches from the flow as soon as they are ready, and orders their steps."""
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver) -> None:
         self._state = state
         self._sync = sync
         self._saver = saver
-        self._room = asyncio.Semaphore(ORDERED_AHEAD)
-        self._orders: asyncio.Queue[Ordered | None] = asyncio.Queue(maxsize=ORDERED_AHEAD + 1)
+        self._orders_allowed = asyncio.Semaphore(ORDERED_AHEAD)
+        self._orders: asyncio.Queue[OrderedStep | None] = asyncio.Queue(maxsize=ORDERED_AHEAD + 1)
         self._awaited = False
 
-    async def next(self) -> Ordered | None:
-        """The next step that was ordered; ``None`` after the last."""
+    async def next(self) -> OrderedStep | None:
+        """Wait for the next step that was ordered; return ``None`` after the last."""
         self._awaited = True
         try:
             return await self._orders.get()
@@ -75,14 +77,14 @@ class Feeder:
             self._awaited = False
 
     def done(self) -> None:
-        """A step is over: one more may be ordered."""
-        self._room.release()
+        """Note that a step is over, so that one more may be ordered."""
+        self._orders_allowed.release()
 
     async def run(self) -> None:
-        """Until the last step, or until the run was asked to stop."""
+        """Order steps until the last one, or until the run is to stop."""
         async with asyncio.TaskGroup() as orders:
             while True:
-                await self._room.acquire()
+                await self._orders_allowed.acquire()
                 taken = await self._next_batch()
                 if taken is None:
                     break
@@ -90,8 +92,9 @@ class Feeder:
             await self._orders.put(None)
 
     async def _next_batch(self) -> TakenBatch | None:
+        """Wait for a batch of the flow; return ``None`` if there will be no more."""
         state = self._state
-        while not (state.stop_asked or state.flow.finished):
+        while not (state.stop_requested or state.flow.finished):
             taken = state.flow.take()
             if taken is not None:
                 return taken
@@ -100,35 +103,38 @@ class Feeder:
             await state.flow.changed.wait()
         return None
 
-    async def _order(self, taken: TakenBatch, orders: asyncio.TaskGroup) -> Ordered:
-        """Tasks begin in the order they are made, so the learner gets its orders in this one."""
+    async def _order(self, taken: TakenBatch, orders: asyncio.TaskGroup) -> OrderedStep:
+        """Order one step. Tasks run in the order in which they are created, so the learner gets its orders in this
+        order."""
         state = self._state
         step = taken.step
-        with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
+        with state.board.requesting(
+            "learner", f"an entry in the ledger that step {step} is taken", provider="the disk"
+        ):
             flushed_s = state.parts.clock.now()
-            await state.flow.flush()  # what is trained must be known to have been taken
+            await state.flow.flush()  # the ledger must know a batch as taken before it is trained
             state.span("ledger", "flush", flushed_s, step)
         credits = state.parts.advantages(taken.groups)
         collated = collate(step, taken.groups, credits, state.parts.agents.adapters)
-        seen = look_at(taken.groups)  # now that they are in the processor's caches
+        stats = batch_stats(taken.groups)  # read here because the episodes are in the processor's caches
         batch, untaught = without_untaught(collated)
         batch, stale = without_stale(batch, taken.oldest_version)
         ages, counts = np.unique(batch.ages(), return_counts=True)
         self._refuse_too_old(taken)
-        await self._lull()
+        await self._sleep_engine()
         ordered_s = state.parts.clock.now()
         trained = orders.create_task(self._train(batch))
-        if self._awaited:  # the learner is at it, while the step cannot be handed on yet
+        if self._awaited:  # the learner trains already, and the step is returned only below
             state.board.working("learner", f"step {step}")
-        with state.board.asking("learner", "a free weight buffer", of="sync"):
+        with state.board.requesting("learner", "a free weight buffer", provider="sync"):
             slot = await self._sync.free_slot()
         slot_s = state.parts.clock.now()
         snapshot = orders.create_task(self._snapshot(step + 1, slot))
         due = (step + 1) % state.run.checkpoint_every == 0
-        return Ordered(
+        return OrderedStep(
             step=step,
             groups=taken.groups,
-            seen=seen,
+            stats=stats,
             batch=collated,
             masked={**num_untrained(taken.groups), **untaught, **stale},
             ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
@@ -139,14 +145,15 @@ class Feeder:
             saving=self._saver.begin(step + 1, orders) if due else None,
         )
 
-    async def _lull(self) -> None:
-        """With ``sync.interrupt = "sleep"`` the engine gives its cache back while the learner has steps to make."""
+    async def _sleep_engine(self) -> None:
+        """Let the engine release its cache memory while the learner trains, with ``sync.interrupt = "sleep"``."""
         if self._state.parts.interrupt is Interrupt.SLEEP:
-            with self._state.board.asking("sync", "the engine to fall asleep", of="engine"):
+            with self._state.board.requesting("sync", "the engine to fall asleep", provider="engine"):
                 await self._state.parts.engine.pause(release=True)
 
     def _refuse_too_old(self, taken: TakenBatch) -> None:
-        """The policy keeps the bound; a group that breaks it was admitted under other settings."""
+        """Raise :class:`~headrace.base.errors.RunError` for a token older than the staleness bound. The policy keeps
+        the bound, so such a group was admitted under other settings."""
         flow = self._state.flow.state
         floor = -1 if taken.oldest_version is None else taken.oldest_version
         oldest_versions = [old for group in taken.groups if (old := group.oldest_version()) is not None]
@@ -159,20 +166,20 @@ class Feeder:
                 )
 
     async def _train(self, batch: Batch) -> tuple[StepReport, float]:
-        with self._state.board.asking("learner", f"step {batch.step}", of="the learner"):
+        with self._state.board.requesting("learner", f"step {batch.step}", provider="the learner"):
             report = await self._state.parts.learner.train(batch)
         return report, self._state.parts.clock.now()
 
     async def _snapshot(self, version: int, slot: int) -> Publication:
-        with self._state.board.asking("learner", f"a copy of version {version}", of="the learner"):
+        with self._state.board.requesting("learner", f"a copy of version {version}", provider="the learner"):
             return await self._state.parts.learner.snapshot(version, slot)
 
 
 def collate(
     step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit], agents: Sequence[str] = ()
 ) -> Batch:
-    """The batch of a step. ``advantages``: one for each episode that counts in a baseline, in order. ``agents``: roles
-    that train adapters of their own."""
+    """Build the batch of a step. ``advantages`` has the credit of each episode that counts in a baseline, in order;
+    ``agents`` are the roles that train adapters of their own."""
     episodes = [episode for group in groups for episode in group.counted]
     credited = zip(episodes, advantages, strict=True)
     trained = EpisodeStatus.SCORED
@@ -181,7 +188,8 @@ def collate(
 
 
 def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
-    """The batch with the loss taken from tokens of versions before ``oldest_version``, and how many these were."""
+    """Remove the loss of tokens that versions before ``oldest_version`` sampled. Return the batch, and the number of
+    these tokens by reason."""
     if oldest_version is None:
         return batch, {}
     stale_N = batch.mask_N & (oldest(batch.versions_N) < oldest_version)
@@ -192,8 +200,8 @@ def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict
 
 
 def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
-    """The batch with the loss taken from tokens that teachers said nothing of, and how many these were: those that were
-    scored before there were any, in a run that was resumed. Where none was taught, it is as it was."""
+    """Remove the loss of tokens that no teacher has read, such as tokens scored before a resumed run had teachers.
+    Return the batch, and the number of these tokens by reason. A batch without any taught token stays as it is."""
     if batch.taught is None:
         return batch, {}
     mask_N = batch.mask_N & batch.taught.known_T

@@ -1,26 +1,31 @@
-"""Takes in what the learner did, step by step, and passes its snapshots on."""
+"""The loop that completes the learner's steps, passes their snapshots on, and tunes the limits of the flow."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
 from headrace.base.errors import NothingToLearn
+from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import Learned, ScoredGroup
 from headrace.control.board import LoopContract
 from headrace.control.groups import have_signal
-from headrace.control.loops.feeding import Feeder, Ordered
+from headrace.control.loops.feeding import Feeder, OrderedStep
 from headrace.control.loops.syncing import SyncLoop
-from headrace.control.recording import StepDone, step_record
+from headrace.control.metrics import StepDone
 from headrace.control.saving import Saver
 from headrace.control.state import RunState
-from headrace.control.tuning import Tuning
+from headrace.flow.tuning import AgeTuner, Concurrency
+
+LOOK_S = 1.0
+"""Seconds between two checks of the engine's cache and queue."""
 
 
 class LearningLoop:
-    """Scored groups in, new weights out."""
+    """Takes scored groups, and produces new weights."""
 
     contract = LoopContract(
         name="learner",
@@ -31,7 +36,7 @@ class LearningLoop:
     )
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, taught: bool) -> None:
-        """``taught``: a teacher says what to prefer, where rewards do not."""
+        """``taught`` says whether a teacher gives a signal even where all rewards are equal."""
         self._state = state
         self._taught = taught
         self._sync = sync
@@ -42,7 +47,7 @@ class LearningLoop:
         self._without_signal = 0
 
     async def run(self) -> None:
-        """Until the last step, or until asked to stop; every version it made is committed when it returns."""
+        """Train until the last step, or until the run is to stop. All versions are committed when this returns."""
         state = self._state
         self._free_since_s = state.parts.clock.now()
         async with asyncio.TaskGroup() as group:
@@ -60,22 +65,23 @@ class LearningLoop:
         await self._sync.drained()
         await self._saver.save_if_new(state.flow.state.version)
 
-    async def _finish(self, ordered: Ordered) -> None:
-        """One step, from the order to the record."""
+    async def _finish(self, ordered: OrderedStep) -> None:
+        """Complete one step, from its order to its record."""
         state = self._state
         clock = state.parts.clock
         state.board.working("learner", f"step {ordered.step}")
         waited_s = max(0.0, ordered.ordered_s - self._free_since_s)
         if waited_s:
-            self._tell_wait(ordered)
+            self._trace_wait(ordered)
         report, trained_s = await ordered.trained
         if ordered.masked:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
         keys = [episode.key for group in ordered.groups for episode in group.scored]
         learned = Learned.of(keys, ordered.batch, report.log_pi_N, report.taught_N)
-        state.flow.trained(ordered.groups, report, ordered.ages, learned)
+        state.flow.record_trained(ordered.groups, report, ordered.ages, learned)
         state.board.progress()
+        # The copy of the weights was ordered with the step, so the learner makes it without waiting for this loop.
         publication = await ordered.snapshot
         self._sync.publish(publication)
         blocked_s = max(0.0, ordered.slot_s - trained_s)
@@ -84,45 +90,33 @@ class LearningLoop:
         self._free_since_s = clock.now()
         done = StepDone(
             groups=ordered.groups,
-            seen=ordered.seen,
+            stats=ordered.stats,
             ordered_s=ordered.ordered_s,
             report=report,
             ages=ordered.ages,
             waited_s=waited_s,
+            copied_s=publication.exposed_s,
             exposed_s=blocked_s + publication.exposed_s,
         )
-        self._count(done, publication.exposed_s)
         self._tuning.after_step(report, ordered.ages)
-        record = step_record(state, done)
-        state.tally.rewards.append(record.reward_mean)
-        if state.tally.reward_first is None:
-            state.tally.reward_first = record.reward_mean
-        state.observers.step(record)
+        state.observers.step(state.metrics.step_done(done))
         self._stop_without_signal(ordered.groups)
         if ordered.saving is not None:
             await self._saver.finish(ordered.saving)
             self._free_since_s = clock.now()
 
-    def _tell_wait(self, ordered: Ordered) -> None:
-        """Until the last episode of the batch had ended the learner waited for episodes, from then on for rewards and
-        for the batch itself."""
+    def _trace_wait(self, ordered: OrderedStep) -> None:
+        """Add the learner's wait to the trace: until the last episode of the batch had ended it waited for episodes,
+        and then for rewards and the batch itself."""
         since_s = self._free_since_s
-        last_s = min(max(ordered.seen.ends_s, default=since_s), ordered.ordered_s)
+        last_s = min(max(ordered.stats.ends_s, default=since_s), ordered.ordered_s)
         if last_s > since_s:
             self._state.span("learner", "wait batch", since_s, ordered.step, end_s=last_s)
         if ordered.ordered_s > max(since_s, last_s):
             self._state.span("learner", "wait rewards", max(since_s, last_s), ordered.step, end_s=ordered.ordered_s)
 
-    def _count(self, done: StepDone, copying_s: float) -> None:
-        tally = self._state.tally
-        tally.steps_done = done.report.step + 1
-        tally.tokens_trained += done.report.trained_tokens
-        tally.dropped_tokens.update(Counter(done.report.dropped_tokens))
-        tally.ages.update(done.ages)
-        tally.exposed_sync_s += done.exposed_s
-        tally.learner_busy_s += done.report.seconds + copying_s
-
     def _stop_without_signal(self, groups: list[ScoredGroup]) -> None:
+        """Warn of steps whose rewards are all equal, and end the run after too many of them in a row."""
         state = self._state
         masked = not any(group.scored for group in groups)
         has_signal = have_signal(groups) or (self._taught and not masked)
@@ -149,3 +143,43 @@ class LearningLoop:
             )
         if self._without_signal >= max(2, state.flow_config.max_idle_batches // 2):
             state.warn(f"the rewards of a {whole} are all equal, for many steps in a row: there is nothing to prefer")
+
+
+class Tuning:
+    """Sets ``flow.max_age`` and ``flow.capacity`` from measurements, where they are ``"auto"``, and reports the
+    reason."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._tuner: AgeTuner | None = None
+
+    def after_step(self, report: StepReport, ages: Mapping[int, int]) -> None:
+        """Change the staleness bound if the metrics of a step call for it."""
+        flow = self._state.flow
+        if flow.config.max_age != "auto":
+            return
+        tuner = self._tuner or AgeTuner(settings=flow.config.age_tuning, max_age=flow.state.limits.max_age)
+        self._tuner, why = tuner.after_step(report.metrics, max(ages, default=0))
+        if why:
+            flow.set_max_age(self._tuner.max_age)
+            self._state.event(why)
+
+    async def watch_engine(self) -> None:
+        """Change the capacity whenever the engine's counters call for it, until cancelled."""
+        state, flow = self._state, self._state.flow
+        if flow.config.capacity != "auto":
+            return
+        floor = flow.config.groups_per_step
+        # It starts at the smallest capacity that can fill a batch, and grows while the engine has room.
+        cap = Concurrency(floor=floor, capacity=floor, last_stats=state.parts.engine.stats())
+        while True:
+            await asyncio.sleep(LOOK_S)
+            limits = flow.state.limits
+            cap, why = cap.observe(
+                state.parts.engine.stats(),
+                num_running=flow.state.num_running,
+                limit=(limits.run_ahead + 1) * limits.batch_size,
+            )
+            if why:
+                flow.set_capacity(cap.capacity)
+                state.event(why)

@@ -1,4 +1,4 @@
-"""Starts groups as the flow admits them, and runs their episodes."""
+"""The loop that starts groups when the flow admits them, and runs their episodes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from contextlib import nullcontext
 import numpy as np
 
 from headrace.base.errors import DataError
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 from headrace.control.board import LoopContract
 from headrace.control.groups import OpenGroup
+from headrace.control.observer import BusyLane
 from headrace.control.state import RunState
-from headrace.control.together import Together
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
 from headrace.rollout import EpisodeRunner, Withdrawal
 
 FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, EpisodeGraph]]
+"""The queue of episodes that have come to their end, each with its group."""
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
-"""Told of a turn that was sampled, and what after."""
+"""Called with each turn that was sampled, and the tokens of its prompt."""
 
 
 class RolloutLoop:
-    """Slots in, finished episodes out."""
+    """Takes free slots, and produces finished episodes."""
 
     contract = LoopContract(
         name="rollout",
@@ -37,20 +38,23 @@ class RolloutLoop:
     )
 
     def __init__(
-        self, state: RunState, finished: FinishedEpisodes, on_turn: OnTurn, on_part: Callable[[TurnPart], None]
+        self, state: RunState, finished: FinishedEpisodes, on_turn: OnTurn, on_part: Callable[[TokenChunk], None]
     ) -> None:
-        """``on_part`` is handed every token of every turn, those of an earlier life included."""
+        """``on_part`` is called with the tokens of every turn when they arrive, including those of an earlier life of
+        the run."""
         self._state = state
         self._finished = finished
         self._on_part = on_part
         self._unfit_in_a_row = 0
         self._attempted: dict[EpisodeKey, Task] = {}
         resting = 0 if state.curriculum is None else state.curriculum.num_rest
-        self._most_unfit = 2 * len(state.parts.tasks) + resting  # by then each row had its turn, if it has any
-        self._elsewhere: Together | None = None
-        """At it are the episodes that wait for their environment; ``None`` where episodes only ask the engine."""
+        self._most_unfit = (
+            2 * len(state.parts.tasks) + resting
+        )  # by then every row that the curriculum may pick was picked once
+        self._env_lane: BusyLane | None = None
+        """The lane that is busy while an episode runs in its environment; ``None`` if episodes only call the engine."""
         if not state.parts.env.asks_prompt:
-            self._elsewhere = Together("environment", "run", state.observers, state.parts.clock)
+            self._env_lane = BusyLane("environment", "run", state.observers, state.parts.clock)
         self._runner = EpisodeRunner(
             engine=state.parts.engine,
             env=state.parts.env,
@@ -65,11 +69,11 @@ class RolloutLoop:
             limits=state.parts.limits,
             timeout_s=state.parts.episode_timeout_s,
             retries=state.parts.episode_retries,
-            sampling_turn=self._elsewhere.left if self._elsewhere is not None else nullcontext,
+            sampling_turn=self._env_lane.paused if self._env_lane is not None else nullcontext,
         )
 
     async def run(self) -> None:
-        """Until the last step has taken its batch; in a replay, until cancelled."""
+        """Start groups until the last step has its batch; in a replay, until cancelled."""
         state = self._state
         if not any(self._length(task) <= state.parts.max_context for task in state.parts.tasks):
             raise self._nothing_fits("no row fits")
@@ -77,13 +81,13 @@ class RolloutLoop:
             while state.flow.starts_groups:
                 self._start_admitted(episodes)
                 held, since_s = state.flow.state.num_held, state.parts.clock.now()
-                held_back = state.flow.state.room <= 0 and not state.parts.engine.stats().waiting
+                held_back = state.flow.state.free_capacity <= 0 and not state.parts.engine.stats().waiting
                 with state.board.waiting("rollout", f"a free slot ({held} groups hold one)", on="learner, sync"):
                     await state.flow.changed.wait()
                 if held_back:
-                    state.tally.held_back_s += state.parts.clock.now() - since_s
+                    state.metrics.held_back(state.parts.clock.now() - since_s)
 
-    def _grew(self, part: TurnPart) -> None:
+    def _grew(self, part: TokenChunk) -> None:
         self._state.flow.running_turns.add(part)
         self._on_part(part)
 
@@ -95,7 +99,9 @@ class RolloutLoop:
         )
 
     def _start_admitted(self, episodes: asyncio.TaskGroup) -> None:
-        while admissions := self._state.flow.admit():  # what cannot start makes room at once
+        while (
+            admissions := self._state.flow.admit()
+        ):  # a group that cannot start is dropped, which frees its slot at once
             for admission in admissions:
                 self._start(admission, episodes)
 
@@ -128,13 +134,13 @@ class RolloutLoop:
         group = OpenGroup(number=admission.number, task=task, size=config.group_size, first=config.first)
         group.num_finished = sum(episode.reward is not None for episode in admission.ended)
         state.flow.start(group.number)
-        state.attempts.begin(group.number, task.row)
+        state.metrics.group_started(group.number, task.row)
         ended = {episode.key.place for episode in admission.ended}
         for episode in admission.ended:
             episodes.create_task(self._finished.put((group, episode)))
         for place in range(group.size):
             if place not in ended:
-                begun = [part for part in admission.begun if part.key.place == place]
+                begun = [part for part in admission.partial_turns if part.key.place == place]
                 episodes.create_task(self._run(group, place, begun))
 
     def _drop(self, admission: Admission, reason: str) -> None:
@@ -142,12 +148,13 @@ class RolloutLoop:
         self._state.flow.drop(admission.number, reason)
 
     def _length(self, task: Task) -> int:
-        """Tokens of the prompt and the longest answer; 0 where the environment asks something else."""
+        """Return the number of tokens of the prompt and the longest answer; 0 if the environment makes its own
+        prompts."""
         if not self._state.parts.env.asks_prompt:
             return 0
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 
-    async def _run(self, group: OpenGroup, place: int, begun: Sequence[TurnPart]) -> None:
+    async def _run(self, group: OpenGroup, place: int, begun: Sequence[TokenChunk]) -> None:
         start_s = self._state.parts.clock.now()
         key = EpisodeKey(group.number, place)
         if group.has_enough:
@@ -157,18 +164,18 @@ class RolloutLoop:
         self._attempted[key] = group.task
         for part in begun:
             self._on_part(part)
-        elsewhere = nullcontext() if self._elsewhere is None else self._elsewhere
-        with self._state.board.asking("rollout", "an episode", of="engine or environment"), elsewhere:
+        env_lane = nullcontext() if self._env_lane is None else self._env_lane
+        with self._state.board.requesting("rollout", "an episode", provider="engine or environment"), env_lane:
             episode = await self._runner.run(key, group.task, withdrawal, begun)
         del group.running[place], self._attempted[key]
-        self._state.attempts.ended(episode, start_s, self._state.parts.clock.now())
+        self._state.metrics.episode_ended(episode, start_s, self._state.parts.clock.now())
         if episode.status is EpisodeStatus.FINISHED:
             group.finished(episode)
         await self._finished.put((group, episode))
 
 
 def _other_prompt(ended: Sequence[EpisodeGraph], task: Task) -> bool:
-    """Whether one of the episodes began with another prompt than that of ``task``."""
+    """Return whether one of the episodes began with a prompt other than that of ``task``."""
     first = [episode.turns[0] for episode in ended if episode.turns]
     prompts = [turn.tokens.ids_T for turn in first if turn.author == "task"]
     return any(not np.array_equal(ids_T, task.prompt_ids_T) for ids_T in prompts)

@@ -1,5 +1,9 @@
-"""Brings published versions to the engines: stage while they decode, commit between two of their steps. An engine that
-comes late gets the newest."""
+"""The loop that follows each published version until every engine uses it.
+
+The learner announces a version to the engines of its machine itself. They stage it while they decode, and commit it
+between two of their steps, at once or in turn. This loop records these commits, orders what has not been announced, and
+delivers the newest version to engines that join late.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,23 @@ import asyncio
 import hashlib
 
 from headrace.base.errors import DeadlineError, NeedsFull, WeightsError
-from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
+from headrace.base.types.weights import NUM_SLOTS, Interrupt, SwapReport, WeightUpdate
 from headrace.control.board import LoopContract
 from headrace.control.state import RunState
-from headrace.flow.signal import Signal
+from headrace.flow.flow import Signal
 from headrace.learner.base import Publication
 
-NUM_SLOTS = 2
-MAX_SENT = 4
-"""How often one version is sent before the run ends: engines may die or come while it is on its way."""
-SOON_S = 1.0
-"""By then it is known that an engine is dead which could not be reached."""
+MAX_SENDS = 4
+"""Number of times that one version is sent before the run ends, since engines may die or join while it is sent."""
+RESEND_DELAY_S = 1.0
+"""Seconds before a version is sent again. After that time, the death of an engine that was not reached is known."""
 
 
 class SyncLoop:
-    """Publications in, committed versions out. A version is committed when every engine that is there uses it.
+    """Takes publications, and turns each into a committed version. A version is committed when every present engine
+    uses it.
 
-    Two buffers: the engines read the one they committed last, the learner fills the other.
+    There are two buffers: the engines read the one that they committed last, and the learner fills the other.
     """
 
     contract = LoopContract(
@@ -40,146 +44,141 @@ class SyncLoop:
         self._free = set(range(NUM_SLOTS))
         self._committed_slot: int | None = None
         self._newest: tuple[Publication, WeightUpdate] | None = None
-        self._leaves_behind = False
+        self._late_engine_skipped = False
         self._freed = Signal()
         self.earlier_checksums: dict[int, str] = {}
-        """Versions that an earlier life of the run committed, and what their weights hashed to."""
+        """The hash of the weights of each version that an earlier life of the run committed, to compare with."""
 
     async def free_slot(self) -> int:
-        """A buffer that no engine reads; waits until there is one."""
+        """Wait for a buffer that no engine reads, and reserve it."""
         while not self._free:
             await self._freed.wait()
         return self._free.pop()
 
     def publish(self, publication: Publication) -> None:
-        """Hand a snapshot over."""
+        """Queue a snapshot that the learner has made, for delivery to the engines."""
         self._published.put_nowait(publication)
 
     async def drained(self) -> None:
-        """Until everything published is committed."""
+        """Wait until every published version is committed."""
         await self._published.join()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Deliver each published version to the engines; this ends only by cancellation."""
         state = self._state
         while True:
             with state.board.waiting("sync", "a new version", on="learner"):
-                publication = await self._next()
+                publication = await self._next_publication()
             if publication is None:
                 await self._catch_up()
                 continue
-            await self.bring(publication)
+            await self.deliver(publication)
             self._published.task_done()
 
-    async def bring(self, publication: Publication) -> None:
-        """One version, from its snapshot to its commit."""
+    async def deliver(self, publication: Publication) -> None:
+        """Follow one version from its snapshot to its commit."""
         state = self._state
         clock = state.parts.clock
         version = publication.version
         start_s = clock.now()
         with state.board.waiting("sync", f"the announcement of version {version}", on="learner"):
-            update = await self._announced(publication)
+            update = await self._wait_for_announcement(publication)
         state.span("sync", "publish", start_s, version)
-        update, report = await self._into_use(publication, update)
-        self._count(update, report)
-        state.tally.versions.append(version)
-        self._newest, self._leaves_behind = (publication, update), False
+        update, report = await self._stage_and_commit_everywhere(publication, update)
+        state.metrics.version_committed(update, report)
+        # A late engine that was skipped gets this version like all others.
+        self._newest, self._late_engine_skipped = (publication, update), False
         self._release(publication.slot)
         checksum = version_checksum(update)
-        self._compare(version, checksum)
-        state.flow.committed(version, checksum)
+        self._compare_with_earlier_life(version, checksum)
+        state.flow.record_commit(version, checksum)
         state.board.progress()
 
-    def _count(self, update: WeightUpdate, report: SwapReport) -> None:
-        tally = self._state.tally
-        tally.commit_gaps_s.append(report.gap_s)
-        tally.restarted += report.restarted
-        tally.fresh_sync["sync/commits"] += 1
-        tally.fresh_sync["sync/bytes"] += update.num_bytes
-        tally.fresh_sync["sync/carried_over"] += report.carried_over
-        tally.fresh_sync["sync/recomputed_tokens"] += report.recomputed_tokens
-        tally.fresh_waits_s += report.waited_s
-
-    async def _next(self) -> Publication | None:
-        """What the learner publishes next; ``None`` where an engine lacks the newest version before."""
-        crew = self._state.parts.crew
-        if crew is None or self._leaves_behind:
+    async def _next_publication(self) -> Publication | None:
+        """Wait for the next publication. Return ``None`` if an engine that lacks the newest version joins before it
+        comes."""
+        engine_set = self._state.parts.engine_set
+        if engine_set is None or self._late_engine_skipped:
             return await self._published.get()
         async with asyncio.TaskGroup() as group:
-            late, published = group.create_task(crew.behind()), group.create_task(self._published.get())
+            late, published = group.create_task(engine_set.wait_for_lagging()), group.create_task(self._published.get())
             await asyncio.wait({late, published}, return_when=asyncio.FIRST_COMPLETED)
             late.cancel()
             if not published.done():
                 published.cancel()
         return None if published.cancelled() else published.result()
 
-    async def _announced(self, publication: Publication) -> WeightUpdate:
-        """Where engines ended while it was sent to them, it is sent once more to those that are there then."""
+    async def _wait_for_announcement(self, publication: Publication) -> WeightUpdate:
+        """Wait until the learner has published the version, and return the update. If the version could not be sent
+        because engines have ended, let the learner send it again to the present engines."""
         try:
             return await self._state.parts.learner.published(publication)
         except WeightsError as error:
-            if self._state.parts.crew is None:
+            if self._state.parts.engine_set is None:
                 raise
-            await asyncio.sleep(SOON_S)
-            return await self._again(publication, error)
+            await asyncio.sleep(RESEND_DELAY_S)
+            return await self._resend(publication, error)
 
-    async def _again(
+    async def _resend(
         self, publication: Publication, why: WeightsError, before: WeightUpdate | None = None
     ) -> WeightUpdate:
-        """Sent once more, whole, to the engines that are there and lack it. ``before``: as others have brought it, who
-        go on without those that it still does not reach."""
-        crew = self._state.parts.crew
-        for left in reversed(range(MAX_SENT)):
+        """Let the learner send the whole version again to the present engines that lack it. ``before`` is the update
+        that other engines have staged; these continue without the engines that the version still does not reach."""
+        engine_set = self._state.parts.engine_set
+        for left in reversed(range(MAX_SENDS)):
             self._state.warn(f"weights sent again, whole: {why.problem}", kind="weights sent again")
-            if crew is not None:
-                await crew.manned()
+            if engine_set is not None:
+                await engine_set.wait_for_any()
             try:
                 return await self._state.parts.learner.resend(publication)
             except WeightsError as error:
-                if before is not None and self._spare(publication.version, error):
+                if before is not None and self._drop_lagging(publication.version, error):
                     return before
-                if crew is None or not left:
+                if engine_set is None or not left:
                     raise
                 why = error
-            await asyncio.sleep(SOON_S)
+            await asyncio.sleep(RESEND_DELAY_S)
         raise AssertionError("the last error is raised")
 
     async def _catch_up(self) -> None:
-        """Bring the newest version to an engine that has come late. One that needs it sent, while the learner has a
-        step to make first, gets the version of that step instead."""
+        """Bring the newest version to an engine that has joined late. If the version must be sent again while no buffer
+        is free, the engine waits for the next version instead."""
         assert self._newest is not None
         publication, update = self._newest
         try:
-            await self._once(update)
+            await self._stage_and_commit(update)
         except NeedsFull as refusal:
             if not self._free:
-                self._leaves_behind = True
+                self._late_engine_skipped = True
                 return
-            await self._into_use(publication, await self._again(publication, refusal, update), sent_again=True)
+            await self._stage_and_commit_everywhere(
+                publication, await self._resend(publication, refusal, update), sent_again=True
+            )
 
-    async def _into_use(
+    async def _stage_and_commit_everywhere(
         self, publication: Publication, update: WeightUpdate, *, sent_again: bool = False
     ) -> tuple[WeightUpdate, SwapReport]:
-        """Staged and committed; what an engine could not use as it came is sent again, whole. One that cannot use that
-        either is left behind, where others can."""
+        """Stage and commit an update. If an engine cannot apply it, send the whole version again. An engine that cannot
+        apply the whole version either is dropped from this version, if other engines can."""
         tries = 1
         while True:
             try:
-                return update, await self._once(update)
+                return update, await self._stage_and_commit(update)
             except NeedsFull as refusal:
                 why = refusal
-            if sent_again and self._spare(publication.version, why):
+            if sent_again and self._drop_lagging(publication.version, why):
                 continue
-            if tries == MAX_SENT:
+            if tries == MAX_SENDS:
                 raise why
-            update, sent_again, tries = await self._again(publication, why, update), True, tries + 1
+            update, sent_again, tries = await self._resend(publication, why, update), True, tries + 1
 
-    def _spare(self, version: int, why: WeightsError) -> bool:
-        """Whether the engines that have brought ``version`` go on without the others."""
-        crew = self._state.parts.crew
-        return crew is not None and crew.spare(version, why.problem)
+    def _drop_lagging(self, version: int, why: WeightsError) -> bool:
+        """Return whether the engines that have staged ``version`` continue without the others."""
+        engine_set = self._state.parts.engine_set
+        return engine_set is not None and engine_set.drop_lagging(version, why.problem)
 
-    async def _once(self, update: WeightUpdate) -> SwapReport:
+    async def _stage_and_commit(self, update: WeightUpdate) -> SwapReport:
+        """Stage an update and commit it, once."""
         state, version = self._state, update.version
         clock, engine = state.parts.clock, state.parts.engine
         start_s = clock.now()
@@ -191,13 +190,15 @@ class SyncLoop:
             with state.board.waiting("sync", f"the commit of version {version}", on="engine"):
                 report = await engine.commit(version, state.parts.interrupt)
             if state.parts.interrupt is Interrupt.SLEEP and state.flow.state.next_step > version:
-                await engine.pause(release=True)  # it woke, and the learner has another step to make
+                await engine.pause(
+                    release=True
+                )  # the engine woke for the commit, and the learner has another step to make
         except DeadlineError as late:
-            raise DeadlineError(f"{late.problem}; {self._last_words(update)}", remedy=late.remedy) from None
+            raise DeadlineError(f"{late.problem}; {self._last_known_state(update)}", remedy=late.remedy) from None
         state.span("sync", "commit", start_s, version)
         return report
 
-    def _last_words(self, update: WeightUpdate) -> str:
+    def _last_known_state(self, update: WeightUpdate) -> str:
         engine = self._state.parts.engine.stats()
         return (
             f"the learner's last word: version {update.version} is published ({update.num_bytes} bytes at "
@@ -206,12 +207,13 @@ class SyncLoop:
         )
 
     def _release(self, slot: int) -> None:
+        # Engines read the committed buffer until the next commit; only the one before it is free.
         if self._committed_slot is not None:
             self._free.add(self._committed_slot)
         self._committed_slot = slot
-        self._freed.ring()
+        self._freed.notify()
 
-    def _compare(self, version: int, checksum: str) -> None:
+    def _compare_with_earlier_life(self, version: int, checksum: str) -> None:
         before = self.earlier_checksums.pop(version, checksum)
         if before != checksum:
             self._state.warn(
@@ -221,7 +223,7 @@ class SyncLoop:
 
 
 def version_checksum(update: WeightUpdate) -> str:
-    """One hash of the hashes of all tensors."""
+    """Return one hash of the hashes of all tensors."""
     digest = hashlib.blake2b(digest_size=16)
     for checksum in update.checksums:
         digest.update(checksum.to_bytes(8, "big"))

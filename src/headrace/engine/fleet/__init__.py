@@ -1,4 +1,5 @@
-"""Several engines as one: who serves what, and what becomes of it when they come, go and commit."""
+"""Several engines behind the interface of one: routing of requests, and what happens when engines join, leave and
+commit."""
 
 from headrace.engine.fleet.config import FleetConfig
 from headrace.engine.fleet.fleet import Fleet

@@ -1,15 +1,15 @@
-"""Several engines as one, wherever they run: whoever holds the :class:`~headrace.engine.Engine` sees no difference.
+"""Several engines behind the :class:`~headrace.engine.Engine` contract, on this machine or on others.
 
-    generate ──▶ router: which engine? ──▶ that engine's stream ──▶ chunks, under one name for good
+    generate ──▶ router: which engine? ──▶ that engine's stream ──▶ chunks, under one request number
                      ▲                          │ the engine dies, or is full
-                     └──── from what was streamed ┘
+                     └── continue after the tokens ┘
     stage  ──▶ every engine that lacks the version, at once
-    commit ──▶ k at a time, while the others serve; done when every engine that is there uses it
-    join ──▶ it waits for the newest version, then serves            leave ──▶ its sequences find another place
-    a version misses it ──▶ it ends what it has, and serves again when a later one reaches it
+    commit ──▶ k at a time, while the others serve; done when every engine that is present uses it
+    join ──▶ the engine waits for the newest version, then serves     leave ──▶ its sequences move to other engines
+    an engine misses a version ──▶ it ends its sequences, and serves again when a later version reaches it
 
-An engine is judged by its own requests: it dies, or it says nothing for too long while it has some. Whoever keeps the
-processes tells of their coming and going, and is told whom to end.
+An engine is judged by its own requests: it dies, or it is silent for too long while it has some. The launcher, which
+owns the processes, reports when engines come and go, and ends an engine on request.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from typing import Any, TypeVar
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull
+from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.messages.engine import PLAIN, RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.taught import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
-from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
-from headrace.engine.fleet.journey import MAX_FRUITLESS, RoutedRequest
+from headrace.engine.base import Engine
 from headrace.engine.fleet.member import TICK_S, Member, StickyRoutes
-from headrace.engine.fleet.router import Router, SeatState
+from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN, RoutedRequest
+from headrace.engine.fleet.router import EngineState, Router
 from headrace.engine.fleet.totals import combined, total
 
 A = TypeVar("A")
 
-GOES_ON = frozenset({Interrupt.INFLIGHT, Interrupt.STREAM})
-"""Commits that do not stop generation: unless told otherwise all engines commit at once."""
+NON_STOPPING = frozenset({Interrupt.INFLIGHT, Interrupt.STREAM})
+"""Commit modes that do not stop generation. All engines commit at once in these modes, unless ``rolling`` is set."""
 
 
 class Fleet:
-    """The :class:`~headrace.engine.Engine` contract over the engines that are there.
+    """An :class:`~headrace.engine.Engine` over all engines that are present.
 
-    ``size`` is how many there should be. ``rolling``: how many may commit at once; ``None``: one by one where the
-    commit stops generation, all where it does not. ``end`` is told which engine to end, and why; without it, what is
-    wrong with an engine is the caller's error.
+    ``size`` is the intended number of engines. ``rolling`` is how many may commit at once; ``None``: one by one where
+    the commit stops generation, all where it does not. ``end`` is called with the name of an engine to end and the
+    reason; without it, the failure of an engine is raised to the caller.
     """
 
     def __init__(
@@ -59,107 +61,119 @@ class Fleet:
         self._clock, self._size, self._rolling, self._end = clock, size, rolling, end
         self._router = Router()
         self._members: dict[str, Member] = {}
-        self._left: dict[str, int] = {}
-        self._gone = EngineStats()
+        self._lost_sequences: dict[str, int] = {}
+        self._departed_stats = EngineStats()
         self._numbers = itertools.count()
-        self._homes = StickyRoutes()
+        self._routes = StickyRoutes()
         self._update: WeightUpdate | None = None
-        self._paused: bool | None = None  # with release or without; None: it goes on
+        self._paused: bool | None = None  # the value of ``release``; None: not paused
         self._changed = asyncio.Event()
         self.version = NOT_SAMPLED
-        """The newest that every engine uses, but for those that it has missed."""
+        """The newest version that every engine uses, except those that have missed it."""
 
-    # -- who is there -----------------------------------------------------------------------------------------------
+    # -- membership -------------------------------------------------------------------------------------------------
 
     def join(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED, address: str = "") -> None:
-        """``engine`` is there, with the weights ``version``; without any it serves when it has got the newest, which
-        may be sent to ``address``."""
+        """Add ``engine``, which has the weights ``version``. Without weights it serves once it has the newest version,
+        which may be sent to ``address``."""
         self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged=version)
         self._router.join(name)
         if version != NOT_SAMPLED:
             self._router.use(name, version)
             self.version = max(self.version, version)
-        self._ring()
+        self._notify()
 
     def leave(self, name: str) -> int:
-        """It is gone; how many sequences it had. They go on elsewhere when its streams end with
-        :class:`~headrace.base.errors.ComponentDied`."""
+        """Remove an engine, and return how many sequences it had. They continue on other engines when its streams end
+        with :class:`~headrace.base.errors.ComponentDied`."""
         member = self._members.get(name)
         if member is not None:
             self._drop(member)
-        return self._left.pop(name, 0)
+        return self._lost_sequences.pop(name, 0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Who is there, those without weights included."""
+        """The names of the engines that are present, including those without weights."""
         return tuple(self._members)
 
     def addresses(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Where weights can be sent to; none where they are fetched."""
+        """Return the addresses to which the weights of these engines are sent; none for engines that fetch them."""
         return tuple(address for name in names if (address := self._members[name].address))
 
-    async def serving(self, name: str) -> None:
-        """Until it serves."""
-        await self._until(lambda: self._serves(name))
+    async def wait_until_serving(self, name: str) -> None:
+        """Wait until the engine serves."""
+        await self._wait_until(lambda: self._serves(name))
 
-    async def settled(self, name: str) -> str:
-        """Until it serves, or the newest version does not reach it: why not; empty where it serves."""
-        await self._until(lambda: self._serves(name) or self._misses(name))
+    async def wait_until_settled(self, name: str) -> str:
+        """Wait until the engine serves or has missed the newest version. Return why it missed it; empty where it
+        serves."""
+        await self._wait_until(lambda: self._serves(name) or self._misses(name))
         return self._members[name].missed
 
-    async def unsettled(self, name: str) -> None:
-        """Until a version does not reach it."""
-        await self._until(lambda: self._misses(name))
+    async def wait_until_missed(self, name: str) -> None:
+        """Wait until the engine misses a version."""
+        await self._wait_until(lambda: self._misses(name))
 
     def load(self, name: str) -> int:
-        """How many sequences it has."""
+        """Return the number of sequences that an engine serves."""
         return self._router.load(name)
 
-    async def complete(self) -> None:
-        """Until as many engines are there as should be."""
-        await self._until(lambda: len(self._members) >= self._size)
+    async def wait_until_complete(self) -> None:
+        """Wait until as many engines are present as intended."""
+        await self._wait_until(lambda: len(self._members) >= self._size)
 
-    async def manned(self) -> None:
-        """Until an engine is there that the newest version has not missed, or all are there."""
+    async def wait_for_any(self) -> None:
+        """Wait until an engine is present that has not missed the newest version, or until all engines are present."""
         members = self._members
-        await self._until(lambda: len(members) >= self._size or not all(each.missed for each in members.values()))
+        await self._wait_until(lambda: len(members) >= self._size or not all(each.missed for each in members.values()))
 
-    async def behind(self) -> None:
-        """Until an engine is there that lacks the version that the others use, or that they used when they were there,
-        and that it has not missed."""
+    async def wait_for_lagging(self) -> None:
+        """Wait until an engine is present that lacks the version in use and has not missed it."""
         members = self._members
-        await self._until(lambda: any(each.version < self.version and not each.missed for each in members.values()))
+        await self._wait_until(
+            lambda: any(each.version < self.version and not each.missed for each in members.values())
+        )
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """The engines that have not brought ``version``, but for those that it has missed."""
+        """Return the engines that have not staged ``version``, except those that have missed it."""
         return tuple(each.name for each in self._members.values() if each.staged < version and not each.missed)
 
-    def spare(self, version: int, why: str) -> bool:
-        """Go on without the engines that lack ``version``, until a later one reaches them, if others have brought it;
-        whether others have."""
-        if not self._brought(version):
+    def in_step(self) -> tuple[str, ...]:
+        """Return the names of the engines that use the newest version: the next one may be staged there at any time."""
+        return tuple(each.name for each in self._members.values() if each.version == self.version and not each.missed)
+
+    def commits_when_staged(self, mode: Interrupt) -> bool:
+        """Return whether each engine may commit a version as soon as it has staged it, because the order of commits
+        does not matter and the requests need not be routed elsewhere first. Engines that sleep are woken by the
+        controller."""
+        return mode is not Interrupt.SLEEP and (self._size == 1 or (self._rolling is None and mode in NON_STOPPING))
+
+    def drop_lagging(self, version: int, why: str) -> bool:
+        """Mark the engines that lack ``version`` as having missed it for the reason ``why``, if another engine has
+        staged it. Return whether one has."""
+        if not self._any_staged(version):
             return False
         for name in self.lacking(version):
-            self._set_aside(self._members[name], why)
+            self._mark_missed(self._members[name], why)
         return True
 
     async def watch(self, silence_s: float) -> None:
-        """Have an engine ended that has sequences and says nothing for ``silence_s``; until cancelled.
+        """End every engine that has sequences and is silent for ``silence_s``; runs until cancelled.
 
-        The time of a machine that stood still itself does not count.
+        Time during which this machine itself stood still does not count.
         """
         while True:
             await asyncio.sleep(TICK_S)
             for member in list(self._members.values()):
                 load = 0 if self._paused is not None else self._router.load(member.name)
-                member.listen(load)
+                member.check_silence(load)
                 if member.silent_s >= silence_s:
-                    self._give_up(member, member.too_silent(load))
+                    self._give_up(member, member.silence_error(load))
 
     def _give_up(self, member: Member, error: DeadlineError) -> None:
         if self._end is None:
             raise error
-        if self._members.get(member.name) is member:  # not its successor
+        if self._members.get(member.name) is member:  # and not a successor of the same name
             self._drop(member)
             self._end(member.name, error.problem)
 
@@ -168,32 +182,32 @@ class Fleet:
             return
         del self._members[member.name]
         member.gone = True
-        self._left[member.name] = len(self._router.leave(member.name))
-        self._gone = total([member.engine.stats()], self._gone, version=NOT_SAMPLED, size=1)
-        self._ring()
+        self._lost_sequences[member.name] = len(self._router.leave(member.name))
+        self._departed_stats = total([member.engine.stats()], self._departed_stats, version=NOT_SAMPLED, size=1)
+        self._notify()
 
     def _serves(self, name: str) -> bool:
-        return self._router.state(name) not in (None, SeatState.JOINING)
+        return self._router.state(name) not in (None, EngineState.JOINING)
 
     def _misses(self, name: str) -> bool:
         return name in self._members and bool(self._members[name].missed)
 
-    def _brought(self, version: int) -> bool:
-        """Whether any engine has."""
+    def _any_staged(self, version: int) -> bool:
+        """Return whether any engine has staged ``version``."""
         return any(member.staged >= version for member in self._members.values())
 
-    def _set_aside(self, member: Member, why: str) -> None:
+    def _mark_missed(self, member: Member, why: str) -> None:
         member.missed = why
         self._router.set_aside(member.name)
-        self._ring()
+        self._notify()
 
-    def _ring(self) -> None:
-        """Whoever waits looks again."""
+    def _notify(self) -> None:
+        """Let every waiting task check its condition again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _until(self, so: Callable[[], bool]) -> None:
-        while not so():
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             await self._changed.wait()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -201,59 +215,61 @@ class Fleet:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        journey = RoutedRequest(
+        routed = RoutedRequest(
             number=next(self._numbers),
             prompt_ids_T=prompt_ids_T,
             sampling=sampling,
             options=options,
             arrived_s=self._clock.now(),
         )
-        leg: Any = None
+        part: Any = None
         try:
-            while not journey.over:
-                leg = self._leg(journey)
-                async for chunk in leg:
+            while not routed.ended:
+                part = self._stream_from_one(routed)
+                async for chunk in part:
                     yield chunk
         finally:
-            if leg is not None:
-                await leg.aclose()
-            self._router.end(journey.number)
+            if part is not None:
+                await part.aclose()
+            self._router.end(routed.number)
 
-    async def _leg(self, journey: RoutedRequest) -> AsyncIterator[TokenChunk]:
-        """What one engine makes of it: all of it, or until that engine is gone."""
-        fork = journey.options.fork
-        home, fork = (None, None) if fork is None else self._homes.of(fork)
-        member = await self._place(journey, home)
-        stream: Any = member.engine.generate(  # a generator, as all that follow the contract
-            journey.prompt_ids_T, journey.sampling, journey.asked(self._clock.now(), fork)
+    async def _stream_from_one(self, routed: RoutedRequest) -> AsyncIterator[TokenChunk]:
+        """Yield the chunks that one engine gives for the request: all of them, or those until the engine dies."""
+        fork = routed.options.fork
+        parent_engine, fork = (None, None) if fork is None else self._routes.find_parent(fork)
+        member = await self._assign(routed, parent_engine)
+        stream: Any = member.engine.generate(  # an async generator, as the contract says
+            routed.prompt_ids_T, routed.sampling, routed.next_options(self._clock.now(), fork)
         )
         try:
             async with aclosing(stream):
                 async for chunk in stream:
-                    yield self._took(journey, member, chunk)
+                    yield self._on_chunk(routed, member, chunk)
         except ComponentDied as death:
             self._drop(member)
-            self._router.end(journey.number)
-            journey.strand(death)
+            self._router.end(routed.number)
+            routed.on_engine_death(death)
         except EngineFull:
-            self._router.end(journey.number)
-            journey.avoid.add(member.name)
-            if home is not None or journey.avoid >= self._members.keys():
+            self._router.end(routed.number)
+            routed.avoid.add(member.name)
+            if parent_engine is not None or routed.avoid >= self._members.keys():
                 raise
 
-    def _took(self, journey: RoutedRequest, member: Member, chunk: TokenChunk) -> TokenChunk:
-        self._homes.put(journey.number, member, chunk.request_id)
-        passed_on = journey.took(chunk)
-        if journey.over:
-            self._router.end(journey.number)  # its reader may take its time
+    def _on_chunk(self, routed: RoutedRequest, member: Member, chunk: TokenChunk) -> TokenChunk:
+        self._routes.record(routed.number, member, chunk.request_id)
+        passed_on = routed.on_chunk(chunk)
+        if routed.ended:
+            self._router.end(routed.number)  # at once: the reader may consume the last chunk late
         return passed_on
 
-    async def _place(self, journey: RoutedRequest, home: Member | None = None) -> Member:
-        wish = journey.wish("" if home is None else home.name, alone=len(self._members) == 1)
-        while (name := self._router.place(journey.number, wish, journey.avoid)) is None:
-            if self._router.serves and not journey.avoid:
-                raise journey.refused()
-            journey.avoid.clear()
+    async def _assign(self, routed: RoutedRequest, parent_engine: Member | None = None) -> Member:
+        route = routed.route_request(
+            "" if parent_engine is None else parent_engine.name, only_engine=len(self._members) == 1
+        )
+        while (name := self._router.assign(routed.number, route, routed.avoid)) is None:
+            if self._router.serves and not routed.avoid:
+                raise routed.pinned_error()
+            routed.avoid.clear()
             await self._changed.wait()
         return self._members[name]
 
@@ -264,10 +280,10 @@ class Fleet:
         return await self._scored(lambda one: one.top_scores(tokens, num, below=below, temperature=temperature))
 
     async def _scored(self, score: Callable[[Engine], Awaitable[A]]) -> A:
-        """What one engine says; another, where it dies of it."""
-        for left in itertools.count(MAX_FRUITLESS - 1, -1):
+        """Return the result of one engine; try another if it dies."""
+        for left in itertools.count(MAX_DEATHS_WITHOUT_TOKEN - 1, -1):
             number = next(self._numbers)
-            while (name := self._router.place(number)) is None:
+            while (name := self._router.assign(number)) is None:
                 await self._changed.wait()
             member = self._members[name]
             try:
@@ -283,30 +299,31 @@ class Fleet:
     # -- weights ----------------------------------------------------------------------------------------------------
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Every engine that lacks it brings it; where none is there, it waits for one.
+        """Stage ``update`` on every engine that lacks it. If no engine is present, wait for one.
 
-        :class:`~headrace.base.errors.NeedsFull` where one needs it sent again; those that have it keep it.
+        Raises :class:`~headrace.base.errors.NeedsFull` if an engine needs a full update; engines that have staged this
+        one keep it.
         """
-        self._expect(update)
+        self._set_newest(update)
         start_s = self._clock.now()
-        while self.lacking(update.version) or not self._brought(update.version):
-            await self._until(lambda: bool(self.lacking(update.version)))
+        while self.lacking(update.version) or not self._any_staged(update.version):
+            await self._wait_until(lambda: bool(self.lacking(update.version)))
             lacking = [self._members[name] for name in self.lacking(update.version)]
-            for refusal in await self._all(self._stage(member, update) for member in lacking):
+            for refusal in await self._all(self._stage_on(member, update) for member in lacking):
                 if refusal is not None:
                     raise refusal
         return self._clock.now() - start_s
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Every engine that has it staged uses it, some at a time; where all of those have ended, others bring it
-        first."""
+        """Commit ``version`` on every engine that has staged it, some at a time. If all of those have died, stage it on
+        others first."""
         done: list[SwapReport] = []
-        if mode is Interrupt.SLEEP:  # which wakes each of them
+        if mode is Interrupt.SLEEP:  # this commit wakes each engine
             self._paused = None
         while True:
             able = [member for member in self._members.values() if member.version < version == member.staged]
             gate = asyncio.Semaphore(self._at_once(mode))
-            reports = await self._all(self._commit(member, version, mode, gate) for member in able)
+            reports = await self._all(self._commit_on(member, version, mode, gate) for member in able)
             done += [report for report in reports if report is not None]
             if any(member.version == version for member in self._members.values()):
                 break
@@ -315,7 +332,7 @@ class Fleet:
         if mode is Interrupt.SLEEP:
             await self._all(self._stand_still(each, None) for each in self._members.values() if each.missed)
         self.version = version
-        self._ring()
+        self._notify()
         return combined(version, mode, done)
 
     async def pause(self, *, release: bool = False) -> None:
@@ -328,24 +345,24 @@ class Fleet:
 
     def stats(self) -> EngineStats:
         here = (member.engine.stats() for member in self._members.values())
-        return total(here, self._gone, version=self.version, size=self._size)
+        return total(here, self._departed_stats, version=self.version, size=self._size)
 
-    def _expect(self, update: WeightUpdate) -> None:
-        """A version that is new may reach those that the one before has missed."""
+    def _set_newest(self, update: WeightUpdate) -> None:
+        """Record the update as the newest. A version that is new may reach the engines that missed the one before."""
         is_new = self._update is None or self._update.version < update.version
         self._update = update
         for member in self._members.values():
             member.missed = "" if is_new else member.missed
             if why := update.missed.get(member.address):
-                self._set_aside(member, why)
+                self._mark_missed(member, why)
 
     def _at_once(self, mode: Interrupt) -> int:
         if self._rolling is not None:
             return self._rolling
-        return max(1, len(self._members)) if mode in GOES_ON else 1
+        return max(1, len(self._members)) if mode in NON_STOPPING else 1
 
     async def _all(self, work: Iterable[Awaitable[A]]) -> list[A]:
-        """The results, when all have come; the first error then."""
+        """Wait for all, then return the results or raise the first error."""
         results = await asyncio.gather(*work, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -353,8 +370,8 @@ class Fleet:
         return [result for result in results if not isinstance(result, BaseException)]
 
     @contextmanager
-    def _outlived(self, member: Member) -> Iterator[None]:
-        """Within this its end, or its silence, is that of one engine: the others go on."""
+    def _tolerating_loss(self, member: Member) -> Iterator[None]:
+        """Turn the death or the silence of an engine within the context into the loss of that engine only."""
         try:
             yield
         except ComponentDied:
@@ -363,11 +380,11 @@ class Fleet:
             self._give_up(member, late)
 
     async def _stand_still(self, member: Member, release: bool | None) -> None:
-        with self._outlived(member):
+        with self._tolerating_loss(member):
             await (member.engine.resume() if release is None else member.engine.pause(release=release))
 
-    async def _stage(self, member: Member, update: WeightUpdate) -> NeedsFull | None:
-        with self._outlived(member):
+    async def _stage_on(self, member: Member, update: WeightUpdate) -> NeedsFull | None:
+        with self._tolerating_loss(member):
             try:
                 await member.engine.stage(update)
             except NeedsFull as refusal:
@@ -376,7 +393,7 @@ class Fleet:
             member.staged = update.version
         return None
 
-    async def _commit(
+    async def _commit_on(
         self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
         async with gate:
@@ -385,7 +402,7 @@ class Fleet:
             self._router.hold(member.name)
             report = None
             try:
-                with self._outlived(member):
+                with self._tolerating_loss(member):
                     report = await member.engine.commit(version, mode)
                 if report is not None and self._paused is not None:
                     await self._stand_still(member, self._paused)
@@ -396,5 +413,5 @@ class Fleet:
         member.version = version
         if self._members.get(member.name) is member:
             self._router.use(member.name, version)
-            self._ring()
+            self._notify()
         return report

@@ -1,4 +1,4 @@
-"""One engine of a fleet, and where requests were among them."""
+"""One engine of a fleet, and the record of which engine served which request."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.base import Engine
 
 TICK_S = 1.0
-"""How often the engines are looked at."""
-HOMES = 65_536
-"""Requests of which it is known where they were, for forks."""
+"""The interval at which the engines are checked."""
+MAX_ROUTES = 65_536
+"""The number of requests whose engine is remembered, for forks."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member:
-    """What a fleet knows of an engine."""
+    """The fleet's record of one engine."""
 
     name: str
     engine: Engine
     address: str
-    """Where weights can be sent to it; empty where it fetches them."""
+    """The address to which its weights are sent; empty where the engine fetches them."""
     version: int = NOT_SAMPLED
-    """In use."""
+    """The version in use."""
     staged: int = NOT_SAMPLED
-    """The newest that it has brought."""
+    """The newest version that it has staged."""
     missed: str = ""
-    """Why the newest version does not reach it; empty where that does, or may."""
+    """The reason why the newest version cannot reach it; empty if the version has reached it or still may."""
     gone: bool = False
-    """It has left."""
-    heard: EngineStats = field(default_factory=EngineStats)
-    """What it said last."""
+    """Whether the engine has left the fleet."""
+    last_stats: EngineStats = field(default_factory=EngineStats)
+    """The statistics that it reported last."""
     silent_s: float = 0.0
-    """Since it said that."""
+    """The time since that report, while the engine had sequences."""
 
-    def listen(self, load: int) -> None:
-        """Called once a tick; ``load``: the sequences of which it should say something."""
-        said = self.engine.stats()
-        self.silent_s = self.silent_s + TICK_S if said is self.heard and load else 0.0
-        self.heard = said
+    def check_silence(self, load: int) -> None:
+        """Check for a new report of statistics; called once a tick. ``load`` is the number of sequences that it
+        serves."""
+        latest = self.engine.stats()
+        self.silent_s = self.silent_s + TICK_S if latest is self.last_stats and load else 0.0
+        self.last_stats = latest
 
-    def too_silent(self, load: int) -> DeadlineError:
-        """What is wrong with it then."""
+    def silence_error(self, load: int) -> DeadlineError:
+        """Return the error for an engine that has been silent for too long."""
         return DeadlineError(
             f"{self.name} has said nothing for {self.silent_s:g} s and has {load} sequences",
             remedy="look at its log in the run directory; raise launch.engine_silence_s if its steps take long",
@@ -55,23 +56,23 @@ class Member:
 
 
 class StickyRoutes:
-    """Who served which request, and under which number."""
+    """A record of which engine served which request, and of the request's number there."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[int, tuple[Member, int]] = OrderedDict()
+        self._routes: OrderedDict[int, tuple[Member, int]] = OrderedDict()
 
-    def put(self, request: int, member: Member, number: int) -> None:
-        """``member`` calls it ``number``."""
-        self._homes[request] = (member, number)
-        if len(self._homes) > HOMES:
-            self._homes.popitem(last=False)
+    def record(self, request: int, member: Member, number: int) -> None:
+        """Record that ``member`` serves ``request`` under ``number``."""
+        self._routes[request] = (member, number)
+        if len(self._routes) > MAX_ROUTES:
+            self._routes.popitem(last=False)
 
-    def of(self, fork: ForkRequest) -> tuple[Member, ForkRequest]:
-        """The one engine that can serve a fork, and the fork in its words. Raises
-        :class:`~headrace.base.errors.RequestError` where that cannot."""
-        member, parent = self._homes.get(fork.parent, (None, -1))
+    def find_parent(self, fork: ForkRequest) -> tuple[Member, ForkRequest]:
+        """Return the one engine that can serve a fork, and the fork with the parent's number there. Raises
+        :class:`~headrace.base.errors.RequestError` if that engine cannot serve it any more."""
+        member, parent = self._routes.get(fork.parent, (None, -1))
         if member is None:
-            where = "has not been heard of for long"
+            where = "is not among the last requests of this fleet"
         elif member.gone:
             where = f"was with {member.name}, which is gone"
         elif member.missed:

@@ -1,14 +1,14 @@
-"""Which engine serves which sequence: decisions over plain data, without a clock and without waiting.
+"""The routing of sequences to engines: decisions over plain data, without a clock and without waiting.
 
     join ──▶ JOINING ── it has the weights ──▶ SERVING ◀── hold, release ──▶ HELD
                 │  ▲                              │                           │
-                │  └── the newest do not reach it ┤                           │
-                └──────────── leave ──────────────┴───────────────────────────┘   its sequences need another place
+                │  └── it misses the newest ──────┤                           │
+                └──────────── leave ──────────────┴───────────────────────────┘   its sequences are assigned again
 
-A sequence goes where its session was before; else to the engine that computed the longest beginning of its prompt under
-the weights it still has; else, and where that one has clearly more to do, to the least loaded. An engine that is held,
-because a commit stops it, gets new sequences only where there is no other. One that new weights do not reach keeps the
-sequences that it has: they were begun with weights that it still uses.
+A sequence goes to the engine that served its session before; else to the engine that computed the longest beginning of
+its prompt under the weights it still has; else, or if that one has clearly more to do, to the least loaded. An engine
+that is held, because a commit stops it, gets new sequences only if there is no other. An engine that misses new weights
+keeps its sequences: they began with weights that it still uses.
 """
 
 from __future__ import annotations
@@ -29,189 +29,194 @@ from headrace.base.types.versions import NOT_SAMPLED
 K = TypeVar("K")
 V = TypeVar("V")
 
-SPARE = 8
-"""Sequences that an engine may have more than the least loaded one, and still be preferred for what it knows."""
-SPARE_SHARE = 0.25
-"""The same as a share of what the least loaded one has; it comes on top."""
+LOAD_MARGIN = 8
+"""The number of sequences that an engine may have more than the least loaded one and still be preferred for its
+cache."""
+LOAD_MARGIN_SHARE = 0.25
+"""A further allowance, as a share of the load of the least loaded engine; it is added to ``LOAD_MARGIN``."""
 MEMORY = 65_536
-"""Sessions, and beginnings of prompts, whose engine is remembered."""
-_GRAIN = ((32, 1024), (256, 8192), (2048, 1 << 62))
-"""A prompt's beginnings are told apart every so many tokens, up to so many; the longer they are, the more coarsely."""
+"""The number of sessions, and of beginnings of prompts, whose engine is remembered."""
+_PREFIX_INTERVALS = ((32, 1024), (256, 8192), (2048, 1 << 62))
+"""Pairs of tokens (interval, limit): up to each limit, the beginnings of a prompt are distinguished at that interval,
+which grows with the length."""
 
 
-class SeatState(enum.Enum):
-    """Where an engine stands."""
+class EngineState(enum.Enum):
+    """The state of an engine in the router."""
 
     JOINING = enum.auto()
-    """It is there, and has not the weights that the others have: it is given nothing new."""
+    """The engine lacks the weights that the others have, and gets no new sequences."""
     SERVING = enum.auto()
+    """The engine gets new sequences."""
     HELD = enum.auto()
-    """A commit stops it for a while."""
+    """A commit stops the engine for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """Where a sequence would like to be."""
+    """The constraints and preferences for the engine of a sequence."""
 
     session: str = ""
-    """Names those that belong together; empty: it belongs to none."""
+    """The name that sequences of one session share; empty: no session."""
     prefixes: tuple[int, ...] = ()
-    """Of its prompt, as :func:`prefix_keys` names them."""
+    """The keys of the beginnings of its prompt, as :func:`prefix_keys` returns them."""
     only: str = ""
     """The one engine that can serve it; empty: any."""
     version: int | None = None
-    """The weights it has to be computed with; ``None``: those in use."""
+    """The version that has to compute it; ``None``: the version that the engine uses."""
 
 
-ANYWHERE = RouteRequest()
+ANY_ENGINE = RouteRequest()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineLoad:
-    """One engine, as the router sees it."""
+    """The router's record of one engine."""
 
     name: str
-    state: SeatState = SeatState.JOINING
+    state: EngineState = EngineState.JOINING
     version: int = NOT_SAMPLED
-    """The weights it uses."""
+    """The version that it uses."""
     sequences: dict[int, None] = field(default_factory=dict)
-    """What it serves, in the order of its coming."""
-    turn: int = 0
-    """When it was chosen last."""
+    """The sequences that it serves, in the order of their assignment."""
+    last_choice: int = 0
+    """The number of its latest assignment, which breaks ties between equal loads."""
 
     @property
     def load(self) -> int:
-        """How many sequences it serves."""
+        """The number of sequences that it serves."""
         return len(self.sequences)
 
 
 class Router:
-    """The books: who is there, and who serves what. A sequence is a number that its owner gives."""
+    """The record of the engines and of the sequences that each serves. The caller numbers the sequences."""
 
     def __init__(self) -> None:
-        self._seats: dict[str, EngineLoad] = {}
-        self._places: dict[int, EngineLoad] = {}
+        self._engines: dict[str, EngineLoad] = {}
+        self._assigned: dict[int, EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._prefixes: OrderedDict[int, tuple[str, int]] = OrderedDict()
-        self._turns = count(1)
+        self._choices = count(1)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Who is there, joining ones included."""
-        return tuple(self._seats)
+        """The names of all engines, joining ones included."""
+        return tuple(self._engines)
 
-    def state(self, name: str) -> SeatState | None:
-        """``None`` for one that is not there."""
-        seat = self._seats.get(name)
-        return None if seat is None else seat.state
+    def state(self, name: str) -> EngineState | None:
+        """Return the state of an engine; ``None`` if it is absent."""
+        engine = self._engines.get(name)
+        return None if engine is None else engine.state
 
     def load(self, name: str) -> int:
-        """How many sequences it serves."""
-        return self._seats[name].load
+        """Return the number of sequences that an engine serves."""
+        return self._engines[name].load
 
     def where(self, sequence: int) -> str | None:
-        """Who serves ``sequence``; ``None``: nobody."""
-        seat = self._places.get(sequence)
-        return None if seat is None else seat.name
+        """Return the engine that serves ``sequence``; ``None`` for none."""
+        engine = self._assigned.get(sequence)
+        return None if engine is None else engine.name
 
     @property
     def serves(self) -> bool:
-        """Whether anybody can be given a sequence."""
-        return any(seat.state is not SeatState.JOINING for seat in self._seats.values())
+        """Whether any engine can be given a sequence."""
+        return any(engine.state is not EngineState.JOINING for engine in self._engines.values())
 
     def join(self, name: str) -> None:
-        """An engine is there; it serves once it has weights."""
-        if name in self._seats:
+        """Add an engine. It serves once it has weights."""
+        if name in self._engines:
             raise ValueError(f"{name} is there already")
-        self._seats[name] = EngineLoad(name=name)
+        self._engines[name] = EngineLoad(name=name)
 
     def leave(self, name: str) -> tuple[int, ...]:
-        """It is gone; the sequences that it served, which nobody does now, in the order of their coming to it."""
-        homeless = tuple(self._seats.pop(name).sequences)
-        for sequence in homeless:
-            del self._places[sequence]
-        return homeless
+        """Remove an engine. Return the sequences that it served, in the order of their assignment; they have no engine
+        now."""
+        unassigned = tuple(self._engines.pop(name).sequences)
+        for sequence in unassigned:
+            del self._assigned[sequence]
+        return unassigned
 
     def use(self, name: str, version: int) -> None:
-        """It uses these weights from now on, and serves. What it knows of prompts was computed with others."""
-        seat = self._seats[name]
-        seat.version = version
-        if seat.state is SeatState.JOINING:
-            seat.state = SeatState.SERVING
+        """Record that the engine uses ``version`` from now on, which makes an engine that is joining serve. Prompts
+        that it computed with other weights no longer attract sequences."""
+        engine = self._engines[name]
+        engine.version = version
+        if engine.state is EngineState.JOINING:
+            engine.state = EngineState.SERVING
 
     def set_aside(self, name: str) -> None:
-        """Give it nothing new until it uses newer weights."""
-        self._seats[name].state = SeatState.JOINING
+        """Give the engine no new sequences until it uses newer weights."""
+        self._engines[name].state = EngineState.JOINING
 
     def hold(self, name: str) -> None:
-        """Give it nothing new while others serve."""
-        seat = self._seats[name]
-        if seat.state is SeatState.SERVING:
-            seat.state = SeatState.HELD
+        """Give the engine no new sequences while others serve."""
+        engine = self._engines[name]
+        if engine.state is EngineState.SERVING:
+            engine.state = EngineState.HELD
 
     def release(self, name: str) -> None:
-        """It is as good as the others again; nothing happens to one that is gone or was not held."""
-        seat = self._seats.get(name)
-        if seat is not None and seat.state is SeatState.HELD:
-            seat.state = SeatState.SERVING
+        """End :meth:`hold`. An engine that is absent or was not held is left as it is."""
+        engine = self._engines.get(name)
+        if engine is not None and engine.state is EngineState.HELD:
+            engine.state = EngineState.SERVING
 
-    def place(self, sequence: int, wish: RouteRequest = ANYWHERE, avoid: Collection[str] = ()) -> str | None:
-        """Find an engine for ``sequence`` and book it there; ``None`` where no engine that is there can be it."""
-        if sequence in self._places:
+    def assign(self, sequence: int, request: RouteRequest = ANY_ENGINE, avoid: Collection[str] = ()) -> str | None:
+        """Choose an engine for ``sequence`` and assign it; ``None`` if no engine can serve it."""
+        if sequence in self._assigned:
             raise ValueError(f"sequence {sequence} has a place already")
-        able = [seat for seat in self._seats.values() if _able(seat, wish) and seat.name not in avoid]
-        choice = self._choose(wish, [seat for seat in able if seat.state is SeatState.SERVING] or able)
+        able = [engine for engine in self._engines.values() if _able(engine, request) and engine.name not in avoid]
+        choice = self._choose(request, [engine for engine in able if engine.state is EngineState.SERVING] or able)
         if choice is None:
             return None
-        choice.turn = next(self._turns)
+        choice.last_choice = next(self._choices)
         choice.sequences[sequence] = None
-        self._places[sequence] = choice
-        self._remember(wish, choice)
+        self._assigned[sequence] = choice
+        self._remember(request, choice)
         return choice.name
 
     def end(self, sequence: int) -> None:
-        """It needs no place any more; nothing happens to one that has none."""
-        seat = self._places.pop(sequence, None)
-        if seat is not None:
-            del seat.sequences[sequence]
+        """Remove the assignment of ``sequence``, if it has one."""
+        engine = self._assigned.pop(sequence, None)
+        if engine is not None:
+            del engine.sequences[sequence]
 
-    def _choose(self, wish: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
+    def _choose(self, request: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
         if not able:
             return None
-        least = min(able, key=lambda seat: (seat.load, seat.turn))
-        known = self._known(wish, able)
+        least = min(able, key=lambda engine: (engine.load, engine.last_choice))
+        known = self._known(request, able)
         return known if known is not None and known.load <= allowed_load(least.load) else least
 
-    def _known(self, wish: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
-        """The engine that has begun with it, or with one like it."""
-        by_name = {seat.name: seat for seat in able}
-        if wish.session and (before := by_name.get(self._sessions.get(wish.session, ""))) is not None:
+    def _known(self, request: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
+        """Return the engine that has computed the session or the prompt before, or a beginning of the prompt."""
+        by_name = {engine.name: engine for engine in able}
+        if request.session and (before := by_name.get(self._sessions.get(request.session, ""))) is not None:
             return before
-        for key in reversed(wish.prefixes):
+        for key in reversed(request.prefixes):
             name, version = self._prefixes.get(key, ("", NOT_SAMPLED))
-            seat = by_name.get(name)
-            if seat is not None and seat.version == version:
-                return seat
+            engine = by_name.get(name)
+            if engine is not None and engine.version == version:
+                return engine
         return None
 
-    def _remember(self, wish: RouteRequest, seat: EngineLoad) -> None:
-        if wish.session:
-            _put(self._sessions, wish.session, seat.name)
-        for key in wish.prefixes:
-            _put(self._prefixes, key, (seat.name, seat.version))
+    def _remember(self, request: RouteRequest, engine: EngineLoad) -> None:
+        if request.session:
+            _put(self._sessions, request.session, engine.name)
+        for key in request.prefixes:
+            _put(self._prefixes, key, (engine.name, engine.version))
 
 
-def _able(seat: EngineLoad, wish: RouteRequest) -> bool:
-    """Whether it can serve what wishes for this."""
+def _able(engine: EngineLoad, request: RouteRequest) -> bool:
+    """Return whether the engine meets the constraints of the request."""
     return (
-        seat.state is not SeatState.JOINING
-        and wish.only in ("", seat.name)
-        and wish.version in (None, seat.version)
+        engine.state is not EngineState.JOINING
+        and request.only in ("", engine.name)
+        and request.version in (None, engine.version)
     )  # fmt: skip
 
 
 def _put(memory: OrderedDict[K, V], key: K, value: V) -> None:
-    """The newest is last; the oldest goes where there are too many."""
+    """Store an entry as the newest, and drop the oldest where there are too many."""
     memory[key] = value
     memory.move_to_end(key)
     if len(memory) > MEMORY:
@@ -219,16 +224,17 @@ def _put(memory: OrderedDict[K, V], key: K, value: V) -> None:
 
 
 def allowed_load(least: int) -> int:
-    """How many sequences an engine may have before it is clearly more loaded than one with ``least``.
+    """Return how many sequences an engine may have before it is clearly more loaded than one with ``least``.
 
     >>> allowed_load(0), allowed_load(100)
     (8, 133)
     """
-    return least + SPARE + int(least * SPARE_SHARE)
+    return least + LOAD_MARGIN + int(least * LOAD_MARGIN_SHARE)
 
 
 def prefix_keys(prompt_ids_T: IntColumn) -> tuple[int, ...]:
-    """Names of the beginnings of a prompt, the longest last: two prompts share the names of what they share.
+    """Return the keys of the beginnings of a prompt, the longest last. Two prompts share the keys of their common
+    beginnings.
 
     >>> one, other = prefix_keys(np.arange(100)), prefix_keys(np.arange(70))
     >>> len(one), len(other), [key in one for key in other]
@@ -236,11 +242,11 @@ def prefix_keys(prompt_ids_T: IntColumn) -> tuple[int, ...]:
     """
     data = np.ascontiguousarray(prompt_ids_T, np.int32)
     hashed, keys, start = xxhash.xxh3_64(), [], 0
-    for grain, until in _GRAIN:
-        while start + grain <= min(len(data), until):
-            hashed.update(data[start : start + grain].data)
+    for interval, limit in _PREFIX_INTERVALS:
+        while start + interval <= min(len(data), limit):
+            hashed.update(data[start : start + interval].data)
             keys.append(hashed.intdigest())
-            start += grain
+            start += interval
     if start < len(data):
         hashed.update(data[start:].data)
         keys.append(hashed.intdigest())

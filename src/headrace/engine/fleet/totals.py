@@ -1,4 +1,4 @@
-"""The counters and commits of several engines as those of one."""
+"""Counters and commit reports of several engines, combined into those of one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ GAUGES = frozenset({
     *("running", "waiting", "cache_blocks", "cache_blocks_used"),
     *("cache_bytes", "routing_bytes", "pinned_bytes"),
 })  # fmt: skip
-"""What is so at this moment; the others are counters, which outlive the engine that counted."""
+"""The fields that describe the present moment. The others are counters, which are kept when their engine leaves."""
 
 
 def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, size: int) -> EngineStats:
-    """Sums over the engines that are there and, of the counters, what those that are ``gone`` had come to;
+    """Return the sums over the ``present`` engines and, for counters, the last values of those that are ``gone``.
     ``busy_s`` and ``prefill_s`` are means over ``size`` engines.
 
     >>> now, gone = EngineStats(busy_s=2.0, running=3, steps=5), EngineStats(busy_s=1.0, running=9, steps=1)
@@ -40,7 +40,8 @@ def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, si
 
 
 def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
-    """What a commit of several engines cost: sums of what was lost, and the longest of what took time.
+    """Return one report of a commit on several engines: sums of the lost tokens and sequences, and the longest of the
+    times.
 
     >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
     >>> combined(3, Interrupt.INFLIGHT, [one, one]).carried_over

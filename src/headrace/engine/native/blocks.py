@@ -1,27 +1,27 @@
-"""Who holds which block of the paged cache, and which blocks hold what: allocation, sharing and the prefix cache.
+"""The blocks of the paged cache: allocation, sharing and the prefix cache.
 
-Pure bookkeeping: the pool knows nothing of tensors. A block is in one state:
+The pool is bookkeeping only and has no tensors. A block is in one state:
 
-                   take                      register (full blocks)
+                   allocate                  register (full blocks)
         free ───────────────▶ held (refs ≥ 1) ───────────────▶ held and cached
           ▲                     │                                 │      ▲
           │  release            │          release (last holder)  ▼      │ match
           ├─────────────────────┘                                idle ───┘
           ├────────────────── evicted, forgotten ─────────────────┘
-          └──── take_dirty ◀──── dirty ◀──── release (last holder) of what is tainted
+          └──── pop_dirty ◀──── dirty ◀──── release (last holder) of a tainted block
 
 A cached block is found by a chain of digests: of the weights' version, a salt, and all token ids up to its end. In a
 pass all writes precede all attention, so a block may be registered when it is *scheduled*, before it is filled:
-siblings that join in one step share their prompt. What is registered and then not computed must be tainted.
+siblings that join in one step share their prompt. A block that is registered and then not computed must be tainted.
 
 How an engine uses it, per sequence (``table`` is its list of blocks, ``chain`` its :class:`Chain`)::
 
     chain = Chain(version, salt)
     table = pool.match(chain, prompt_T)               # whole blocks another sequence has computed
-    fresh = pool.take(blocks_for(end) - len(table))   # None: no room; pool.release(table)
+    fresh = pool.allocate(blocks_for(end) - len(table))   # None: no room; pool.release(table)
     pool.register(chain, table, ids_T[:end])          # all tokens computed so far or in this pass
     pool.release(table)                               # its end, or its preemption
-    cache.clear(pool.take_dirty())                    # before every pass
+    cache.clear(pool.pop_dirty())                    # before every pass
 
 Shape legend: T tokens.
 """
@@ -42,7 +42,7 @@ _WIDTH = BLOCK * 4
 
 
 def blocks_for(num_tokens: int) -> int:
-    """How many blocks hold this many tokens.
+    """Return how many blocks hold this many tokens.
 
     >>> blocks_for(16), blocks_for(17)
     (1, 2)
@@ -52,20 +52,20 @@ def blocks_for(num_tokens: int) -> int:
 
 @dataclass(slots=True)
 class Chain:
-    """How much of one sequence the prefix cache has seen: its first ``length`` blocks, and their digest.
+    """The part of a sequence that the prefix cache has processed: its first ``length`` blocks, and their digest.
 
-    It belongs to the version under which all of the sequence's context is computed. After a commit that keeps a
-    sequence's cache, its old chain registers nothing any more, as it must be; one whose context is computed anew
-    under the new version gets a new chain.
+    A chain belongs to the version that computes all of the sequence's context. After a commit that keeps a sequence's
+    cache, the old chain registers nothing any more. A sequence whose context is recomputed under the new version gets a
+    new chain.
     """
 
     version: int
     salt: int = 0
-    """What else the cached numbers depend on, besides weights and tokens; 0 for nothing."""
+    """A number for everything else that the cached values depend on, besides weights and tokens; 0 for nothing."""
     length: int = 0
-    """Blocks matched or registered so far."""
+    """The number of blocks matched or registered so far."""
     digest: bytes = field(default=b"", repr=False)
-    """Of everything up to there; empty at first."""
+    """The digest of everything up to there; empty at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +73,21 @@ class ForkedBlocks:
     """The blocks of a fork."""
 
     table: list[int]
-    """One reference each is the fork's."""
+    """The blocks; the fork owns one reference to each."""
     copy: tuple[int, int] | None
-    """(source, target): contents that must be copied before the next pass, the last block being filled in part."""
+    """(source, target) of a last block that is filled in part and must be copied before the next pass; ``None`` for
+    none."""
 
 
 class BlockPool:
-    """The blocks ``0 .. num_blocks - 1`` of one paged cache. ``secret``, of 64 bits, is in every digest: who does not
-    know it cannot make up two prefixes of the same digest.
+    """The blocks ``0 .. num_blocks - 1`` of one paged cache.
+
+    ``secret``, of 64 bits, is part of every digest: without it nobody can construct two prefixes of the same digest.
 
     >>> pool = BlockPool(4)
     >>> ids_T = np.arange(40, dtype=np.int32)
     >>> chain = Chain(0)
-    >>> table = pool.take(3)
+    >>> table = pool.allocate(3)
     >>> pool.register(chain, table, ids_T)
     >>> pool.match(Chain(0), ids_T) == table[:2]
     True
@@ -108,12 +110,12 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """How many blocks :meth:`take` could give now."""
+        """The number of blocks that :meth:`allocate` could allocate now."""
         return len(self._free) + len(self._idle)
 
-    def take(self, count: int) -> list[int] | None:
-        """Fresh blocks, each with one reference; the oldest cached ones make room. ``None``, with nothing changed, if
-        there are not so many."""
+    def allocate(self, count: int) -> list[int] | None:
+        """Allocate blocks, each with one reference; the oldest cached blocks are evicted if needed. ``None``, with
+        nothing changed, if there are not enough."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -127,15 +129,15 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each."""
+        """Add one reference to each block."""
         for block in blocks:
             if not self._refs[block]:
                 del self._idle[block]
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each block of a table. The last blocks are the first to be evicted: nothing that is
-        kept depends on them."""
+        """Remove one reference from each block of a table. The last blocks become the first to be evicted, since no
+        other cached block depends on them."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} is released more often than it was taken"
             self._refs[block] -= 1
@@ -153,28 +155,28 @@ class BlockPool:
                 self._free.append(block)
 
     def match(self, chain: Chain, ids_T: IntColumn) -> list[int]:
-        """The blocks of the longest cached prefix of ``ids_T``, one reference each now the caller's; the new ``chain``
-        is moved to their end. Never all tokens: the last one must be computed, so that there are logits."""
+        """Return the blocks of the longest cached prefix of ``ids_T``, and add a reference to each. The new ``chain``
+        is moved to their end. The last token is never matched: it has to be computed, so that there are logits."""
         blocks = self._find(chain, ids_T)
         self.share(blocks)
         return blocks
 
     def claim(self, chain: Chain, ids_T: IntColumn, count: int) -> tuple[list[int], int] | None:
-        """A table of ``count`` blocks: as :meth:`match`, then fresh ones; and how many were matched. ``None``, with
-        nothing changed but the new ``chain``, if there is no room for it."""
+        """Return a table of ``count`` blocks, first those that :meth:`match` finds and then fresh ones, and how many
+        were matched. ``None``, with nothing changed but the new ``chain``, if there is no room."""
         blocks = self._find(chain, ids_T)
         num_idle = sum(not self._refs[block] for block in blocks)
         if count - len(blocks) > self.available - num_idle:
             return None
         self.share(blocks)
-        fresh = self.take(count - len(blocks))
+        fresh = self.allocate(count - len(blocks))
         assert fresh is not None
         return blocks + fresh, len(blocks)
 
     def register(self, chain: Chain, table: Sequence[int], ids_T: IntColumn) -> None:
-        """Let others find the full blocks of ``ids_T`` that the chain has not seen: the tokens of the sequence up to
-        what this pass computes. Contents that are cached already stay where they are; a chain of another version
-        registers nothing."""
+        """Make the full blocks of ``ids_T`` available for matching, as far as the chain has not registered them.
+        ``ids_T`` are the sequence's tokens up to the end of this pass. Contents that are cached in another block stay
+        there. A chain of another version registers nothing."""
         end = len(ids_T) // BLOCK
         if chain.version != self.version or end <= chain.length:
             return
@@ -185,56 +187,57 @@ class BlockPool:
         chain.length, chain.digest = end, digest
 
     def fork(self, table: Sequence[int], num_tokens: int) -> ForkedBlocks | None:
-        """A second table with the first ``num_tokens`` computed tokens of ``table``: full blocks are shared, a last one
-        that is filled in part gets a target of its own. ``None``, with nothing changed, if there is no room for it."""
+        """Return a second table with the first ``num_tokens`` computed tokens of ``table``. Full blocks are shared; a
+        last block that is filled in part gets a block of its own to be copied to. ``None``, with nothing changed, if
+        there is no room."""
         full = num_tokens // BLOCK
         if not num_tokens % BLOCK:
             self.share(table[:full])
             return ForkedBlocks(table=list(table[:full]), copy=None)
-        fresh = self.take(1)
+        fresh = self.allocate(1)
         if fresh is None:
             return None
         self.share(table[:full])
         return ForkedBlocks(table=[*table[:full], *fresh], copy=(table[full], fresh[0]))
 
     def held_once(self, block: int) -> bool:
-        """Whether it has one holder: nobody else may be filling it in this pass."""
+        """Return whether a block has one holder, so that no other sequence can be filling it in this pass."""
         return self._refs[block] == 1
 
     def taint(self, blocks: Iterable[int]) -> None:
-        """Held blocks whose contents must not be used: registered but not computed, or not finite. Nobody finds them
-        any more; when the last holder lets go of one, :meth:`take_dirty` names it."""
+        """Mark held blocks whose contents must not be used, because they were not computed or are not finite. They can
+        no longer be matched; after the last holder has released one, :meth:`pop_dirty` returns it."""
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is tainted but held by none"
             self._tainted.add(block)
             if block in self._digests:
                 del self._by_digest[self._digests.pop(block)]
 
-    def take_dirty(self) -> list[int]:
-        """Tainted blocks that everybody has let go of: they are free from now on, and must be cleared before the next
-        pass."""
+    def pop_dirty(self) -> list[int]:
+        """Return the tainted blocks that have been released. They count as free from now on and must be cleared before
+        the next pass."""
         dirty, self._dirty = self._dirty, []
         self._free.extend(dirty)
         return dirty
 
     def forget(self, version: int) -> None:
-        """Other weights are in use: nothing that is cached holds any more, and chains of another version register
-        nothing. Tables keep their blocks."""
+        """Invalidate all cached blocks, because weights of ``version`` are in use. Chains of other versions register
+        nothing any more. Tables keep their blocks."""
         self.version = version
         self._era += 1  # what is older is not found; the idle ones of it stand first, so that they make room first
 
     @property
     def used(self) -> int:
-        """How many blocks at least one sequence holds."""
+        """The number of blocks that at least one sequence holds."""
         return self.num_blocks - self.available - len(self._dirty)
 
     @property
     def cached(self) -> int:
-        """How many blocks none holds that may be matched. Looks at all: for tests."""
+        """The number of blocks without a holder that can be matched. It scans all blocks, for tests."""
         return sum(self._eras[block] == self._era for block in self._idle)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that the books balance, ``tables`` being all that are held. For tests."""
+        """Assert that the state is consistent, where ``tables`` are all tables held. For tests."""
         refs = [0] * self.num_blocks
         for table in tables:
             for block in table:
@@ -249,7 +252,7 @@ class BlockPool:
         assert self._tainted <= held - self._digests.keys()
 
     def _find(self, chain: Chain, ids_T: IntColumn) -> list[int]:
-        """The blocks of the longest cached prefix; the new ``chain`` is moved to their end."""
+        """Return the blocks of the longest cached prefix, and move the new ``chain`` to their end."""
         assert chain.length == 0
         blocks: list[int] = []
         if chain.version != self.version:
@@ -266,7 +269,7 @@ class BlockPool:
         return blocks
 
     def _note(self, digest: bytes, block: int) -> None:
-        """Let others find ``block`` by ``digest``."""
+        """Make ``block`` available for matching under ``digest``."""
         if block in self._tainted:
             return
         known = self._by_digest.get(digest)

@@ -1,7 +1,7 @@
-"""Every number of a request, cast and bounded once, before anything else sees it: what passes here fits every column.
+"""The validation of every number of a request before any other code uses it: numbers that pass fit every column.
 
-Messages come from other processes and programs, so nothing is taken for granted: not the width of an integer, not that
-a number is one.
+Requests come from other processes and programs, so nothing is assumed: neither the width of an integer nor that a value
+is a number.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from headrace.base.types.columns import IntColumn
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.base.types.recorded import KeptSets
 from headrace.base.types.sampling import Sampling
-from headrace.engine.config import LEAST_TEMPERATURE
+from headrace.engine.config import MIN_TEMPERATURE
 from headrace.models.rope import ContextLimit
 
 MAX_STOP_STRINGS = 64
-"""Most stop strings of one request."""
+"""The most stop strings of one request."""
 MAX_STOP_IDS = 1024
-"""Most stop ids of one request."""
+"""The most stop ids of one request."""
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Ids that fit, or why they do not."""
+    """Valid ids, or the problem with them."""
 
     ids_T: IntColumn
     problem: str = ""
 
 
 def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_size: int) -> Checked:
-    """A list of tokens as a column.
+    """Return a list of tokens as a column, or the problem with it.
 
     >>> check_ids("prompt", [3, 2**40], 100).problem
     'prompt holds token 1099511627776, outside the vocabulary of 100'
@@ -58,8 +58,7 @@ def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_siz
 
 
 def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a context beyond the longest that the model can be used
-    with."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a context longer than the model supports."""
     if limit is None:
         raise ConfigError(
             "the model's config.json does not say max_position_embeddings, the longest context", remedy="add it there"
@@ -73,7 +72,7 @@ def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
 
 
 def request_problem(request: GenerateRequest, vocab_size: int) -> str:
-    """Why ``request`` cannot be served, its prompt aside, in words; empty if it can."""
+    """Return the reason why ``request`` cannot be served, apart from its prompt; empty if it can."""
     if abs(request.priority) > _LARGEST_INT:
         return f"priority={request.priority} is not within ±{_LARGEST_INT}"
     if request.deadline_s is not None and not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
@@ -82,7 +81,7 @@ def request_problem(request: GenerateRequest, vocab_size: int) -> str:
 
 
 def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
-    """Why ``sampling`` cannot be done, in words; empty if it can.
+    """Return the reason why ``sampling`` is invalid; empty if it is valid.
 
     >>> sampling_problem(Sampling(max_new_tokens=8, top_p=0.0), 100)
     'top_p=0.0 is not in (0, 1]'
@@ -91,12 +90,12 @@ def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
 
 
 def score_problem(request: ScoreTokens, vocab_size: int) -> str:
-    """Why ``request`` cannot be scored, its routing aside, in words; empty if it can."""
+    """Return the reason why ``request`` cannot be scored, apart from its routing; empty if it can."""
     checked = check_ids("ids_T", request.ids_T, vocab_size)
     if checked.problem:
         return checked.problem
-    if not LEAST_TEMPERATURE <= request.temperature <= _LARGEST:
-        return f"temperature={request.temperature} is not a number >= {LEAST_TEMPERATURE}"
+    if not MIN_TEMPERATURE <= request.temperature <= _LARGEST:
+        return f"temperature={request.temperature} is not a number >= {MIN_TEMPERATURE}"
     entries = min(request.top_below or vocab_size, vocab_size)
     if not 0 <= request.top_k <= entries:
         return f"top_k={request.top_k} of {entries} entries"
@@ -120,8 +119,8 @@ def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
             yield f"{name}={getattr(sampling, name)} is not a finite number of 32 bits"
     if sampling.temperature < 0:
         yield f"temperature={sampling.temperature} is not >= 0 (0 takes the most likely token)"
-    if 0 < sampling.temperature < LEAST_TEMPERATURE:
-        yield f"temperature={sampling.temperature} is neither 0 (the most likely token) nor >= {LEAST_TEMPERATURE}"
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        yield f"temperature={sampling.temperature} is neither 0 (the most likely token) nor >= {MIN_TEMPERATURE}"
     if not np.float32(sampling.repetition_penalty) > 0:
         yield f"repetition_penalty={sampling.repetition_penalty} is not > 0"
     if not 0 <= sampling.top_k <= _LARGEST_INT:
@@ -150,5 +149,5 @@ def _stop_problems(sampling: Sampling) -> Iterator[str]:
 
 
 def _fits(number: float) -> bool:
-    """Whether it is a number, also in 32 bits."""
+    """Return whether it is a finite number that fits 32 bits."""
     return math.isfinite(number) and abs(number) <= _LARGEST

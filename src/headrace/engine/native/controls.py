@@ -1,12 +1,13 @@
-"""How each running sequence wants its tokens drawn: columns of numbers, one row per sequence, no gaps between rows.
+"""The sampling parameters of each running sequence: columns of numbers, one row per sequence, without gaps between
+rows.
 
 The order, per row: ``logit_bias`` is added; then the repetition penalty (tokens of prompt or answer), then frequency
-and presence penalties (tokens of the answer); then division by the temperature; then truncation by ``top_k``,
-``top_p`` and ``min_p`` (see :func:`~headrace.engine.native.sampler.find_support`); what is left is renormalised and
-drawn from. The recorded logprob is that of this last distribution. Greedy rows (temperature 0) take the first most
-likely token after bias and penalties: it was certain, so its logprob is 0 and its kept-set is itself.
+and presence penalties (tokens of the answer); then division by the temperature; then truncation by ``top_k``, ``top_p``
+and ``min_p`` (see :func:`~headrace.engine.native.sampler.find_support`); the rest is renormalised and sampled. The
+recorded logprob is that of this last distribution. Greedy rows (temperature 0) take the first most likely token after
+bias and penalties: it is certain, so its logprob is 0 and its kept-set is itself.
 
-Rows that ask for nothing but a temperature cost what they would cost alone.
+A batch whose rows set nothing but a temperature takes a faster path.
 
 Shape legend: R rows, V vocabulary, D rows that draw in this step, U ids whose logits a row changes, A rows that do.
 """
@@ -40,8 +41,8 @@ _FEWEST_COLUMNS = 64
 
 
 class Controls:
-    """The columns. Rows ``0 .. count - 1`` are in use; ``join`` and ``move`` keep it so. ``log_softmax`` makes the
-    logprobs, where one is given."""
+    """The columns of sampling parameters. Rows ``0 .. count - 1`` are in use; ``join`` and ``move`` maintain that.
+    ``log_softmax``, where given, computes the logprobs."""
 
     def __init__(self, num_rows: int, device: torch.device, log_softmax: LogSoftmax | None = None) -> None:
         self._device = device
@@ -53,16 +54,16 @@ class Controls:
         self._top_p_R = np.ones(num_rows, np.float64)
         self._min_p_R = np.zeros(num_rows, np.float64)
         self._truncated_R = np.zeros(num_rows, bool)
-        self._recorded_R = np.zeros(num_rows, bool)
-        self._entropic_R = np.zeros(num_rows, bool)
-        self._asked_R = np.ones(num_rows, np.float32)
-        """Temperatures as they were asked for."""
+        self._records_kept_R = np.zeros(num_rows, bool)
+        self._records_entropy_R = np.zeros(num_rows, bool)
+        self._requested_temperatures_R = np.ones(num_rows, np.float32)
+        """The temperatures of the requests, which the entropy uses."""
         self._changes = Changes(num_rows, device)
         self._plain = True
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """A sequence takes ``row``, the first one not in use; ``answer_ids_T`` is what it has sampled before (a fork, a
-        preempted one)."""
+        """Set up ``row``, the first unused one, for a new sequence. ``answer_ids_T`` are the tokens that it has sampled
+        before (a fork, or a preempted sequence)."""
         greedy = sampling.temperature == 0
         certain = greedy and sampling.record_kept
         self._keys_R[row] = seed_key(sampling.seed)
@@ -73,24 +74,25 @@ class Controls:
         self._top_p_R[row] = float(not certain) if greedy else sampling.top_p
         self._min_p_R[row] = 0.0 if greedy else sampling.min_p
         self._truncated_R[row] = certain or (sampling.truncated and not greedy)
-        self._recorded_R[row] = sampling.record_kept and self._truncated_R[row]
-        self._entropic_R[row], self._asked_R[row] = sampling.record_entropy, sampling.temperature
+        self._records_kept_R[row] = sampling.record_kept and self._truncated_R[row]
+        self._records_entropy_R[row] = sampling.record_entropy
+        self._requested_temperatures_R[row] = sampling.temperature
         self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
         self._resize(row + 1)
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
-        """Rows have left: those of ``sources`` take the places of ``targets``; ``count`` are in use now."""
+        """Move the rows ``sources`` to the places ``targets``, after rows have left; ``count`` rows are in use now."""
         for column in (
             self._temperatures_R, self._keys_R, self._top_k_R, self._top_p_R, self._min_p_R, self._truncated_R,
-            self._recorded_R, self._entropic_R, self._asked_R,
+            self._records_kept_R, self._records_entropy_R, self._requested_temperatures_R,
         ):  # fmt: skip
             column[targets] = column[sources]
         self._changes.move(sources, targets)
         self._resize(count)
 
     def draw(self, logits_DV: Tensor, positions_D: Index, rows_D: Index | None = None) -> Draw:
-        """One token for each of ``rows_D`` (unset: all rows in use, in order), which will stand at ``positions_D`` of
-        its sequence. Follow it with :meth:`append`."""
+        """Sample one token for each of ``rows_D`` (unset: all rows in use, in order), for position ``positions_D`` of
+        its sequence. Call :meth:`append` afterwards."""
         rows = np.arange(self._count) if rows_D is None else rows_D
         draws_D = self._tensor(uniforms(self._keys_R[rows], positions_D))
         temperatures_D = self._tensor(self._temperatures_R[rows])
@@ -98,27 +100,27 @@ class Controls:
             return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
         logits_DV = self._changes.apply(logits_DV, rows)
         draw = self._draw(logits_DV, temperatures_D, draws_D, rows)
-        if not self._entropic_R[rows].any():
+        if not self._records_entropy_R[rows].any():
             return draw
-        asked_D = self._tensor(self._asked_R[rows])
-        return dataclasses.replace(draw, entropies_R=entropies(logits_DV, asked_D))
+        requested_D = self._tensor(self._requested_temperatures_R[rows])
+        return dataclasses.replace(draw, entropies_R=entropies(logits_DV, requested_D))
 
     def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
-        """From the logits after bias and penalties."""
+        """Sample from the logits after bias and penalties."""
         cut = np.flatnonzero(self._truncated_R[rows])
         if not len(cut):
             return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
         if len(cut) == len(rows):
             return self._draw_truncated(logits_DV, temperatures_D, draws_D, rows)
         places = self._tensor(cut)
-        ours = self._draw_truncated(logits_DV[places], temperatures_D[places], draws_D[places], rows[cut])
+        truncated = self._draw_truncated(logits_DV[places], temperatures_D[places], draws_D[places], rows[cut])
         rest = np.flatnonzero(~self._truncated_R[rows])
         others_at = self._tensor(rest)
         others = sample(logits_DV[others_at], temperatures_D[others_at], draws_D[others_at], self._log_softmax)
-        return _interleave(ours, others, np.concatenate([cut, rest]))
+        return _interleave(truncated, others, np.concatenate([cut, rest]))
 
     def append(self, ids_D: Tensor, rows_D: Index | None = None) -> None:
-        """These were drawn: they count for the penalties of the next draw."""
+        """Count the sampled tokens for the penalties of the next draw."""
         if not self._plain:
             self._changes.append(ids_D, np.arange(self._count) if rows_D is None else rows_D)
 
@@ -131,7 +133,7 @@ class Controls:
         )
         support = find_support(scaled_DV, limits)
         draw = sample_from(scaled_DV, support, draws_D, self._log_softmax)
-        recorded_D = self._recorded_R[rows]
+        recorded_D = self._records_kept_R[rows]
         if not recorded_D.any():
             return draw
         recorded_D &= draw.sound_R.cpu().numpy()
@@ -145,7 +147,7 @@ class Controls:
     def _resize(self, count: int) -> None:
         self._count = count
         self._plain = not (
-            self._truncated_R[:count].any() or self._entropic_R[:count].any() or self._changes.any(count)
+            self._truncated_R[:count].any() or self._records_entropy_R[:count].any() or self._changes.any(count)
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
@@ -153,14 +155,14 @@ class Controls:
 
 
 class Changes:
-    """What bias and penalties do to a row's logits, as far as a logit is changed at all: the ids of the bias, the
-    prompt and the answer, each once, in columns that grow."""
+    """The changes that bias and penalties make to each row's logits: the ids of the bias, the prompt and the answer,
+    each once, in columns that grow."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._changing_R = np.zeros(num_rows, bool)
         self._growing_R = np.zeros(num_rows, bool)
         self._most_R = np.zeros(num_rows, np.int64)
-        """Columns that may be in use: known without asking the device."""
+        """An upper bound of the columns in use, known without synchronising with the device."""
         self._used_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._repetition_R = torch.ones(num_rows, device=device)
         self._presence_R = torch.zeros(num_rows, device=device)
@@ -168,12 +170,12 @@ class Changes:
         self._ids_RU = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         self._bias_RU = torch.zeros(num_rows, 0, device=device)
         self._seen_RU = torch.zeros(num_rows, 0, dtype=torch.bool, device=device)
-        """In prompt or answer."""
+        """Whether each id is in the prompt or the answer."""
         self._counts_RU = torch.zeros(num_rows, 0, device=device)
-        """Times in the answer."""
+        """How often each id is in the answer."""
 
     def any(self, count: int) -> bool:
-        """Whether any of the first ``count`` rows changes a logit."""
+        """Return whether any of the first ``count`` rows changes a logit."""
         return bool(self._changing_R[:count].any())
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
@@ -186,9 +188,9 @@ class Changes:
         self._repetition_R[row] = sampling.repetition_penalty
         self._presence_R[row] = sampling.presence_penalty
         self._frequency_R[row] = sampling.frequency_penalty
-        told = (prompt_ids_T, answer_ids_T) if penalised else ()
-        said = np.concatenate([np.zeros(0, np.int64), *told])
-        ids_U = np.union1d(said, np.fromiter(sampling.logit_bias, np.int64)).astype(np.int64)
+        given_ids = (prompt_ids_T, answer_ids_T) if penalised else ()
+        penalised_ids = np.concatenate([np.zeros(0, np.int64), *given_ids])
+        ids_U = np.union1d(penalised_ids, np.fromiter(sampling.logit_bias, np.int64)).astype(np.int64)
         counts_U = np.zeros(len(ids_U), np.float32)
         if penalised:
             np.add.at(counts_U, np.searchsorted(ids_U, answer_ids_T), 1)
@@ -197,7 +199,7 @@ class Changes:
         used = len(ids_U)
         self._ids_RU[row, :used] = torch.from_numpy(ids_U)
         self._bias_RU[row, :used] = torch.from_numpy(bias_U)
-        self._seen_RU[row, :used] = torch.from_numpy(np.isin(ids_U, said))
+        self._seen_RU[row, :used] = torch.from_numpy(np.isin(ids_U, penalised_ids))
         self._counts_RU[row, :used] = torch.from_numpy(counts_U)
         self._used_R[row] = self._most_R[row] = used
 
@@ -207,15 +209,15 @@ class Changes:
         self._changing_R[targets] = self._changing_R[sources]
         self._growing_R[targets] = self._growing_R[sources]
         self._most_R[targets] = self._most_R[sources]
-        come, to = self._index(sources), self._index(targets)
+        source, target = self._index(sources), self._index(targets)
         for column in (
             self._used_R, self._repetition_R, self._presence_R, self._frequency_R, self._ids_RU, self._bias_RU,
             self._seen_RU, self._counts_RU,
         ):  # fmt: skip
-            column[to] = column[come]
+            column[target] = column[source]
 
     def apply(self, logits_DV: Tensor, rows: Index) -> Tensor:
-        """The logits after bias and penalties; ``logits_DV`` stays as it is."""
+        """Return the logits after bias and penalties; ``logits_DV`` is not changed."""
         places = np.flatnonzero(self._changing_R[rows])
         if not len(places):
             return logits_DV
@@ -237,7 +239,7 @@ class Changes:
         return changed_DV
 
     def append(self, ids_D: Tensor, rows: Index) -> None:
-        """Count the drawn tokens of the penalised rows."""
+        """Count the sampled tokens of the rows with penalties."""
         places = np.flatnonzero(self._growing_R[rows])
         if not len(places):
             return
@@ -279,7 +281,7 @@ def _penalised(sampling: Sampling) -> bool:
 
 
 def _interleave(first: Draw, second: Draw, places_D: Index) -> Draw:
-    """Two draws as one, whose rows ``places_D`` names; ``second`` has no kept-sets."""
+    """Merge two draws into one. ``places_D`` gives the rows of both; ``second`` has no kept-sets."""
     order = np.argsort(places_D)
     back = torch.from_numpy(order).to(first.ids_R.device)
     kept = first.kept

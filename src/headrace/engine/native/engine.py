@@ -2,13 +2,13 @@
 
     add ──▶ intake ──▶ scheduler's queue
     step():  schedule ──▶ run ──────────────────────────────▶ postprocess
-             who joins,   one forward pass over the blocks:   chunks of rows that ended or are due;
-             who leaves,  decoding rows, pieces of prompts;   rows that ended leave;
-             which tokens sample; append to the columns       a commit that waited for that happens
+             rows that join   one forward pass over blocks:   chunks of rows that ended or are due;
+             or leave, and    decoding rows and pieces of     rows that ended leave;
+             their tokens     prompts; sample; append         a commit that waited for that happens
 
-:mod:`.scheduler` decides, :mod:`.blocks` keeps the books of the cache, :mod:`.rows` holds what is known of each
-sequence, :mod:`.swaps` owns the weights' version, :mod:`.packing` lays weights out for the kernels while they are
-staged. A commit changes where parameters point, and the next pass uses them.
+:mod:`.scheduler` decides, :mod:`.blocks` manages the blocks of the cache, :mod:`.rows` holds the state of each
+sequence, :mod:`.swaps` owns the weights' version, :mod:`.packing` packs weights for the kernels while they are staged.
+A commit changes which memory the parameters point to, and the next pass uses it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from headrace.base.clock import Clock
 from headrace.base.errors import ModelError, RequestError, SequenceFailed
 from headrace.base.types.columns import FloatColumn
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.episode import StopReason, TokenChunk
+from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.base.types.taught import TopScores
 from headrace.base.types.versions import NOT_SAMPLED
@@ -36,7 +36,6 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.checks import refuse_long
 from headrace.engine.native.controls import Controls
-from headrace.engine.native.deadlines import Deadlines
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
 from headrace.engine.native.memory import make_cache
 from headrace.engine.native.outbox import ChunkBuilder
@@ -50,6 +49,7 @@ from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
+from headrace.engine.native.waiting import Deadlines
 from headrace.models.attention import forward
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
@@ -57,9 +57,8 @@ from headrace.models.kernels.fuse import fits, fuse
 from headrace.models.kernels.ops import kernels as compiled_kernels
 from headrace.models.lora import Switch
 from headrace.models.paged import choose
-from headrace.models.paged.base import Geometry, PagedPlan
+from headrace.models.paged.base import Geometry, PagedPlan, cache_shapes
 from headrace.models.rope import context_limit
-from headrace.models.shapes import cache_shapes
 from headrace.models.weights import weight_tensors
 
 Decode = Callable[[list[int]], str]
@@ -67,7 +66,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """The rows that sampled a token in a step."""
+    """The rows that sampled a token in a pass."""
 
     rows_D: Index
     sound_D: Flags
@@ -77,9 +76,9 @@ class _Drawn:
 class NativeEngine:
     """An :class:`~headrace.engine.base.EngineCore` over a model of :func:`headrace.models.load_model`.
 
-    ``max_context`` is the longest prompt plus completion. ``decode`` gives the text of ids, for stop strings; without
-    one, requests that have some are refused. Calls with the same requests in the same order give the same tokens and
-    logprobs, bit for bit; a draw does not depend on a sequence's neighbours.
+    ``max_context`` is the most tokens of a prompt and its completion together. ``decode`` returns the text of ids, for
+    stop strings; without it, requests with stop strings are refused. The same calls in the same order give the same
+    tokens and logprobs, bit for bit; a draw does not depend on the other sequences of the batch.
     """
 
     def __init__(
@@ -128,13 +127,13 @@ class NativeEngine:
         )
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
-        self._judged = self._swaps.stamp  # what the forks that wait have last been held against
+        self._forks_checked_at = self._swaps.stamp  # what the forks that wait have last been held against
         self._paused_s: float | None = None
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
         self._names = {"attention": attention, "kernels": kernels, **_fallback(model, config)}
 
     def facts(self) -> dict[str, str | int | float]:
-        """What the engine says of itself, for people: what computes it, and where its memory goes."""
+        """Return facts for the run's record: the implementations in use, and where the memory goes."""
         return {
             **self._names,
             "cache_blocks": self._cache.num_blocks,
@@ -154,22 +153,22 @@ class NativeEngine:
         self._scheduler.add(sequence)
         self._deadlines.add(sequence)
 
-    def abort(self, request_ids: Several[int]) -> list[Chunk]:
+    def abort(self, request_ids: Several[int]) -> list[TokenChunk]:
         known = self._intake.known
         self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
         self._swaps.settle()
-        return self._outbox.take()
+        return self._outbox.pop()
 
     def has_work(self) -> bool:
         if self._paused_s is None:
             return self._outbox.any or not self._scheduler.idle
-        return self._deadlines.past(self._clock.now())
+        return self._deadlines.has_expired(self._clock.now())
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> list[TokenChunk]:
         if not self.has_work():
             return []
         started_s = self._clock.now()
-        self._end(self._deadlines.take(started_s), StopReason.DEADLINE)
+        self._end(self._deadlines.pop_expired(started_s), StopReason.DEADLINE)
         if self._paused_s is None:
             self._swaps.advance()
             self._refuse_stale_forks()
@@ -177,8 +176,8 @@ class NativeEngine:
             self._postprocess(self._run(schedule) if len(schedule.rows_R) else [])
             self._steps += 1
         self._swaps.settle()
-        self._busy_s += self._scheduler.took(self._clock.now() - started_s)
-        return self._outbox.take()
+        self._busy_s += self._scheduler.account_time(self._clock.now() - started_s)
+        return self._outbox.pop()
 
     def score(self, request: ScoreTokens) -> FloatColumn:
         return self.top_scores(request).logprobs_T
@@ -194,7 +193,7 @@ class NativeEngine:
         try:
             return self._scorer.score(request, table, self._vocab_size)
         finally:
-            self._scheduler.give_back(table)
+            self._scheduler.return_blocks(table)
 
     def stage(self, update: WeightUpdate) -> None:
         self._weights.stage(update)
@@ -205,7 +204,7 @@ class NativeEngine:
             self.resume()
 
     def take_swaps(self) -> list[SwapReport]:
-        return self._swaps.take()
+        return self._swaps.pop_reports()
 
     def pause(self, *, release: bool = False) -> None:
         if self._paused_s is None:
@@ -248,7 +247,7 @@ class NativeEngine:
         )
 
     def _run(self, schedule: Schedule) -> list[_Drawn]:
-        """One pass per set of weights: almost always one."""
+        """Run one pass for each set of weights that the scheduled rows use; almost always there is one set."""
         for sequence in schedule.joined:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
@@ -258,7 +257,7 @@ class NativeEngine:
         for pin, part in schedule.split(np.where(pin_R == stamp, NO_ROW, pin_R)):
             with self._pins.weights(pin):
                 of_adapters = [each for _, each in part.split(rows.adapter_R[part.rows_R])]
-                drawn += [self._pass(each, stamp if pin == NO_ROW else pin) for each in of_adapters]
+                drawn += [self._forward_pass(each, stamp if pin == NO_ROW else pin) for each in of_adapters]
         return drawn
 
     def _prepare_blocks(self, schedule: Schedule) -> None:
@@ -269,16 +268,16 @@ class NativeEngine:
             self._routes.copy(sources, targets)
 
     def _clear_dirty(self) -> None:
-        if dirty := self._scheduler.take_dirty():
+        if dirty := self._scheduler.pop_dirty():
             self._cache.clear(dirty)
 
     @torch.inference_mode()
-    def _pass(self, schedule: Schedule, stamp: int) -> _Drawn:
-        """Compute the schedule's tokens, and sample where that completes a context."""
+    def _forward_pass(self, schedule: Schedule, stamp: int) -> _Drawn:
+        """Compute the schedule's tokens, and sample for each row whose context is complete."""
         rows, rows_R, counts_R = self._rows, schedule.rows_R, schedule.counts_R
         starts_R = rows.computed_R[rows_R]
         geometry = Geometry(
-            tables_RB=rows.tables_RB[rows_R, : int(rows.held_R[rows_R].max())],
+            tables_RB=rows.tables_RB[rows_R, : int(rows.num_blocks_R[rows_R].max())],
             starts_R=starts_R,
             counts_R=counts_R,
             num_decode=schedule.num_decode,
@@ -290,7 +289,7 @@ class NativeEngine:
             ids_N = rows.ids_RC[np.repeat(rows_R, counts_R), geometry.positions_N()]
             complete_R = starts_R + counts_R == rows.length_R[rows_R]
             rows_D, keep_D = rows_R[complete_R], plan.last_R[self._tensor(complete_R)]
-        self._routes.record(bool(rows.routed_R[rows_R].any()))
+        self._routes.record(bool(rows.records_routing_R[rows_R].any()))
         with self._switch.on(self._switch.agents[rows.adapter_R[rows_R[0]]]):
             logits_DV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_D)
         self._routes.store(geometry)
@@ -316,7 +315,7 @@ class NativeEngine:
         if len(drawn) > 1:
             rows_D = np.concatenate([part.rows_D for part in drawn])
             broken = ~np.concatenate([part.sound_D for part in drawn])
-        stopped = rows.stopped(rows_D) | self._completes_string(rows_D)
+        stopped = rows.stopped(rows_D) | self._completes_stop_string(rows_D)
         ended = stopped | rows.full(rows_D) | broken
         due = rows.due(rows_D, self._config.flush_tokens)
         if not (ended | due).any():
@@ -333,10 +332,10 @@ class NativeEngine:
             self._forget(rows.sequences[row])
         self._scheduler.leave(rows_D[ended])
 
-    def _completes_string(self, rows_D: Index) -> Flags:
+    def _completes_stop_string(self, rows_D: Index) -> Flags:
         ended_D = np.zeros(len(rows_D), bool)
         if self._stops is not None:
-            for place in np.flatnonzero(self._rows.strings_R[rows_D]).tolist():
+            for place in np.flatnonzero(self._rows.has_stop_strings_R[rows_D]).tolist():
                 row = int(rows_D[place])
                 ended_D[place] = self._stops.push(row, int(self._rows.ids_of(row)[-1]))
         return ended_D
@@ -344,7 +343,7 @@ class NativeEngine:
     def _end_broken(self, row: int) -> None:
         rows = self._rows
         pin, length = int(rows.pin_R[row]), int(rows.length_R[row]) - 1
-        rows.forget_last(row)
+        rows.remove_last(row)
         self._generated_tokens -= 1
         self._pool.taint(rows.table(row))
         error = SequenceFailed(
@@ -355,23 +354,24 @@ class NativeEngine:
         self._outbox.end(rows.sequences[row], None, error)
 
     def _refuse_stale_forks(self) -> None:
-        """Other weights may have come into use while a fork waited that does not want them."""
+        """Refuse waiting forks that require the weights of their parent's cache, if other weights have come into
+        use."""
         version = self._swaps.stamp
-        if version == self._judged:
+        if version == self._forks_checked_at:
             return
-        self._judged = version
-        stale = [sequence for sequence in self._scheduler.waiting() if sequence.insists not in (None, version)]
+        self._forks_checked_at = version
+        stale = [sequence for sequence in self._scheduler.waiting() if sequence.required_version not in (None, version)]
         for sequence in stale:
             self._outbox.end(sequence, None, RequestError(stale_fork(sequence.request, version), remedy=STALE_REMEDY))
-        self._let_go(stale)
+        self._withdraw(stale)
 
     def _end(self, sequences: list[Sequence], reason: StopReason) -> None:
-        """Let go of these before their time."""
+        """End these sequences early, with a last chunk each."""
         for sequence in sequences:
             self._outbox.end(sequence, reason)
-        self._let_go(sequences)
+        self._withdraw(sequences)
 
-    def _let_go(self, sequences: list[Sequence]) -> None:
+    def _withdraw(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._forget(sequence)
         self._scheduler.withdraw(sequences)
@@ -399,7 +399,8 @@ class NativeEngine:
 
 
 def _fallback(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
-    """What is slower than it could be on this machine, in words, where the kernels would serve and are missing."""
+    """Return the reason why the compiled kernels are missing on this machine, where they would be faster; else
+    nothing."""
     loaded = compiled_kernels() if config.kernels == "auto" and fits(model) else None
     return {"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {}
 

@@ -1,4 +1,4 @@
-"""Which requests an engine takes, and what they begin with."""
+"""The admission of requests: checks against the engine's limits, and the first state of each sequence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from headrace.base.errors import EngineFull, RequestError, nearest
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
+from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import check_ids, request_problem
@@ -21,7 +22,7 @@ STALE_REMEDY = "set stale to 'recompute' or 'reuse'"
 
 
 def stale_fork(request: GenerateRequest, version: int) -> str:
-    """What is wrong with a fork whose parent's cache is of other weights than those in use."""
+    """Return the error text for a fork whose parent's cache was computed with other weights than those in use."""
     assert request.fork is not None
     weights = "the mixed weights" if version < NOT_SAMPLED else f"version {version}"
     return (
@@ -32,37 +33,37 @@ def stale_fork(request: GenerateRequest, version: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What no request may exceed."""
+    """The limits that every request has to respect."""
 
     vocab_size: int
-    """Ids run from 0 to one below it."""
+    """Token ids are below it."""
     max_context: int
-    """Tokens of prompt and answer."""
+    """The most tokens of a prompt and its answer together."""
     num_blocks: int
-    """Of the whole cache."""
+    """The blocks of the whole cache."""
     max_waiting: int
-    """Requests in the queue."""
+    """The most requests in the queue."""
     stop_strings: bool
-    """Whether the engine can decode, so as to find them."""
+    """Whether the engine can decode tokens, which stop strings need."""
     agents: tuple[str, ...] = ("",)
-    """Whose adapters it has; the policy's is the empty name."""
+    """The agents that have an adapter; the policy's is the empty name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ForkSource:
-    """A sequence that can be forked."""
+    """The tokens of a sequence that can be forked."""
 
     ids_T: IntColumn
     num_given: int
-    """Of these, how many it did not sample."""
+    """How many of these tokens the sequence began with."""
     num_prompt: int
-    """And how many nobody sampled."""
+    """How many of these tokens are a prompt, which no engine sampled."""
     version: int
-    """Of its cached context; ``NOT_SAMPLED`` if there is none."""
+    """The version of its cached context; ``NOT_SAMPLED`` if there is none."""
 
 
 class Intake:
-    """The door, and the memory of those who left through it. ``fork_memory`` of them are remembered."""
+    """The admission of requests. The tokens of the last ``fork_memory`` ended sequences are kept, for forks."""
 
     def __init__(self, bounds: Bounds, rows: Rows, fork_memory: int) -> None:
         self._bounds = bounds
@@ -71,11 +72,11 @@ class Intake:
         self._ended: OrderedDict[int, _ForkSource] = OrderedDict()
         self._arrivals = 0
         self.known: dict[int, Sequence] = {}
-        """Every sequence that has not ended, by its request."""
+        """Every sequence that has not ended, by its request id."""
 
     def admit(self, request: GenerateRequest, *, version: int, num_waiting: int, now_s: float) -> Sequence:
-        """The sequence of ``request``; ``version`` computes what joins now. Raises
-        :class:`~headrace.base.errors.RequestError`; nothing has changed then."""
+        """Return the sequence of ``request``. ``version`` is the one that computes sequences that join now. Raises
+        :class:`~headrace.base.errors.RequestError` for a request that cannot be served; nothing has changed then."""
         name = f"request {request.request_id}"
         if version == NOT_SAMPLED:
             raise RequestError(
@@ -97,10 +98,10 @@ class Intake:
         return sequence
 
     def ended(self, sequence: Sequence) -> None:
-        """``sequence`` is about to leave for good."""
+        """Record that ``sequence`` ends, while its tokens are still available."""
         del self.known[sequence.request.request_id]
         if self._fork_memory:
-            self._ended[sequence.request.request_id] = self._past(sequence)
+            self._ended[sequence.request.request_id] = self._fork_source(sequence)
             self._ended.move_to_end(sequence.request.request_id)
             if len(self._ended) > self._fork_memory:
                 self._ended.popitem(last=False)
@@ -109,12 +110,13 @@ class Intake:
         prompt_ids_T, fork = self._check(request, name), request.fork
         if fork is None:
             given = prompt_ids_T
-            num_prompt, parent, insists, lineage = len(given), None, None, None
+            num_prompt, parent, required_version, parent_ids = len(given), None, None, None
         else:
-            past = self._fork_point(request, fork, name, version)
-            given, num_prompt, lineage = past.ids_T[: past.num_given + fork.at].copy(), past.num_prompt, past.ids_T
+            source = self._fork_point(request, fork, name, version)
+            given = source.ids_T[: source.num_given + fork.at].copy()
+            num_prompt, parent_ids = source.num_prompt, source.ids_T
             parent = self.known.get(fork.parent)
-            insists = version if fork.stale is StaleFork.REFUSE and past.version != NOT_SAMPLED else None
+            required_version = version if fork.stale is StaleFork.REFUSE and source.version != NOT_SAMPLED else None
         return Sequence(
             request=request,
             given_ids_T=given,
@@ -123,9 +125,9 @@ class Intake:
             deadline_s=np.inf if request.deadline_s is None else now_s + request.deadline_s,
             adapter=self._adapter(request, name),
             parent=parent,
-            reuses=fork is not None and fork.stale is StaleFork.REUSE,
-            lineage_T=lineage,
-            insists=insists,
+            reuses_stale=fork is not None and fork.stale is StaleFork.REUSE,
+            parent_ids_T=parent_ids,
+            required_version=required_version,
             answer=self._answer(request, name),
         )
 
@@ -139,7 +141,7 @@ class Intake:
         return agents.index(request.agent)
 
     def _answer(self, request: GenerateRequest, name: str) -> FinishedSequence | None:
-        """Of one that has begun elsewhere: as if it had been preempted here."""
+        """Return the answer that another engine has begun, as if the sequence had been preempted here."""
         if request.answer_ids_T is None:
             return None
         checked = check_ids("answer", request.answer_ids_T, self._bounds.vocab_size)
@@ -151,13 +153,13 @@ class Intake:
             wrong = f"an answer of {count} tokens has reached max_new_tokens={most}"
         if wrong:
             raise RequestError(f"{name}: {wrong}", remedy="continue only what has not ended, with its own ids")
+        # the reader has their logprobs and versions: these columns are never sent
         none, zero = np.zeros(count, np.int32), np.zeros(count, np.float32)
-        return FinishedSequence(
-            ids_T=checked.ids_T, logprobs_T=zero, versions_T=none, entropies_T=zero, num_flushed=count
-        )  # fmt: skip
+        begun = Tokens(ids_T=checked.ids_T, logprobs_T=zero, versions_T=none)
+        return FinishedSequence(tokens=begun, num_flushed=count)
 
     def _check(self, request: GenerateRequest, name: str) -> IntColumn:
-        """Its prompt, once every number of it is known to fit."""
+        """Return the prompt, after every number of the request has been checked."""
         wrong = request_problem(request, self._bounds.vocab_size)
         if wrong:
             raise RequestError(f"{name}: {wrong}", remedy="correct its sampling")
@@ -170,8 +172,8 @@ class Intake:
 
     def _fork_point(self, request: GenerateRequest, fork: ForkRequest, name: str, version: int) -> _ForkSource:
         live = self.known.get(fork.parent)
-        past = self._ended.get(fork.parent) if live is None else self._past(live)
-        if past is None:
+        source = self._ended.get(fork.parent) if live is None else self._fork_source(live)
+        if source is None:
             raise RequestError(
                 f"{name} forks request {fork.parent}, which is neither running nor among the last "
                 f"{self._fork_memory} that ended",
@@ -182,17 +184,17 @@ class Intake:
                 f"{name} is a fork and has a prompt of {len(request.prompt_ids_T)} tokens of its own",
                 remedy="leave the prompt of a fork empty: it begins with its parent's tokens",
             )
-        num_sampled = len(past.ids_T) - past.num_given
+        num_sampled = len(source.ids_T) - source.num_given
         if not 0 <= fork.at <= num_sampled:
             raise RequestError(
                 f"{name} forks request {fork.parent} at={fork.at}, but that one has sampled {num_sampled} tokens",
                 remedy=f"set at to a number from 0 to {num_sampled}",
             )
-        if fork.stale is StaleFork.REFUSE and past.version not in (version, NOT_SAMPLED):
+        if fork.stale is StaleFork.REFUSE and source.version not in (version, NOT_SAMPLED):
             raise RequestError(stale_fork(request, version), remedy=STALE_REMEDY)
-        return past
+        return source
 
-    def _past(self, sequence: Sequence) -> _ForkSource:
+    def _fork_source(self, sequence: Sequence) -> _ForkSource:
         waits = sequence.row == NO_ROW
         return _ForkSource(
             ids_T=sequence.ids() if waits else self._rows.ids_of(sequence.row).copy(),
@@ -210,13 +212,13 @@ class Intake:
                 f"{name}: stop={sampling.stop}, but this engine has no tokenizer",
                 remedy="give stop_ids, or give the engine a decode function",
             )
-        if sequence.longest > bounds.max_context:
+        if sequence.max_length > bounds.max_context:
             raise RequestError(
                 f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
                 f"exceed max_context={bounds.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        if blocks_for(sequence.longest - 1) > bounds.num_blocks:
+        if blocks_for(sequence.max_length - 1) > bounds.num_blocks:
             raise RequestError(
                 f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
                 f"exceed the cache of {bounds.num_blocks * BLOCK} tokens",

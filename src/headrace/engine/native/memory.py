@@ -1,4 +1,4 @@
-"""How much key-value cache an engine gets: as much as is free at the start."""
+"""The size of an engine's key-value cache, from the memory that is free when the engine starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from headrace.base.errors import ConfigError
-from headrace.engine.config import SHARE, EngineConfig
+from headrace.engine.config import SHARED_CACHE_SHARE, EngineConfig
 from headrace.engine.native.blocks import blocks_for
 from headrace.models.paged.base import BLOCK, LayerShape, PagedCache
 
@@ -16,14 +16,14 @@ from headrace.models.paged.base import BLOCK, LayerShape, PagedCache
 def make_cache(
     config: EngineConfig, max_context: int, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """The cache of ``config.cache_tokens``, or of what the sequences could need within ``config.cache_share``
-    of the free memory.
+    """Allocate the cache, of ``config.cache_tokens`` tokens, or of as many as the sequences could need within
+    ``config.cache_share`` of the free memory.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the memory is not there.
+    Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
     """
     block_bytes = BLOCK * dtype.itemsize * sum(shape.numbers for shape in shapes)
     free_bytes = _free_bytes(device)
-    share = SHARE if config.cache_share is None else config.cache_share
+    share = SHARED_CACHE_SHARE if config.cache_share is None else config.cache_share
     if config.cache_tokens is not None:
         num_blocks = blocks_for(config.cache_tokens)
     else:

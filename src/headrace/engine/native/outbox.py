@@ -1,6 +1,6 @@
-"""What leaves the engine: the tokens of each sequence since its last chunk, with all that was recorded of them.
+"""The chunks that leave the engine: the tokens of each sequence since its last chunk, with everything recorded of them.
 
-There is one list of chunks, in the order in which they were made: nothing overtakes anything.
+All chunks are in one list, in the order in which they were made, so that none overtakes another.
 """
 
 from __future__ import annotations
@@ -9,85 +9,77 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import RequestError
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.episode import RESTARTED, StopReason, TokenChunk
+from headrace.base.types.tokens import Tokens
 from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.rows import Rows, gather
 from headrace.engine.native.sequence import NO_ROW, Sequence
 
 
 class ChunkBuilder:
-    """Makes the chunks."""
+    """A builder of chunks."""
 
     def __init__(self, rows: Rows, routes: RoutingStore) -> None:
         self._rows = rows
         self._routes = routes
-        self._due: list[Chunk] = []
+        self._due: list[TokenChunk] = []
 
     @property
     def any(self) -> bool:
-        """Whether there are chunks that nobody has taken yet."""
+        """Whether there are chunks that have not been taken yet."""
         return bool(self._due)
 
-    def take(self) -> list[Chunk]:
-        """The chunks that nobody has taken yet."""
+    def pop(self) -> list[TokenChunk]:
+        """Remove and return the chunks."""
         due, self._due = self._due, []
         return due
 
     def next(self, row: int) -> None:
-        """A chunk of a sequence that goes on; of one that records its routing without the newest token, whose routing
-        is known only when it has been fed."""
-        self._due.append(self._flush(row, all_of_it=False))
+        """Add a chunk of a sequence that continues. If it records its routing, the newest token is left out: its
+        routing is known only after it has been the input of a pass."""
+        self._due.append(self._flush(row, final=False))
 
     def end(self, sequence: Sequence, reason: StopReason | None, error: RequestError | None = None) -> None:
-        """The chunk that ends a sequence, with a reason or an error."""
-        chunk = self._waiting(sequence) if sequence.row == NO_ROW else self._flush(sequence.row, all_of_it=True)
-        if error is None:
-            chunk = msgspec.structs.replace(chunk, stop_reason=reason)
-        else:
-            words = f"{error.problem}; {error.remedy}"
-            chunk = msgspec.structs.replace(chunk, error=words, error_kind=type(error).__name__)
-        self._due.append(chunk)
+        """Add the chunk that ends a sequence, with a stop reason or an error."""
+        chunk = self._waiting(sequence) if sequence.row == NO_ROW else self._flush(sequence.row, final=True)
+        self._due.append(msgspec.structs.replace(chunk, stop_reason=reason) if error is None else chunk.failed(error))
 
     def before_change(self, sequence: Sequence) -> None:
-        """The cached context of ``sequence``, which is in a row, is about to be lost or computed again: the routing
-        that stands beside it leaves now."""
+        """Send the recorded routing of ``sequence``, which is in a row, before its cached context is lost or computed
+        again."""
         row, rows = sequence.row, self._rows
-        if not rows.routed_R[row] or not rows.num_sampled(row):
+        if not rows.records_routing_R[row] or not rows.num_sampled(row):
             return
-        span = rows.unsent(row, all_of_it=False)
-        if (span.stop > span.start or sequence.silent) and rows.computed_R[row] >= span.stop:
-            self._due.append(self._flush(row, all_of_it=False))
+        span = rows.unsent(row, final=False)
+        if (span.stop > span.start or sequence.unreported) and rows.computed_R[row] >= span.stop:
+            self._due.append(self._flush(row, final=False))
 
-    def _waiting(self, sequence: Sequence) -> Chunk:
-        """Of one that is in no row: what it has sampled and not sent, if it had begun."""
+    def _waiting(self, sequence: Sequence) -> TokenChunk:
+        """Return the last chunk of a sequence that is in no row: the tokens that it had sampled and not sent."""
         answer = sequence.answer
-        start = 0 if answer is None else answer.num_flushed
-        none = np.zeros(0, np.int32)
-        return Chunk(
-            request_id=sequence.request.request_id,
-            ids_T=none if answer is None else answer.ids_T[start:],
-            logprobs_T=none.astype(np.float32) if answer is None else answer.logprobs_T[start:],
-            versions_T=none if answer is None else answer.versions_T[start:],
-            kept=gather(sequence.kept) if sequence.request.sampling.record_kept else None,
-            entropies_T=(none.astype(np.float32) if answer is None else answer.entropies_T[start:])
-            if sequence.request.sampling.record_entropy
-            else None,
-            restarted=sequence.restarted,
-        )
+        tokens = Tokens.observed([]) if answer is None else answer.tokens[answer.num_flushed :]
+        sampling = sequence.request.sampling
+        if sampling.record_kept:
+            tokens = msgspec.structs.replace(tokens, kept=gather(sequence.kept))
+        if sampling.record_entropy and tokens.entropies_T is None:
+            tokens = msgspec.structs.replace(tokens, entropies_T=np.zeros(len(tokens), np.float32))
+        lost = RESTARTED if sequence.restarted else ""
+        return TokenChunk(request_id=sequence.request.request_id, tokens=tokens, lost=lost)
 
-    def _flush(self, row: int, *, all_of_it: bool) -> Chunk:
+    def _flush(self, row: int, *, final: bool) -> TokenChunk:
         rows, sequence = self._rows, self._rows.sequences[row]
-        span = rows.unsent(row, all_of_it=all_of_it)
+        span = rows.unsent(row, final=final)
         chunk = rows.flush(row, span)
         changes: dict[str, object] = {}
         if sequence.restarted:
-            changes["restarted"] = True
+            changes["lost"] = RESTARTED
         if sequence.request.sampling.record_routing:
             table, num_computed = rows.table(row), int(rows.computed_R[row])
-            changes["routing"] = self._routes.read(table, span, num_computed)
+            changes["tokens"] = msgspec.structs.replace(
+                chunk.tokens, routing=self._routes.read(table, span, num_computed)
+            )
             given = slice(0, len(sequence.given_ids_T))
-            if sequence.silent and num_computed >= given.stop:
+            if sequence.unreported and num_computed >= given.stop:
                 changes["prompt_routing"] = self._routes.read(table, given, num_computed)
-        sequence.silent = sequence.restarted = False
+        sequence.unreported = sequence.restarted = False
         return msgspec.structs.replace(chunk, **changes) if changes else chunk

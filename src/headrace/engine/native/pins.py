@@ -1,4 +1,4 @@
-"""Weights that some sequences stay under while others move on: a copy per version, kept while somebody needs it."""
+"""Copies of older weights for pinned sequences: one copy per version, kept while a sequence needs it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 
 class Pins:
-    """At most ``most`` copies. ``tensors`` are the model's: a pass under other weights points them elsewhere for its
-    time."""
+    """At most ``most`` copies of the model's weights.
+
+    ``tensors`` are the model's parameters. During a pass under older weights they point to a copy.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], most: int) -> None:
         self._most = most
@@ -21,27 +23,28 @@ class Pins:
 
     @property
     def num_bytes(self) -> int:
-        """Of all copies."""
+        """The memory of all copies."""
         each = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
         return each * len(self._copies)
 
     def may_hold(self, version: int) -> bool:
-        """Whether there is room for ``version``, or a copy already."""
+        """Return whether ``version`` has a copy or there is room for one."""
         return version in self._copies or len(self._copies) < self._most
 
     def move(self, device: torch.device) -> None:
-        """Keep the copies there."""
+        """Move the copies to ``device``."""
         for version, tensors in self._copies.items():
             self._copies[version] = [tensor.to(device) for tensor in tensors]
 
     def hold(self, version: int, holder: int) -> None:
-        """``holder`` needs ``version``; its first holder must come while the model has these weights."""
+        """Keep ``version`` for ``holder``. The first call for a version copies the weights that the model has at that
+        time."""
         if version not in self._copies:
             self._copies[version] = [tensor.detach().clone() for tensor in self._tensors]
         self._holders.setdefault(version, set()).add(holder)
 
     def drop(self, version: int, holder: int) -> None:
-        """``holder`` needs it no more; the last one frees the copy."""
+        """End the use of ``version`` by ``holder``. The last holder frees the copy."""
         holders = self._holders[version]
         holders.discard(holder)
         if not holders:
@@ -49,7 +52,7 @@ class Pins:
 
     @contextmanager
     def weights(self, version: int) -> Iterator[None]:
-        """The model has the weights of ``version``; of a negative one, those that are in use."""
+        """Give the model the weights of ``version`` within the context; a negative version stands for those in use."""
         if version < 0:
             yield
             return

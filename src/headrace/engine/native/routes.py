@@ -1,10 +1,11 @@
-"""The experts of cached tokens, stored beside their keys and values.
+"""The routing of cached tokens, stored beside their keys and values.
 
-A token's routing stands where its block stands, so it comes along wherever the block is shared: with a prompt that
-siblings share, or a fork's prefix. Requests that record their routing match only blocks that have it (their chains have
-a salt of their own).
+The routing of a token is stored at its position in its block, so it is shared wherever the block is shared: with a
+prompt of several siblings, or with the prefix of a fork. Requests that record their routing match only blocks that have
+it, since their chains have a salt of their own.
 
-Shape legend: N tokens of a pass, P blocks, S places of a block, L mixture-of-experts layers, K experts per token.
+Shape legend: N tokens of a pass, P blocks, S positions of a block, L mixture-of-experts layers, K experts per token, R
+tokens whose routing is known.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headrace.models.routing import RoutingRecorder, find_routing
 
 
 class RoutingStore:
-    """The store. Nothing is hooked or allocated before :meth:`open`."""
+    """The experts of all cached tokens. No hook is installed and no memory is allocated before :meth:`open`."""
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self._model = model
@@ -30,13 +31,13 @@ class RoutingStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of the store."""
+        """The memory of the store."""
         return self._experts_PSLK.nbytes
 
     def open(self) -> str:
-        """Make sure that routing can be recorded; why it cannot, in words, or nothing.
+        """Make sure that routing can be recorded. Return the reason where it cannot; else the empty string.
 
-        Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts that is not known.
+        Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts whose architecture is not supported.
         """
         if self._recorder is not None:
             return ""
@@ -48,12 +49,12 @@ class RoutingStore:
         return ""
 
     def record(self, wanted: bool) -> None:
-        """Whether the next pass is to be stored."""
+        """Set whether the next pass is recorded."""
         if self._recorder is not None:
             self._recorder.on = wanted
 
     def store(self, geometry: Geometry) -> None:
-        """Keep the experts of the pass that has just run."""
+        """Store the experts of the pass that has just run."""
         if self._recorder is None or not self._recorder.on:
             return
         positions_N = geometry.positions_N()
@@ -62,12 +63,12 @@ class RoutingStore:
         self._experts_PSLK[blocks_N, positions_N % BLOCK] = self._recorder.take()
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Whole blocks were copied."""
+        """Copy the routing of whole blocks."""
         if self._recorder is not None:
             self._experts_PSLK[targets] = self._experts_PSLK[sources]
 
     def read(self, table: list[int], span: slice, num_computed: int) -> Routing:
-        """The routing of the tokens at ``span``; those from ``num_computed`` on have none yet."""
+        """Return the routing of the tokens at ``span``. Tokens from position ``num_computed`` on have none yet."""
         places = np.arange(span.start, min(span.stop, num_computed))
         experts_RLK: Experts = self._experts_PSLK[np.array(table, np.int64)[places // BLOCK], places % BLOCK]
         return Routing(known_T=np.arange(span.start, span.stop) < num_computed, experts_RLK=experts_RLK)

@@ -25,39 +25,39 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
 _WIDTHS = (64, 1024)
-"""Most likely tokens that are looked at first; few rows need more."""
+"""The numbers of most likely tokens among which survivors are searched first; few rows need more."""
 _BLOCK = 512
-"""Tokens that are summed at once where the vocabulary is large."""
+"""The number of tokens that are summed at once where the vocabulary is large."""
 _BELOW_ONE = 1 - 2.0**-52
 _SMALL = 256
-"""Vocabularies up to this size are drawn from by numpy on a processor: its calls cost less."""
+"""Vocabularies up to this size are sampled with numpy on a processor, where its calls have less overhead."""
 
 LogSoftmax = Callable[[Tensor], Tensor]
-"""Of the last dimension, row by row. Where one is given, it alone makes the logprobs: a learner that calls the same
-function of the same numbers gets the same bits."""
+"""A log-softmax over the last dimension, row by row. Where one is given, it alone computes the logprobs: a learner that
+calls the same function on the same numbers gets the same bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """What was sampled for each row."""
+    """The sampled token of each row."""
 
     ids_R: Tensor
-    """int64."""
+    """The token ids, int64."""
     logprobs_R: Tensor
-    """Under the distribution that was sampled from: penalised, tempered, truncated, renormalised; float32. 0 where the
-    choice was greedy."""
+    """The logprobs under the distribution that was sampled from: with penalties, temperature and truncation,
+    renormalised; float32. 0 where the choice was greedy."""
     sound_R: Tensor
-    """False where the logits held a NaN or +inf, or only −inf: the row's id and logprob mean nothing then."""
+    """False where the logits held a NaN or +inf, or only −inf. The id and logprob of such a row mean nothing."""
     kept: KeptSets | None = None
-    """What each row's token was drawn from: an empty span where that was not asked for, was the whole vocabulary, or
-    where the row is not sound. ``None`` where all are empty."""
+    """The kept-set of each row. It is empty where it was not requested, where it is the whole vocabulary and where the
+    row is not sound. ``None`` where all are empty."""
     entropies_R: Tensor | None = None
-    """See :func:`entropies`; ``None`` where no row asked for its own."""
+    """The entropies in nats, see :func:`entropies`; ``None`` where no row records its entropy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncationLimits:
-    """How each row's distribution is truncated."""
+    """The truncation of each row's distribution."""
 
     top_k_R: Tensor
     """int64; 0 for none."""
@@ -67,7 +67,7 @@ class TruncationLimits:
     """float64; 0 for none."""
 
     def take(self, places: Tensor) -> Self:
-        """Those of some rows."""
+        """Return the limits of some rows."""
         return type(self)(
             top_k_R=self.top_k_R[places], top_p_R=self.top_p_R[places], min_p_R=self.min_p_R[places]
         )  # fmt: skip
@@ -78,15 +78,16 @@ class Support:
     """The tokens that can be drawn."""
 
     ids_RK: Tensor
-    """Ascending; behind a row's last one stands the size of the vocabulary."""
+    """Their ids, ascending; each row is padded with the size of the vocabulary."""
     sizes_R: Tensor
-    """How many they are."""
+    """The number of tokens of each row."""
     sound_R: Tensor
-    """False where the logits are those of no distribution."""
+    """False where the logits do not define a distribution."""
 
 
 def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
-    """The entropy of each row's distribution in nats, before any truncation; 0 at temperature 0: it was certain.
+    """Return the entropy of each row's distribution in nats, before any truncation; 0 at temperature 0, where the token
+    is certain.
 
     >>> entropies(torch.zeros(2, 4), torch.tensor([1.0, 0.0])).tolist()
     [1.3862943649291992, 0.0]
@@ -119,8 +120,8 @@ def sample(
 
 
 def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab_size: int) -> Draw:
-    """From columns of a vocabulary of ``vocab_size``, which alone says how: how many columns they are depends on other
-    rows."""
+    """Sample from columns of a vocabulary of ``vocab_size``. The method depends on that size only: the number of
+    columns depends on the other rows of the batch."""
     if logits_RK.is_cpu and vocab_size <= _SMALL:
         return _sample_small(logits_RK, temperatures_R, uniforms_R)
     greedy_R = temperatures_R == 0
@@ -155,8 +156,8 @@ def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor)
 
 
 def _invert(weights_RV: Tensor, uniforms_R: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:
-    """The token at each row's uniform, and the row's sum. A large vocabulary is summed by blocks: first the block is
-    found, then the token in it."""
+    """Return the token at each row's uniform, and the row's sum. A large vocabulary is summed by blocks: first the
+    block is found, then the token in it."""
     if not by_blocks:
         mass_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
         total_R = mass_RV[:, -1]
@@ -196,14 +197,14 @@ def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_sof
 
 
 def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
-    """The tokens that survive truncation of softmax(``scaled_RV``).
+    """Return the tokens that survive truncation of softmax(``scaled_RV``).
 
-    In the order of falling probability, equals by rising id, the survivors are the first n. ``top_k``: the tokens that
-    are at least as likely as the k-th; all that equal it stay, so n may exceed top_k. ``top_p``: n is the smallest
-    number whose tokens hold at least ``top_p`` of the mass that ``top_k`` left; of equals the lower ids stay.
+    In the order of falling probability, and of rising id among equals, the survivors are the first n. ``top_k``: the
+    tokens that are at least as likely as the k-th; all that equal it stay, so n may exceed top_k. ``top_p``: n is the
+    smallest number whose tokens hold at least ``top_p`` of the mass that ``top_k`` left; of equals the lower ids stay.
     ``min_p``: each is at least ``min_p`` times as likely as the first. One always survives; none has probability 0.
     This is the order top_k, top_p, min_p of transformers, and its ``TopKLogitsWarper``, ``TopPLogitsWarper`` and
-    ``MinPLogitsWarper``, whose top_p leaves it to an unstable sort which of equals stay.
+    ``MinPLogitsWarper``; which equals their top_p keeps depends on an unstable sort.
 
     >>> scaled_RV = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
     >>> limits = TruncationLimits(top_k_R=torch.tensor([3]), top_p_R=torch.tensor([0.75]), min_p_R=torch.tensor([0.0]))
@@ -236,7 +237,7 @@ def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
 
 
 def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
-    """The mass of each row's whole vocabulary, where ``top_p`` needs it; 0 elsewhere."""
+    """Return the mass of each row's whole vocabulary, where ``top_p`` needs it; 0 elsewhere."""
     total_R = torch.zeros(len(shifted_RV), dtype=torch.float64, device=shifted_RV.device)
     rows = ((limits.top_p_R < 1) & (limits.top_k_R == 0)).nonzero()[:, 0]
     weights_AV = shifted_RV[rows].exp_()
@@ -250,7 +251,8 @@ def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
 def _among_likeliest(
     shifted_AV: Tensor, width: int, limits: TruncationLimits, total_A: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Search the ``width`` most likely tokens: whether all survivors are known to be among them, and their ids."""
+    """Search the ``width`` most likely tokens. Return whether all survivors are known to be among them, and their
+    ids."""
     top = shifted_AV.topk(width, dim=-1)
     by_id = top.indices.sort(dim=-1)
     by_value = top.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
@@ -265,7 +267,7 @@ def _among_likeliest(
 
 
 def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) -> Tensor:
-    """The ids of the survivors, wherever they are."""
+    """Return the ids of the survivors, searched in the whole vocabulary."""
     vocab_size = shifted_AV.shape[1]
     if shifted_AV.is_cpu:  # numpy sorts numbers several times faster
         falling_AV = -torch.from_numpy(np.sort(-shifted_AV.numpy(), axis=-1))
@@ -302,9 +304,9 @@ def _survivors(values_AW: Tensor, limits: TruncationLimits, total_A: Tensor) -> 
 
 
 def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """A uniform in [0, 1) for each (key, position): splitmix64 used as a counter-based hash.
+    """Return a uniform number in [0, 1) for each (key, position): splitmix64 used as a counter-based hash.
 
-    52 bits, so that the largest times any sum still rounds to less than the sum.
+    It has 52 bits, so that the largest times any sum still rounds to less than the sum.
 
     >>> bool((uniforms(np.array([3, 3], np.uint64), np.array([0, 1])) < 1).all())
     True
@@ -314,12 +316,12 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64])
 
 
 def seed_key(seed: int) -> np.uint64:
-    """The key of a request's draws: neighbouring seeds give unrelated ones."""
+    """Return the key of a request's draws. Neighbouring seeds give unrelated keys."""
     return np.uint64(_splitmix(np.array([seed % 2**64], np.uint64))[0])
 
 
 def _splitmix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output of splitmix64 (Steele, Lea, Flood 2014) for each state; uint64 arrays wrap around."""
+    """Return the output of splitmix64 (Steele, Lea, Flood 2014) for each state; uint64 arrays wrap around."""
     mixed = state + _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_A
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_B

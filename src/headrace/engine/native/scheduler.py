@@ -1,17 +1,22 @@
-"""Decides who is in the batch, what each step computes, and whose blocks are whose. Numbers only: no tensors, no time.
+"""The scheduler: which sequences are in the batch, what each step computes, and which blocks each sequence holds.
+
+It works on numbers only, without tensors and without a clock.
 
     waiting ──join──▶ rows ──▶ a step:  1. every row that decodes: one token; its next block, if it needs one
        ▲                │               2. rows whose context is not computed: pieces of it, by rank
-       └──preempted─────┘               3. who waits joins, by rank, while rows, tokens and blocks last
+       └──preempted─────┘               3. waiting sequences join, by rank, while rows, tokens and blocks last
 
-By rank means: higher priority first, then order of arrival; a sequence that was preempted keeps its arrival, and so
-stands before all that came after it. Nobody overtakes whom does not fit yet: nobody starves. A sequence joins with all
-the blocks that its tokens and one more need. When a row that decodes finds no free block, the row of the last rank goes
-back to wait, and in that step nobody joins. The row of the first rank therefore always moves on.
-Two may have to step aside, and others overtake them: who is to stay under the weights it begins with, while weights are
-exchanged, and while as many older ones are kept as may be; and, for one step, whose context another computes in it.
+By rank means: higher priority first, then order of arrival. A sequence that was preempted keeps its arrival, so it is
+before all that came after it. If the first sequence does not fit yet, no other overtakes it, so that none starves. A
+sequence joins with all the blocks that its tokens and one more need. When a row that decodes finds no free block, the
+row of the last rank returns to the queue, and no sequence joins in that step. The row of the first rank therefore
+always makes progress.
 
-Shape legend: R rows of the step.
+Two kinds of sequences are deferred, and others may overtake them: a pinned sequence, while weights are exchanged or
+there is no room for one more copy of older weights; and a sequence whose prompt a sibling computes in this step, for
+that step.
+
+Shape legend: R rows of the step, J rows that compute a piece of their context.
 """
 
 from __future__ import annotations
@@ -33,21 +38,21 @@ from headrace.models.paged.base import BLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What one step computes."""
+    """The rows and tokens of one step."""
 
     rows_R: Index
-    """Rows of the batch; those with one new token first."""
+    """The rows of the batch; those with one new token first."""
     counts_R: Index
-    """New tokens of each."""
+    """The number of new tokens of each row."""
     num_decode: int
-    """The first rows, with one new token each."""
+    """The number of first rows, which have one new token each."""
     copies: tuple[tuple[int, int], ...]
-    """Blocks to copy before the pass: (source, target)."""
+    """The blocks to copy before the pass: (source, target)."""
     joined: tuple[Sequence, ...]
-    """Those that have just come into rows."""
+    """The sequences that have just joined."""
 
     def only(self, chosen_R: Flags) -> Schedule:
-        """The part of the step that these rows are."""
+        """Return the part of the step with these rows."""
         return Schedule(
             rows_R=self.rows_R[chosen_R],
             counts_R=self.counts_R[chosen_R],
@@ -57,15 +62,15 @@ class Schedule:
         )
 
     def split(self, label_R: Index) -> list[tuple[int, Schedule]]:
-        """The parts of the step whose rows have the same label, with it, in its order."""
+        """Return the parts of the step whose rows have the same label, each with its label and in the same order."""
         if (label_R == label_R[0]).all():
             return [(int(label_R[0]), self)]
         return [(label, self.only(label_R == label)) for label in np.unique(label_R).tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Claim:
-    """What a sequence begins with."""
+class _Allocation:
+    """The blocks that a sequence begins with."""
 
     table: list[int]
     num_cached: int
@@ -74,8 +79,11 @@ class _Claim:
 
 
 class Scheduler:
-    """The queue in front of the rows. ``before_change`` hears of each sequence whose cached context is about to be lost
-    or computed again, unless it ends; ``may_pin`` says whether a sequence may stay under the present weights."""
+    """The queue in front of the rows.
+
+    ``before_change`` is called with each sequence whose cached context is about to be lost or computed again, unless it
+    ends. ``may_pin`` returns whether a sequence can be pinned to the present weights.
+    """
 
     def __init__(
         self,
@@ -92,69 +100,69 @@ class Scheduler:
         self._may_pin = may_pin
         self._waiting = Waiting()
         self._held: dict[int, Sequence] | None = None
-        self._aside: dict[int, Sequence] = {}
+        self._deferred: dict[int, Sequence] = {}
         self._siblings = Siblings()
-        self._stuck: tuple[int, int] | None = None  # who did not fit, and how many blocks there were
+        self._last_misfit: tuple[int, int] | None = None  # (arrival, available blocks): not tried again with no more
         self._decoding: Index = np.zeros(0, np.int64)
         self._dirty: list[int] = []
         self.version = NOT_SAMPLED
-        """What computes the context of sequences that join now."""
+        """The version that computes the context of sequences that join now."""
         self.num_preempted = 0
         self.prompt_tokens = 0
-        """Of the sequences that have joined."""
+        """The tokens that sequences began with when they joined."""
         self.cached_tokens = 0
-        """Of these, how many were in the cache."""
+        """How many of these were in the cache."""
         self.prefill_s = 0.0
-        """Time of steps that went to contexts, as their tokens share it."""
+        """The time that steps spent on contexts, as the share of their tokens."""
         self._context_share = 0.0
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are in no row."""
-        return len(self._waiting) + len(self._held or ()) + len(self._aside)
+        """The number of sequences that are in no row."""
+        return len(self._waiting) + len(self._held or ()) + len(self._deferred)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in a row or may join one."""
-        return not (self._rows.count or self._waiting or any(map(self._may_return, self._aside.values())))
+        """Whether no sequence is in a row or may join one."""
+        return not (self._rows.count or self._waiting or any(map(self._may_join, self._deferred.values())))
 
     def waiting(self) -> list[Sequence]:
-        """All sequences that are in no row."""
-        return [*self._waiting, *self._aside.values(), *(self._held or {}).values()]
+        """Return all sequences that are in no row."""
+        return [*self._waiting, *self._deferred.values(), *(self._held or {}).values()]
 
-    def begun(self) -> list[Sequence]:
-        """All sequences in rows, and those that had been."""
-        return self._rows.sequences + self._waiting.begun()
+    def started(self) -> list[Sequence]:
+        """Return all sequences in rows, and waiting ones that have an answer."""
+        return self._rows.sequences + self._waiting.started()
 
     def add(self, sequence: Sequence) -> None:
-        """Let ``sequence`` wait."""
+        """Add ``sequence`` to the queue."""
         if self._held is not None and sequence.answer is None:
             self._held[sequence.arrival] = sequence
         else:
             self._waiting.add(sequence)
 
-    def hold(self, *, everyone: bool) -> None:
-        """From now on nobody new may join until :meth:`open`; nor may, with ``everyone``, those who wait now and have
-        not begun."""
+    def hold(self, *, include_waiting: bool) -> None:
+        """Let no new sequence join until :meth:`open`; with ``everyone``, also none of those that wait now and have not
+        begun."""
         self._held = {}
-        if everyone:
-            waiting, self._waiting, self._aside = self.waiting(), Waiting(), {}
+        if include_waiting:
+            waiting, self._waiting, self._deferred = self.waiting(), Waiting(), {}
             for sequence in waiting:
                 self.add(sequence)
 
     def open(self) -> None:
-        """Everyone may join again."""
+        """End :meth:`hold`: every sequence may join again."""
         held, self._held = self._held or {}, None
         for sequence in held.values():
             self.add(sequence)
 
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
-        """Forget these, wherever they are."""
-        gone = list(sequences)
-        self.leave([sequence.row for sequence in gone if sequence.row != NO_ROW])
-        for sequence in gone:
+        """Remove these sequences, wherever they are."""
+        leaving = list(sequences)
+        self.leave([sequence.row for sequence in leaving if sequence.row != NO_ROW])
+        for sequence in leaving:
             self._waiting.remove(sequence)
-            self._aside.pop(sequence.arrival, None)
+            self._deferred.pop(sequence.arrival, None)
             if self._held is not None:
                 self._held.pop(sequence.arrival, None)
 
@@ -163,19 +171,20 @@ class Scheduler:
         for row in rows:
             table = self._rows.table(row)
             if self._rows.computed_R[row] < self._rows.length_R[row] - 1:
-                self._pool.taint(table)  # nobody has seen the logits: they may hold what is not finite
+                self._pool.taint(table)  # its logits were never checked: the blocks may hold NaN or infinity
             self._pool.release(table)
-        self._dirty += self._pool.take_dirty()
+        self._dirty += self._pool.pop_dirty()
         if len(rows):
             self._rows.leave(rows)
 
-    def take_dirty(self) -> list[int]:
-        """Blocks that may hold what is not finite, and must be cleared before the next pass."""
+    def pop_dirty(self) -> list[int]:
+        """Return the blocks that may hold NaN or infinity, which must be cleared before the next pass."""
         dirty, self._dirty = self._dirty, []
         return dirty
 
     def requeue(self, sequence: Sequence) -> int:
-        """Back from its row to the queue, with its answer; how many computed tokens that costs."""
+        """Move a sequence with its answer from its row back to the queue. Return how many computed tokens that
+        discards."""
         self._before_change(sequence)
         row = sequence.row
         lost = int(self._rows.computed_R[row])
@@ -185,7 +194,7 @@ class Scheduler:
         return lost
 
     def recompute(self, sequence: Sequence) -> int:
-        """Have its context computed again in its own blocks; how many tokens that is."""
+        """Compute the context of a sequence again in its own blocks. Return how many tokens that is."""
         self._before_change(sequence)
         lost = int(self._rows.computed_R[sequence.row])
         self._rows.computed_R[sequence.row] = 0
@@ -193,25 +202,26 @@ class Scheduler:
         return lost
 
     def borrow(self, count: int) -> list[int]:
-        """So many blocks of the pool, which has them; the rows of the last ranks make room."""
+        """Allocate ``count`` blocks. Rows of the last ranks are preempted to make room; the pool must have that many
+        blocks."""
         while True:
-            blocks = self._pool.take(count)
+            blocks = self._pool.allocate(count)
             if blocks is not None:
                 return blocks
             self._preempt_last()
 
-    def give_back(self, blocks: list[int]) -> None:
-        """They were borrowed; what is in them may be anything."""
+    def return_blocks(self, blocks: list[int]) -> None:
+        """Return borrowed blocks, whose contents are undefined."""
         self._pool.taint(blocks)
         self._pool.release(blocks)
-        self._dirty += self._pool.take_dirty()
+        self._dirty += self._pool.pop_dirty()
 
     def _preempt_last(self) -> None:
         self.requeue(self._rows.sequences[self._rows.by_rank(np.arange(self._rows.count))[-1]])
         self.num_preempted += 1
 
     def schedule(self) -> Schedule:
-        """Decide the next step. It computes something as long as anything is in a row or may join one."""
+        """Decide the next step. It computes something as long as any sequence is in a row or may join one."""
         rows = self._rows
         self._siblings = Siblings()
         crowded = self._grow()
@@ -219,29 +229,29 @@ class Scheduler:
         decoding = self._decoding = np.flatnonzero(ready)
         self._register_decoding(decoding)
         budget = self._max_step_tokens - len(decoding)
-        later: list[tuple[int, int]] = []
+        pieces: list[tuple[int, int]] = []
         copies: list[tuple[int, int]] = []
         num_before = rows.count
         for row in [] if len(decoding) == num_before else rows.by_rank(np.flatnonzero(~ready)).tolist():
             if budget <= 0:
                 break
             if not rows.computed_R[row]:
-                self._share_again(row)
-            budget -= self._piece(row, budget, later)
-        self._call_back()
+                self._match_recomputed(row)
+            budget -= self._schedule_piece(row, budget, pieces)
+        self._return_deferred()
         while not crowded and budget > 0:
             joined = self._join_first()
             if joined is None:
                 break
-            row, claim = joined
-            copies += [claim.copy] if claim.copy is not None else []
-            budget -= self._piece(row, budget, later)
-            self._siblings.lead(rows.sequences[row], int(rows.computed_R[row]) + later[-1][1])
+            row, allocation = joined
+            copies += [allocation.copy] if allocation.copy is not None else []
+            budget -= self._schedule_piece(row, budget, pieces)
+            self._siblings.lead(rows.sequences[row], int(rows.computed_R[row]) + pieces[-1][1])
         self._context_share = 0.0
-        if not later:
+        if not pieces:
             ones = np.ones(len(decoding), np.int64)
             return Schedule(rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), joined=())
-        rows_J, counts_J = np.array(later, np.int64).T
+        rows_J, counts_J = np.array(pieces, np.int64).T
         self._context_share = float(counts_J.sum() / (counts_J.sum() + len(decoding)))
         return Schedule(
             rows_R=np.concatenate([decoding, rows_J]),
@@ -251,22 +261,22 @@ class Scheduler:
             joined=tuple(rows.sequences[num_before:]),
         )
 
-    def took(self, seconds: float) -> float:
-        """The step took so long, which is returned."""
+    def account_time(self, seconds: float) -> float:
+        """Account for the time of the step, and return it."""
         self.prefill_s += seconds * self._context_share
         self._context_share = 0.0
         return seconds
 
     def _grow(self) -> bool:
-        """A block for every row that needs one; whether somebody had to leave for it."""
+        """Allocate a block for every row that needs one. Return whether a row was preempted for it."""
         rows = self._rows
-        needy = np.flatnonzero(rows.length_R[: rows.count] > rows.held_R[: rows.count] * BLOCK)
+        needy = np.flatnonzero(rows.length_R[: rows.count] > rows.num_blocks_R[: rows.count] * BLOCK)
         if not len(needy):
             return False
         crowded = False
         for sequence in [rows.sequences[row] for row in rows.by_rank(needy)]:
             while sequence.row != NO_ROW:
-                fresh = self._pool.take(1)
+                fresh = self._pool.allocate(1)
                 if fresh is not None:
                     rows.extend(sequence.row, fresh)
                     break
@@ -284,93 +294,95 @@ class Scheduler:
         if sequence.chain.version == self._pool.version:
             self._pool.register(sequence.chain, self._rows.table(row), self._rows.ids_RC[row, :end])
 
-    def _piece(self, row: int, budget: int, later: list[tuple[int, int]]) -> int:
-        """Schedule the next tokens of the row's context; how many."""
+    def _schedule_piece(self, row: int, budget: int, pieces: list[tuple[int, int]]) -> int:
+        """Schedule the next tokens of the row's context, and return how many."""
         rows = self._rows
         start = int(rows.computed_R[row])
         count = min(budget, int(rows.length_R[row]) - start)
         self._register(row, start + count)
-        later.append((row, count))
+        pieces.append((row, count))
         return count
 
-    def _share_again(self, row: int) -> None:
-        """Of a context that is computed again, somebody else may have computed a part by now."""
+    def _match_recomputed(self, row: int) -> None:
+        """Replace blocks of a context that is to be recomputed by cached blocks that another sequence has recomputed
+        already."""
         rows, sequence = self._rows, self._rows.sequences[row]
         blocks = self._pool.match(sequence.chain, rows.ids_of(row))
         self._pool.release(rows.table(row)[: len(blocks)])
         rows.tables_RB[row, : len(blocks)] = blocks
         rows.computed_R[row] = len(blocks) * BLOCK
 
-    def _call_back(self) -> None:
-        """Who stepped aside may wait with the others again, if nothing speaks against it any more."""
-        for sequence in [one for one in self._aside.values() if self._may_return(one)]:
-            del self._aside[sequence.arrival]
+    def _return_deferred(self) -> None:
+        """Return deferred sequences to the queue if they may join now."""
+        for sequence in [each for each in self._deferred.values() if self._may_join(each)]:
+            del self._deferred[sequence.arrival]
             self._waiting.add(sequence)
 
-    def _may_return(self, sequence: Sequence) -> bool:
+    def _may_join(self, sequence: Sequence) -> bool:
         return not sequence.request.pinned or sequence.pin is not None or self._may_pin()
 
-    def _join_first(self) -> tuple[int, _Claim] | None:
-        """The first of the queue that need not step aside takes the next row, and this is what it begins with; ``None``
-        if there is nobody, or no room."""
+    def _join_first(self) -> tuple[int, _Allocation] | None:
+        """Let the first sequence of the queue that is not deferred join. Return its row and its blocks; ``None`` if
+        there is no such sequence, or no room."""
         while self._waiting and self._rows.count + self._siblings.num_waiting < self._rows.num_rows:
             sequence = self._waiting.first()
-            if self._siblings.follow(sequence) or not self._may_return(sequence):
+            if self._siblings.follow(sequence) or not self._may_join(sequence):
                 self._waiting.remove(sequence)
-                self._aside[sequence.arrival] = sequence
+                self._deferred[sequence.arrival] = sequence
                 continue
-            claim = self._claim(sequence)
-            return None if claim is None else (self._join(sequence, claim), claim)
+            allocation = self._allocate(sequence)
+            return None if allocation is None else (self._join(sequence, allocation), allocation)
         return None
 
-    def _join(self, sequence: Sequence, claim: _Claim) -> int:
+    def _join(self, sequence: Sequence, allocation: _Allocation) -> int:
         self._waiting.remove(sequence)
         if sequence.answer is None:
             self.prompt_tokens += len(sequence.given_ids_T)
-            self.cached_tokens += claim.num_cached
-        sequence.parent, sequence.lineage_T, sequence.insists, sequence.chain = None, None, None, claim.chain
+            self.cached_tokens += allocation.num_cached
+        sequence.parent, sequence.parent_ids_T, sequence.required_version = None, None, None
+        sequence.chain = allocation.chain
         if sequence.request.pinned and sequence.pin is None:
             sequence.pin = self.version
-        self._rows.join(sequence, claim.table, claim.num_cached)
+        self._rows.join(sequence, allocation.table, allocation.num_cached)
         return sequence.row
 
-    def _claim(self, sequence: Sequence) -> _Claim | None:
-        """Blocks for all tokens of ``sequence`` and one more; ``None`` while there are not enough."""
+    def _allocate(self, sequence: Sequence) -> _Allocation | None:
+        """Allocate blocks for all tokens of ``sequence`` and each more; ``None`` while there are not enough."""
         before = self._pool.available
-        if self._rows.count and self._stuck is not None:
-            arrival, then = self._stuck
+        if self._rows.count and self._last_misfit is not None:
+            arrival, then = self._last_misfit
             if arrival == sequence.arrival and before <= then:
                 return None
-        claim = self._try_claim(sequence)
-        self._stuck = (sequence.arrival, before) if claim is None else None
-        return claim
+        allocation = self._try_allocate(sequence)
+        self._last_misfit = (sequence.arrival, before) if allocation is None else None
+        return allocation
 
-    def _try_claim(self, sequence: Sequence) -> _Claim | None:
+    def _try_allocate(self, sequence: Sequence) -> _Allocation | None:
         ids_T = sequence.ids()
-        needed = blocks_for(min(len(ids_T) + 1, sequence.longest - 1))
+        needed = blocks_for(min(len(ids_T) + 1, sequence.max_length - 1))
         version = self.version if sequence.pin is None else sequence.pin
-        claim = self._fork(sequence, ids_T, version) or self._fork_cached(sequence, ids_T, version)
-        if claim is None:
+        allocation = self._fork(sequence, ids_T, version) or self._fork_cached(sequence, ids_T, version)
+        if allocation is None:
             chain = Chain(version, sequence.salt)
-            claimed = self._pool.claim(chain, ids_T, needed)
-            if claimed is None:
+            matched = self._pool.claim(chain, ids_T, needed)
+            if matched is None:
                 return None
-            return _Claim(table=claimed[0], num_cached=claimed[1] * BLOCK, chain=chain)
-        fresh = self._pool.take(needed - len(claim.table))
+            return _Allocation(table=matched[0], num_cached=matched[1] * BLOCK, chain=chain)
+        fresh = self._pool.allocate(needed - len(allocation.table))
         if fresh is None:
-            self._pool.release(claim.table)
+            self._pool.release(allocation.table)
             return None
-        claim.table.extend(fresh)
-        return claim
+        allocation.table.extend(fresh)
+        return allocation
 
-    def _fork(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Claim | None:
-        """The context of a running parent, if it may be shared; the part of a block as a copy."""
+    def _fork(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
+        """Share the context of a running parent, if that is allowed; a block that is filled in part is copied."""
         parent, rows = sequence.parent, self._rows
         if parent is None or parent.salt != sequence.salt:
             return None
-        if parent.row not in self._decoding:  # or blocks of it may be filled in this very pass: too late for a copy
+        if parent.row not in self._decoding:  # blocks of it may be filled in this very pass, too late for a copy
             return None
-        if parent.chain.version != version and not sequence.reuses:
+        if parent.chain.version != version and not sequence.reuses_stale:
             return None
         num_cached = min(int(rows.computed_R[parent.row]), len(ids_T) - 1)
         if not np.array_equal(rows.ids_RC[parent.row, :num_cached], ids_T[:num_cached]):
@@ -379,12 +391,12 @@ class Scheduler:
         if forked is None:
             return None
         chain = Chain(parent.chain.version, sequence.salt)
-        return _Claim(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)
+        return _Allocation(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)
 
-    def _fork_cached(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Claim | None:
-        """The context of a parent that runs no more, as far as it is cached whole: the block that the fork shares in
-        part, which would not be found by the fork's own tokens, as a copy."""
-        whole_T, num_cached = sequence.lineage_T, len(ids_T) - 1
+    def _fork_cached(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
+        """Share the cached context of a parent that no longer runs. The block that the fork uses in part, which cannot
+        be found by the fork's own tokens, is copied."""
+        whole_T, num_cached = sequence.parent_ids_T, len(ids_T) - 1
         if whole_T is None or not num_cached % BLOCK or version != self._pool.version:
             return None
         num_blocks, chain = blocks_for(num_cached), Chain(version, sequence.salt)
@@ -395,4 +407,4 @@ class Scheduler:
         if forked is None:
             return None
         chain = Chain(version, sequence.salt)
-        return _Claim(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)
+        return _Allocation(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)

@@ -1,7 +1,7 @@
-"""Logprobs of tokens that are given: one prefill, piece by piece, in blocks of the engine's cache.
+"""Logprobs of given tokens: one prefill, piece by piece, in blocks of the engine's cache.
 
-Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece, K of the
-likeliest entries that are asked for.
+Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece, K most
+likely entries per token.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
 
 _LOGITS = 2**24
-"""Numbers that the logits of one piece may have, about."""
+"""The approximate number of logits of one piece, which bounds its memory."""
 
 Replay = Callable[[Routing], AbstractContextManager[object]]
 
 
 class PrefillScorer:
-    """Scores under the weights that the model has at the time."""
+    """The computation of logprobs under the weights that the model has at the time."""
 
     def __init__(
         self, model: PreTrainedModel, cache: PagedCache, maker: AttentionMaker, exact: LogSoftmax | None
@@ -46,13 +46,14 @@ class PrefillScorer:
         self._routed_model: RoutedModel | None = None
 
     def blocks(self, request: ScoreTokens, vocab_size: int) -> int:
-        """How many blocks :meth:`score` needs. Raises :class:`~headrace.base.errors.RequestError` for what it cannot
-        score."""
+        """Return how many blocks :meth:`score` needs. Raises :class:`~headrace.base.errors.RequestError` for a request
+        that cannot be scored."""
         self._refuse_if_unfit(request, vocab_size)
         return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0
 
     def score(self, request: ScoreTokens, table: list[int], vocab_size: int) -> TopScores:
-        """See :meth:`~headrace.engine.base.EngineCore.top_scores`. ``table`` are the blocks."""
+        """Return the scores; see :meth:`~headrace.engine.base.EngineCore.top_scores`. ``table`` are the blocks to
+        use."""
         shape = len(request.ids_T), request.top_k
         scores = TopScores(
             logprobs_T=np.zeros(shape[0], np.float32),
@@ -96,7 +97,7 @@ class PrefillScorer:
         return _exact_logprobs(scaled_NV, ids_N, kept, self._exact)
 
     def _likeliest(self, scaled_NV: Tensor, request: ScoreTokens) -> tuple[Tensor, Tensor]:
-        """The log-probabilities of the entries that are asked for, and their ids."""
+        """Return the logprobs and the ids of the most likely entries, as many as the request sets."""
         if not request.top_k:
             return scaled_NV[:, :0], scaled_NV[:, :0].int()
         best_NK, ids_NK = scaled_NV[:, : request.top_below or None].topk(request.top_k)
@@ -148,7 +149,8 @@ def _exact_logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None, log
 
 
 def _logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:
-    """Of each id in the softmax over its kept-set, or over all where that is empty."""
+    """Return the logprob of each id in the softmax over its kept-set, or over the vocabulary where the kept-set is
+    empty."""
     total_N = scaled_NV.logsumexp(-1)
     if kept is not None and len(kept.ids_E):
         owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(scaled_NV.device)

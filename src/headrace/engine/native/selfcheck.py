@@ -1,8 +1,9 @@
-"""The comparison of a new engine with transformers: the same model, each sequence alone, no part of the engine.
+"""The comparison of a new engine with transformers, on the same model.
 
-What an engine adds to a model may be wrong for one model and right for another: attention over blocks, compiled
-modules, packed weights. So each engine shows on a few tokens, before its first request, that it gives the distributions
-that the model gives under its own attention and modules: prompts in pieces, and sequences that decode beside them.
+An engine adds attention over blocks, compiled modules and packed weights to a model, which may be right for one model
+and wrong for another. So each engine proves on a few tokens, before its first request, that it computes the
+distributions that the model computes with its own attention and modules, each sequence alone. The tokens cover prompts
+in pieces, and sequences that decode beside them.
 
 Shape legend: N tokens of a pass, T tokens of a sequence, V vocabulary, R rows.
 """
@@ -28,15 +29,17 @@ _COUNTS = ((1, 20), (1, 13), (1, 1))
 then both decode. Few passes: each reads all weights, which is what takes the time."""
 _KERNELS = "headrace.models.kernels"
 _BEYOND = 3
-"""Queries of the probe of a window, the last tokens of a sequence that is longer than it by a block and these."""
+"""The number of queries of the window probe: the last tokens of a sequence that is one block and this many tokens
+longer than the window."""
 _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Largest difference of an attention's output, relative to the largest number."""
+"""The largest accepted difference of an attention's output, relative to the largest number."""
 
 
 def refuse_unequal(
     model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker, max_context: int
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` unless passes over a paged cache give what transformers gives."""
+    """Raise :class:`~headrace.base.errors.ModelError` unless passes over a paged cache compute what transformers
+    computes."""
     counts = np.array(_COUNTS, np.int64)
     lengths_R = np.minimum(counts.sum(0), max_context)
     sequences = [
@@ -44,9 +47,9 @@ def refuse_unequal(
         for row, length in enumerate(lengths_R.tolist())
     ]
     with torch.no_grad():
-        found = _paged(model, sequences, shapes, maker)
-        wanted = _alone(model, sequences)
-    gaps = [_apart(*pair) for pair in zip(found, wanted, strict=True)]
+        computed = _paged(model, sequences, shapes, maker)
+        expected = _reference(model, sequences)
+    gaps = [_expected_gap(*pair) for pair in zip(computed, expected, strict=True)]
     gap_N = torch.cat(gaps)
     dtype = str(model.dtype).removeprefix("torch.")
     largest, mean = largest_gap(dtype, rerouted=is_mixture(model.config)), gap_N.mean().item()
@@ -65,7 +68,7 @@ def refuse_unequal(
 
 
 class _ProbeRequest(PackedPlan):
-    """A plan that notes how each layer attends, and with how many heads."""
+    """A plan that records how each layer attends, and with how many heads."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([1], device)
@@ -78,25 +81,26 @@ class _ProbeRequest(PackedPlan):
 
 @torch.no_grad()
 def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
-    """Ask the attention alone about sequences that are longer than each sliding window: a pass of the model over so
-    many tokens would take long."""
-    asked = _ProbeRequest(model.device)
-    forward(model, torch.zeros(1, dtype=torch.long, device=model.device), asked)
-    windows = {(rule.window, shapes[layer]): (rule, heads) for layer, (rule, heads) in asked.rules.items()}
+    """Check the attention alone on sequences longer than each sliding window. A pass of the whole model over so many
+    tokens would take too long."""
+    probe = _ProbeRequest(model.device)
+    forward(model, torch.zeros(1, dtype=torch.long, device=model.device), probe)
+    windows = {(rule.window, shapes[layer]): (rule, heads) for layer, (rule, heads) in probe.rules.items()}
     for (window, shape), (rule, heads) in windows.items():
         if window is None:
             continue
-        apart = _windowed(model, shape, maker, rule, heads)
-        if not apart <= _CLOSE[model.dtype]:
+        difference = _windowed(model, shape, maker, rule, heads)
+        if not difference <= _CLOSE[model.dtype]:
             raise ModelError(
                 f"the attention of this {type(model).__name__} over blocks does not keep to the sliding window of "
-                f"layer {rule.layer}, of {window} tokens: beyond it, it is {apart:.2g} off (relative)",
+                f"layer {rule.layer}, of {window} tokens: beyond it, it is {difference:.2g} off (relative)",
                 remedy="set another model.dtype or engine.device, and report the model's config.json",
             )
 
 
 def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, rule: Rule, heads: int) -> float:
-    """The relative difference between attention over blocks and over all keys, for the last tokens of a sequence."""
+    """Return the relative difference between attention over blocks and over all keys, for the last tokens of a
+    sequence."""
     assert rule.window is not None
     length = rule.window + BLOCK + _BEYOND
     draw = torch.Generator().manual_seed(0)
@@ -120,29 +124,29 @@ def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, 
         num_decode=0,
     )
     last = slice(length - _BEYOND, length)
-    found = maker(geometry, model.device).attend((query_QHE, key_TKE[last], value_TKE[last]), cache.layers[0], rule)
+    computed = maker(geometry, model.device).attend((query_QHE, key_TKE[last], value_TKE[last]), cache.layers[0], rule)
     at_Q1 = torch.arange(length, device=model.device)[last, None]
     to_T = torch.arange(length, device=model.device)
     sees_QT = (to_T <= at_Q1) & (to_T > at_Q1 - rule.window)
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_QHE, key_TKE, value_TKE))
-    wanted = attend_masked(query, key, value, sees_QT, rule)[0].transpose(0, 1)
-    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    expected = attend_masked(query, key, value, sees_QT, rule)[0].transpose(0, 1)
+    return float((computed.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
-def _apart(found_TV: Tensor, wanted_TV: Tensor) -> Tensor:
-    """For each token, the expected |Δ logprob| of a token that is sampled after it."""
-    found, wanted = found_TV.float().log_softmax(-1), wanted_TV.float().log_softmax(-1)
-    return torch.where(wanted.exp() > 0, wanted.exp() * (found - wanted).abs(), 0.0).sum(-1).cpu()
+def _expected_gap(computed_TV: Tensor, expected_TV: Tensor) -> Tensor:
+    """Return the expected |Δ logprob| of the token sampled after each token."""
+    computed, expected = computed_TV.float().log_softmax(-1), expected_TV.float().log_softmax(-1)
+    return torch.where(expected.exp() > 0, expected.exp() * (computed - expected).abs(), 0.0).sum(-1).cpu()
 
 
 def _paged(
     model: PreTrainedModel, sequences: list[Tensor], shapes: tuple[LayerShape, ...], maker: AttentionMaker
 ) -> list[Tensor]:
-    """Logits ``[T, V]`` of each sequence, from passes as an engine makes them."""
+    """Return the logits ``[T, V]`` of each sequence, computed by passes like those of an engine."""
     num_blocks = -(-max(len(ids_T) for ids_T in sequences) // BLOCK)
     cache = PagedCache(shapes, num_blocks * len(sequences), dtype=model.dtype, device=model.device)
     tables_RB = np.arange(len(sequences) * num_blocks, dtype=np.int32).reshape(len(sequences), num_blocks)
-    starts_R, found = np.zeros(len(sequences), np.int64), [list[Tensor]() for _ in sequences]
+    starts_R, computed = np.zeros(len(sequences), np.int64), [list[Tensor]() for _ in sequences]
     for wanted_R in np.array(_COUNTS, np.int64):
         left_R = np.array([len(ids_T) for ids_T in sequences]) - starts_R
         counts_R = np.minimum(wanted_R, left_R)
@@ -158,13 +162,13 @@ def _paged(
         ids_N = torch.cat([sequences[row][starts_R[row] : starts_R[row] + counts_R[row]] for row in rows])
         logits_NV = forward(model, ids_N, PagedPlan(cache, geometry, maker, model.device))
         for row, part in zip(rows, logits_NV.split(counts_R[rows].tolist()), strict=True):
-            found[row].append(part)
+            computed[row].append(part)
         starts_R = starts_R + counts_R
-    return [torch.cat(parts) for parts in found]
+    return [torch.cat(parts) for parts in computed]
 
 
-def _alone(model: PreTrainedModel, sequences: list[Tensor]) -> list[Tensor]:
-    """Logits ``[T, V]`` of each sequence from the model's own attention and modules."""
+def _reference(model: PreTrainedModel, sequences: list[Tensor]) -> list[Tensor]:
+    """Return the logits ``[T, V]`` of each sequence, computed by the model's own attention and modules."""
     with _without_kernels(model):
         model.set_attn_implementation("eager")
         try:
@@ -175,7 +179,7 @@ def _alone(model: PreTrainedModel, sequences: list[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _without_kernels(model: nn.Module) -> Iterator[None]:
-    """Let modules that run on kernels compute as their classes say, for a while."""
+    """Let modules that run on kernels compute with their own code within the context."""
     swapped = [
         (module, module.__dict__["forward"])
         for module in model.modules()

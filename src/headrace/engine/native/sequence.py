@@ -1,6 +1,6 @@
-"""One request on its way through the engine.
+"""The state of one request in the engine.
 
-                  join                         preempted, or made to queue again
+                  join                            preempted, or requeued
 add ──▶ waiting ───────▶ in a row of the batch ───────────────────────┐
            ▲                     │                                     │
            │                     └──▶ ended (remembered for forks)     │
@@ -13,97 +13,96 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.base.types.columns import FloatColumn, IntColumn
+from headrace.base.types.columns import IntColumn
 from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import Chain
 
 NO_ROW = -1
 Kept = tuple[IntColumn, int, int]
-"""Where a token's kept-set stands: the ids of all that were drawn in its step, and from where to where."""
+"""The kept-set of a token: the ids of all kept-sets of its step, and the start and end of its own among them."""
 WITH_ROUTING = 1
 """The salt of blocks beside which routing is stored."""
 _ADAPTERS = 2
-"""From here on a salt counts the adapters that compute blocks."""
+"""The factor of the adapter's index in a salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSequence:
-    """What a sequence that has left its row had sampled."""
+    """The sampled tokens of a sequence that has left its row."""
 
-    ids_T: IntColumn
-    logprobs_T: FloatColumn
-    versions_T: IntColumn
-    entropies_T: FloatColumn
-    """0 where they are not recorded."""
+    tokens: Tokens
+    """The tokens, without kept-sets and routing, which are stored elsewhere."""
     num_flushed: int
-    """Of these, how many its reader has."""
+    """How many of these tokens have been sent."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request, and what the engine must know of it besides the numbers in its row."""
+    """A request, and the engine's state of it besides the numbers in its row."""
 
     request: GenerateRequest
     given_ids_T: IntColumn
-    """What it begins with: its prompt, or what a fork keeps of its parent."""
+    """The tokens that it begins with: its prompt, or those that a fork keeps of its parent."""
     num_prompt: int
-    """Of these, how many nobody sampled."""
+    """How many of these are a prompt, which no engine sampled."""
     arrival: int
-    """Counts up with every request."""
+    """The number of requests before it."""
     deadline_s: float
-    """On the clock; infinite for none."""
+    """The end of its time, on the engine's clock; infinite for none."""
     adapter: int = 0
-    """The place among the engine's of the adapter that samples it."""
+    """The index of the adapter that computes it."""
     row: int = NO_ROW
     answer: FinishedSequence | None = None
-    """Of one that waits, if it had begun; else ``None``."""
+    """The answer of a waiting sequence that had begun; else ``None``."""
     chain: Chain = field(default_factory=lambda: Chain(NOT_SAMPLED))
-    """What the prefix cache knows of it, and the version of its cached context; new each time it joins."""
+    """Its place in the prefix cache, and the version of its cached context; new each time it joins."""
     pin: int | None = None
-    """The version it stays under; ``None`` while it has none."""
+    """The version that it is pinned to; ``None`` while it has none."""
     parent: Sequence | None = None
-    """Of a fork or a sibling that has not joined: whose blocks it may share if that one runs; else ``None``."""
-    reuses: bool = False
-    """Whether it may share them even if other weights computed them."""
-    lineage_T: IntColumn | None = None
-    """Of a fork that has not joined: all tokens of its parent, of whose blocks the prefix cache may have some; else
+    """The sequence whose blocks a fork or a sibling may share when it joins, if the parent still runs; else
     ``None``."""
-    insists: int | None = None
-    """Of a fork that has not joined, and that other weights than those of its parent's cache must not go on with: their
-    version; else ``None``."""
+    reuses_stale: bool = False
+    """Whether it may share blocks of its parent that other weights computed."""
+    parent_ids_T: IntColumn | None = None
+    """All tokens of the parent, for a fork that has not joined: the prefix cache may have some of their blocks. Else
+    ``None``."""
+    required_version: int | None = None
+    """The only version that may compute it, for a fork that has not joined and refuses other weights than those of its
+    parent's cache; else ``None``."""
     kept: list[Kept] = field(default_factory=list)
-    """One per token since the last chunk, if it records them."""
-    silent: bool = True
-    """No chunk of it has been sent since it began."""
+    """One kept-set per token since the last chunk, if it records them."""
+    unreported: bool = True
+    """Whether no chunk has been sent since it began or was restarted."""
     restarted: bool = False
-    """It has lost tokens that its reader has, and no chunk has said so yet."""
+    """Whether it has lost tokens that were sent, and no chunk has reported that yet."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The smallest joins first and is preempted last."""
+        """The sort key of the queue. The smallest joins first and is preempted last."""
         return -self.request.priority, self.arrival
 
     @property
-    def longest(self) -> int:
-        """How many tokens it may come to."""
+    def max_length(self) -> int:
+        """The most tokens that it can grow to."""
         return len(self.given_ids_T) + self.request.sampling.max_new_tokens
 
     @property
     def salt(self) -> int:
-        """What its blocks must have beside them, and whose they are."""
+        """A number for the adapter and the routing of its blocks: only blocks of the same salt can be shared."""
         return _ADAPTERS * self.adapter + (WITH_ROUTING if self.request.sampling.record_routing else 0)
 
     def ids(self) -> IntColumn:
-        """All tokens of one that waits."""
+        """Return all tokens of a waiting sequence."""
         if self.answer is None:
             return self.given_ids_T
-        return np.concatenate([self.given_ids_T, self.answer.ids_T])
+        return np.concatenate([self.given_ids_T, self.answer.tokens.ids_T])
 
-    def begin_again(self) -> int:
-        """Forget the answer of one that waits; how many tokens it was."""
-        wasted = 0 if self.answer is None else len(self.answer.ids_T)
-        self.restarted |= not self.silent or (self.answer is not None and self.answer.num_flushed > 0)
-        self.answer, self.silent = None, True
+    def restart(self) -> int:
+        """Discard the answer of a waiting sequence, and return how many tokens it had."""
+        wasted = 0 if self.answer is None else len(self.answer.tokens)
+        self.restarted |= not self.unreported or (self.answer is not None and self.answer.num_flushed > 0)
+        self.answer, self.unreported = None, True
         self.kept.clear()
         return wasted

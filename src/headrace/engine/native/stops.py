@@ -1,9 +1,8 @@
 """Stop strings: an answer ends with the token that completes one of them.
 
-The text of an answer is that of all its tokens decoded together, without the replacement characters at its end: they
-may be the first bytes of a character that the next token completes. Decoding it anew after each token would cost more
-with each; decoding the newest tokens is enough, as long as they decode to the end of what they decode to among the
-others.
+The text of an answer is that of all its tokens decoded together, without replacement characters at its end, which may
+be the first bytes of a character that the next token completes. To decode the whole answer after each token would cost
+more with each token. It is enough to decode the newest tokens, as long as their text is the end of the text of all.
 """
 
 from __future__ import annotations
@@ -19,28 +18,32 @@ from headrace.base.types.sampling import Sampling
 
 _INCOMPLETE = "\ufffd"
 _LONGEST = 24
-"""Tokens that are decoded at once, as far as possible."""
+"""The number of newest tokens that are decoded at once, as far as possible."""
 _SHORTEST = 8
-"""Tokens that stay: more than a character has bytes."""
+"""The number of tokens that stay when the window is shortened: more than a character has bytes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _StopState:
+    """The end of one row's text."""
+
     strings: tuple[str, ...]
     tail: str = ""
-    """The end of the text before the window: as much as the longest string may need."""
+    """The end of the text before the window, as long as the longest string may need."""
     window: list[int] = field(default_factory=list)
+    """The newest tokens."""
     text: str = ""
-    """Of the window."""
+    """The text of the window."""
     given: int = 0
-    """Characters of tail and text that were there when it joined: a string that ends among them counts no more."""
+    """How many characters of tail and text were there when the sequence joined: a string that ends among them does not
+    count."""
 
 
 class Stops:
-    """The rows with stop strings; the others cost nothing.
+    """The stop strings of all rows. Rows without stop strings cost nothing.
 
-    ``decode`` gives the text of ids as it is: special tokens included if strings shall match them, and no spaces
-    cleaned up, so that more ids only ever add text, except to an incomplete character at the end.
+    ``decode`` returns the exact text of ids: with special tokens if strings shall match them, and without cleaning up
+    spaces, so that more ids only ever add text, except to an incomplete character at the end.
 
     >>> stops = Stops(lambda ids: "".join(map(chr, ids)))
     >>> stops.join(0, ("end",))
@@ -53,8 +56,8 @@ class Stops:
         self._rows: dict[int, _StopState] = {}
 
     def join(self, row: int, strings: Sequence[str], answer_ids_T: IntColumn | Sequence[int] = ()) -> None:
-        """A sequence takes ``row``; ``answer_ids_T`` is what it has sampled before: a string may begin there, but not
-        end."""
+        """Set up ``row`` for a new sequence. ``answer_ids_T`` are the tokens that it has sampled before: a stop string
+        may begin among them, but not end."""
         self._rows.pop(row, None)
         if strings:
             state = self._rows[row] = _StopState(strings=tuple(strings))
@@ -63,7 +66,7 @@ class Stops:
             state.given = len(state.tail + state.text.rstrip(_INCOMPLETE))
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], count: int) -> None:
-        """Rows have left: those of ``sources`` take the places of ``targets``; ``count`` are in use now."""
+        """Move the rows ``sources`` to the places ``targets``, after rows have left; ``count`` rows are in use now."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             moved = self._rows.pop(source, None)
             self._rows.pop(target, None)
@@ -73,7 +76,7 @@ class Stops:
             del self._rows[row]
 
     def push(self, row: int, token: int) -> bool:
-        """Append a token to ``row``; whether one of the strings now ends in the text since it joined."""
+        """Append a token to ``row``. Return whether a stop string now ends in the text since the sequence joined."""
         state = self._rows.get(row)
         if state is None:
             return False
@@ -101,7 +104,7 @@ class Stops:
 
 
 class StopsFollower:
-    """Tells :class:`Stops` who is in which row."""
+    """An adapter that forwards the changes of rows to :class:`Stops`."""
 
     def __init__(self, stops: Stops) -> None:
         self._stops = stops

@@ -1,23 +1,24 @@
-"""Who waits, by rank. Whatever is asked of it costs no more where more wait, but for the heap's logarithm."""
+"""The queues of an engine: waiting sequences by rank, and requests by deadline. The cost of an operation grows at most
+with the logarithm of a queue's length."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from headrace.engine.native.sequence import Sequence
 
-_FEW = 64
-"""Entries that may be left behind, whatever the length."""
+_MAX_REMOVED = 64
+"""The number of removed entries that may always stay in the heap."""
 
 
 class Waiting:
-    """A heap whose entries are removed by leaving them behind; where they are the most, it is made anew."""
+    """A heap of sequences. Removed entries stay in it until they are the majority, then it is rebuilt."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
         self._members: dict[int, Sequence] = {}
-        self._begun: dict[int, Sequence] = {}
+        self._started: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._members)
@@ -25,27 +26,64 @@ class Waiting:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(list(self._members.values()))
 
-    def begun(self) -> list[Sequence]:
-        """Those that wait with an answer."""
-        return [sequence for sequence in self._begun.values() if sequence.answer is not None]
+    def started(self) -> list[Sequence]:
+        """Return the waiting sequences that have an answer."""
+        return [sequence for sequence in self._started.values() if sequence.answer is not None]
 
     def add(self, sequence: Sequence) -> None:
-        """Let ``sequence`` wait."""
+        """Add ``sequence`` to the queue."""
         self._members[sequence.arrival] = sequence
         if sequence.answer is not None:
-            self._begun[sequence.arrival] = sequence
+            self._started[sequence.arrival] = sequence
         heapq.heappush(self._heap, (sequence.rank, sequence))
 
     def first(self) -> Sequence:
-        """The one of the first rank; there is one."""
+        """Return the sequence of the first rank. The queue must not be empty."""
         while self._heap[0][1].arrival not in self._members:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no more; whether it was here does not matter."""
+        """Remove ``sequence``, if it is in the queue."""
         self._members.pop(sequence.arrival, None)
-        self._begun.pop(sequence.arrival, None)
-        if len(self._heap) > 2 * len(self._members) + _FEW:
-            self._heap = [(one.rank, one) for one in self._members.values()]
+        self._started.pop(sequence.arrival, None)
+        if len(self._heap) > 2 * len(self._members) + _MAX_REMOVED:
+            self._heap = [(each.rank, each) for each in self._members.values()]
             heapq.heapify(self._heap)
+
+
+class Deadlines:
+    """A heap of deadlines over ``known``, the requests that have not ended."""
+
+    def __init__(self, known: Mapping[int, Sequence]) -> None:
+        self._known = known
+        self._heap: list[tuple[float, int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, sequence: Sequence) -> None:
+        """Record the deadline of ``sequence``, if it has one."""
+        if sequence.request.deadline_s is None:
+            return
+        heapq.heappush(self._heap, (sequence.deadline_s, sequence.arrival, sequence.request.request_id))
+        if len(self._heap) > 2 * len(self._known) + _MAX_REMOVED:
+            self._heap = [entry for entry in self._heap if self._live(entry) is not None]
+            heapq.heapify(self._heap)
+
+    def has_expired(self, now_s: float) -> bool:
+        """Return whether the earliest deadline has passed."""
+        return bool(self._heap) and self._heap[0][0] <= now_s
+
+    def pop_expired(self, now_s: float) -> list[Sequence]:
+        """Remove and return the sequences whose deadline has passed."""
+        late = []
+        while self.has_expired(now_s):
+            sequence = self._live(heapq.heappop(self._heap))
+            if sequence is not None:
+                late.append(sequence)
+        return late
+
+    def _live(self, entry: tuple[float, int, int]) -> Sequence | None:
+        sequence = self._known.get(entry[2])
+        return sequence if sequence is not None and sequence.arrival == entry[1] else None

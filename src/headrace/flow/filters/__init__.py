@@ -1,13 +1,14 @@
-"""Filters: which scored groups, and which of their episodes, are trained. A new one is a file here and a row of
-``AnyFilter``."""
+"""Filters, which decide which scored groups and which of their episodes are trained. A new filter is a file in this
+folder and a member of the union ``AnyFilter``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
+from headrace.base.config.kinds import Kinds
 from headrace.base.errors import ConfigError
 from headrace.flow.filters.base import (
     KEEP,
@@ -17,9 +18,9 @@ from headrace.flow.filters.base import (
     Verdict,
     apply_filters,
     as_tables,
-    compared,
-    reopened,
+    comparable_rewards,
     rewards_of,
+    unfiltered,
 )
 from headrace.flow.filters.dynamic_sampling import DynamicSampling
 from headrace.flow.filters.length import LengthFilter
@@ -28,14 +29,16 @@ from headrace.flow.filters.resample_correct import ResampleCorrect
 from headrace.flow.filters.zero_variance import ZeroVariance
 
 AnyFilter = ZeroVariance | DynamicSampling | Redundancy | ResampleCorrect | LengthFilter
-FilterConfig = Annotated[AnyFilter, Field(discriminator="kind")]
+FILTERS = Kinds(AnyFilter, group="headrace.filters", setting="flow.filters", contract=FilterSection)
+"""The registry of all kinds of filters, those of installed packages included."""
+FilterConfig = Annotated[AnyFilter, FILTERS]
 FiltersConfig = Annotated[tuple[FilterConfig, ...], BeforeValidator(as_tables)]
-"""Several, or one; a name alone stands for its table."""
+"""The value of ``flow.filters``: a list of filters, or one filter. A name alone stands for its table."""
 
 
 def refuse_impossible(filters: Sequence[FilterSection], *, group_size: int, min_episodes: int) -> None:
-    """:class:`ConfigError` for filters that no group of ``group_size`` episodes could pass, or that would do nothing
-    to any."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for filters that would drop every group of ``group_size``
+    episodes, or that would have no effect on any group."""
     left = group_size
     for place, each in enumerate(filters):
         name = f"flow.filters[{place}] {type(each).model_fields['kind'].default!r}"
@@ -66,8 +69,8 @@ __all__ = [
     "LengthFilter",
     "Verdict",
     "apply_filters",
-    "compared",
+    "comparable_rewards",
     "refuse_impossible",
-    "reopened",
     "rewards_of",
+    "unfiltered",
 ]

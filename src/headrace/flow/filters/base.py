@@ -1,13 +1,14 @@
-"""What a filter is: a pure function of one scored group. It keeps it, keeps some of its episodes, or drops it.
+"""The contract of a filter: a pure function of one scored group that keeps the group, keeps some of its episodes, or
+drops it.
 
-Filters stand in a row; each sees what the one before it left. A dropped group frees its slot at once and another is
-admitted in its place, so a batch has exactly its size whatever the filters do. An episode that leaves a group that is
-kept is
+Filters are applied in order; each gets what the filter before it left. A dropped group frees its slot at once and
+another group is admitted in its place, so a batch has exactly its size whatever the filters do. An episode that a
+filter removes from a group that stays is one of two things:
 
-    left out   as if it had never been sampled: advantages are taken over the others
-    masked     its reward counts in the baseline of its group, its tokens carry no loss
+    left out   as if it had never been sampled: advantages are computed over the other episodes
+    masked     its reward counts in the baseline of its group, and its tokens carry no loss
 
-Every reason is counted: of groups and of episodes, with their tokens, in the ledger.
+The ledger counts every reason, in groups, in episodes and in tokens.
 """
 
 from __future__ import annotations
@@ -23,76 +24,80 @@ from headrace.base.types.scored import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterContext:
-    """What a filter may look at beside the group."""
+    """The information that a filter can use beside the group."""
 
     decode: Callable[[Sequence[int]], str]
-    """Ids to text."""
+    """Function that decodes token ids to text."""
     seed: int
-    """The run's: draws are a function of it and of the number of the group."""
+    """Seed of the run. Random choices are a function of this seed and of the number of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a filter says of a group; :data:`KEEP` where it has nothing to say."""
+    """The decision of a filter about a group; :data:`KEEP` means that it changes nothing."""
 
     reason: str = ""
-    """Why something leaves: a word that is counted. Empty where nothing does."""
+    """The reason of the decision: one word, which is counted. Empty where nothing is removed."""
     drop: bool = False
-    """Whether the whole group leaves."""
+    """Whether the whole group is dropped."""
     leave_out: frozenset[int] = frozenset()
-    """Places of the scored episodes that leave it."""
+    """Positions of the scored episodes that are left out of the group."""
     mask: frozenset[int] = frozenset()
-    """Places of the scored episodes that stay in its baseline only."""
+    """Positions of the scored episodes that are masked: they count in the baseline and carry no loss."""
     keep_masked: bool = False
-    """Whether the group stays even where all of its episodes are masked, and trains nothing."""
+    """Whether the group stays even if all of its episodes are masked, so that it trains nothing."""
 
 
 KEEP = Verdict()
 
 
 class FilterSection(Section):
-    """A filter and its settings."""
+    """The base class of all filters, which is also the section of their settings."""
 
     advice: ClassVar[str]
-    """What a user whose groups are all dropped by it may do."""
+    """Advice for a user whose groups are all dropped by this filter."""
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
-        """What becomes of ``group``, which has at least one episode that is scored, or masked by a filter before."""
+        """Return the decision about ``group``, which has at least one episode that is scored or was masked by an
+        earlier filter."""
         raise NotImplementedError
 
     @property
     def first(self) -> int | None:
-        """How many episodes that have finished make the group; the others are withdrawn then. ``None``: all."""
+        """Return how many finished episodes complete a group; the others are then cancelled. ``None``: all are
+        needed."""
         return None
 
     def episodes_left(self, num_episodes: int) -> int:
-        """How many of a group's ``num_episodes`` can be left when all goes well."""
+        """Return the greatest number of episodes that the filter can leave of a group of ``num_episodes``."""
         return num_episodes
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
-        """Why it cannot work in groups that come to it with ``min_episodes`` to ``num_episodes`` episodes, and the
-        remedy; ``None`` where it can."""
+        """Return why the filter cannot work with groups of ``min_episodes`` to ``num_episodes`` episodes, and the
+        remedy; ``None`` if it can."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """What the filters have left of a group."""
+    """The result of applying all filters to one group."""
 
     group: ScoredGroup
-    """With the status that each episode has now; as it was where it is dropped."""
+    """The group, whose episodes have their new statuses; unchanged if the group is dropped."""
     dropped: str = ""
-    """Why the group leaves; empty: it stays."""
+    """The reason why the group is dropped; empty if it stays."""
     by: FilterSection | None = None
-    """The filter that dropped it; ``None`` where none did."""
+    """The filter that dropped the group; ``None`` if it stays."""
 
 
 def apply_filters(
     group: ScoredGroup, filters: Sequence[FilterSection], *, min_episodes: int, context: FilterContext
 ) -> Filtered:
-    """Ask one filter after the other. A group of which they leave fewer than ``min_episodes`` in the baseline, or none
-    to train, is dropped for the reason of the last of them. A verdict may keep a group of which none is left to
-    train."""
+    """Apply the filters to ``group`` in order and return the result.
+
+    A group is dropped, for the reason of the last filter, if fewer than ``min_episodes`` of its episodes count in the
+    baseline, or if none of them is left to train. A decision with ``keep_masked`` keeps a group in the latter case.
+    """
     left = group
     for each in filters:
         verdict = each(left, context)
@@ -100,27 +105,30 @@ def apply_filters(
             return Filtered(group=group, dropped=verdict.reason, by=each)
         if not verdict.leave_out and not verdict.mask:
             continue
-        left = _without(left, verdict)
+        left = _apply_verdict(left, verdict)
         if len(left.counted) < min_episodes or not (left.scored or verdict.keep_masked):
             return Filtered(group=group, dropped=verdict.reason, by=each)
     return Filtered(group=left)
 
 
-def _without(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
-    fates = dict.fromkeys(verdict.leave_out, EpisodeStatus.LEFT_OUT) | dict.fromkeys(verdict.mask, EpisodeStatus.MASKED)
+def _apply_verdict(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
+    statuses = dict.fromkeys(verdict.leave_out, EpisodeStatus.LEFT_OUT) | dict.fromkeys(
+        verdict.mask, EpisodeStatus.MASKED
+    )
     return replace(
         group,
         episodes=tuple(
-            replace(episode, status=fates[episode.key.place], cause=verdict.reason)
-            if episode.key.place in fates
+            replace(episode, status=statuses[episode.key.place], cause=verdict.reason)
+            if episode.key.place in statuses
             else episode
             for episode in group.episodes
         ),
     )
 
 
-def reopened(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
-    """Episodes as they were before filters saw them: what a crash interrupts is filtered again, as a whole."""
+def unfiltered(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
+    """Return the episodes with the statuses they had before any filter, because a group that a crash interrupted is
+    filtered again as a whole."""
     undone = (EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
     return tuple(
         replace(episode, status=EpisodeStatus.SCORED, cause="")
@@ -131,13 +139,13 @@ def reopened(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
 
 
 def rewards_of(episodes: Sequence[EpisodeGraph]) -> list[float]:
-    """Their rewards, in order; those without one are passed over."""
+    """Return the rewards of the episodes, in order, without the episodes that have none."""
     return [episode.reward for episode in episodes if episode.reward is not None]
 
 
-def compared(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
-    """The rewards of a group, as they are compared with each other: those of its episodes or, where agents earned each
-    their own, those of every role that is trained."""
+def comparable_rewards(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
+    """Return the lists of rewards that are compared within a group: one list of the rewards of its episodes or, where
+    agents earned rewards of their own, one list for each trained role."""
     if not any(episode.agent_rewards for episode in episodes):
         return [rewards_of(episodes)]
     by_role: dict[str, list[float]] = {}
@@ -148,7 +156,7 @@ def compared(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
 
 
 def as_tables(value: Any) -> Any:
-    """One filter or several, where a name alone stands for its table.
+    """Return the tables of one filter or of several, where a name alone stands for its table.
 
     >>> as_tables("zero_variance"), as_tables(["length", {"kind": "redundancy", "keep": 6}])
     (({'kind': 'zero_variance'},), ({'kind': 'length'}, {'kind': 'redundancy', 'keep': 6}))

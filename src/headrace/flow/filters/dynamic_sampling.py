@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: only tasks that the policy solves sometimes."""
+"""The dynamic sampling of DAPO: train only on tasks that the policy solves sometimes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 
 
 class DynamicSampling(FilterSection):
-    """Drops a group unless the share of its episodes that are right lies strictly between two bounds
-    (``accuracy_too_low``, ``accuracy_too_high``).
+    """A filter that drops a group unless the share of its correct episodes lies strictly between two bounds. The
+    reasons that it counts are ``accuracy_too_low`` and ``accuracy_too_high``.
 
     Source: Yu et al. (DAPO), arXiv 2503.14476, eq. 11: 0 < the number of right answers < G, sampling until the batch is
     full.
@@ -28,11 +28,11 @@ class DynamicSampling(FilterSection):
     kind: Literal["dynamic_sampling"] = "dynamic_sampling"
     """Selects this filter."""
     low: float = Field(default=0.0, ge=0, le=1)
-    """A share of right answers up to this is too low."""
+    """A share of correct answers up to this value is too low."""
     high: float = Field(default=1.0, ge=0, le=1)
-    """A share of right answers from this on is too high."""
+    """A share of correct answers from this value on is too high."""
     threshold: float = 0.5
-    """A reward above it counts as a right answer."""
+    """An answer with a reward above this value counts as correct."""
 
     @pydantic.model_validator(mode="after")
     def _leaves_room(self) -> DynamicSampling:

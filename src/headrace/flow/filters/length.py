@@ -1,4 +1,4 @@
-"""Answers that were cut off, or that are longer than they should be."""
+"""A filter for answers that were truncated or are longer than they should be."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 
 
 class LengthFilter(FilterSection):
-    """Masks or leaves out the episodes that reached the length limit, or have more than ``max_tokens`` (``overlong``).
+    """A filter that masks or leaves out the episodes that reached the length limit or have more than ``max_tokens``
+    tokens. The reason that it counts is ``overlong``.
 
-    ``mask`` is DAPO's overlong filtering: advantages are taken over all that were sampled, and the loss of a truncated
-    answer is left away. ``leave_out`` takes them over the others. A group with too few left is dropped, and so is one
-    of which every answer is masked, unless ``all_masked`` keeps it.
-    Source: Yu et al. (DAPO), arXiv 2503.14476, section 3.4.
+    ``mask`` is the overlong filtering of DAPO: advantages are computed over all sampled episodes, and a truncated
+    answer contributes no loss. ``leave_out`` computes advantages over the other episodes. A group with too few episodes
+    left is dropped, and so is a group whose answers are all masked, unless ``all_masked`` keeps it. Source: Yu et al.
+    (DAPO), arXiv 2503.14476, section 3.4.
     """
 
     advice: ClassVar[str] = "raise engine.max_new_tokens (or the filter's max_tokens), or ask for shorter answers"
@@ -27,13 +28,13 @@ class LengthFilter(FilterSection):
     kind: Literal["length"] = "length"
     """Selects this filter."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Sampled tokens that an episode may have; unset: only those that were cut off are meant."""
+    """Greatest number of sampled tokens of an episode. Unset: only truncated answers count as too long."""
     action: Literal["mask", "leave_out"] = "mask"
-    """What becomes of a longer one."""
+    """The treatment of an answer that is too long: ``mask`` or ``leave_out``."""
     all_masked: Literal["replace", "keep"] = "replace"
-    """What becomes of a group of which every answer is masked. ``replace``: it is dropped (``overlong``), and another
-    group takes its place in the batch, as DAPO's sampling does. ``keep``: it stays in its batch and trains nothing, as
-    in TRL (``mask_truncated_completions``): such a batch has fewer tokens that carry loss."""
+    """The treatment of a group whose answers are all masked. ``replace`` drops it (``overlong``), and another group
+    takes its place in the batch, as in DAPO. ``keep`` leaves it in its batch, where it trains nothing, as in TRL
+    (``mask_truncated_completions``): such a batch has fewer tokens that carry loss."""
 
     @pydantic.model_validator(mode="after")
     def _keeps_what_is_masked(self) -> LengthFilter:
@@ -57,5 +58,5 @@ class LengthFilter(FilterSection):
 
 
 def was_cut(episode: EpisodeGraph) -> bool:
-    """Whether one of its sampled turns ended at the length limit."""
+    """Return whether a sampled turn of the episode ended at the length limit."""
     return any(turn.stop_reason is StopReason.LENGTH for turn in episode.turns if turn.branch is None)

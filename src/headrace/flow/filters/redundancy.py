@@ -1,4 +1,4 @@
-"""Group redundancy: more attempts than are trained, so that no group waits for its stragglers."""
+"""Group redundancy: sample more attempts than are trained, so that no group waits for its stragglers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
 
 REDUNDANT = "redundant"
-"""Why an episode is left out that was not among the first of its group."""
+"""The reason that is counted for an episode that was not among the first of its group."""
 
 
 class Redundancy(FilterSection):
-    """Of the ``flow.group_size`` episodes of a group the first ``keep`` that finish are trained; the others are
-    withdrawn from the engine at once (``redundant``).
+    """A filter that trains the first ``keep`` of the ``flow.group_size`` episodes of a group and cancels the others in
+    the engine at once. The reason that it counts is ``redundant``.
 
-    Long answers finish late: what is trained is shorter than what was asked for. Advantages are taken over the kept
-    ones.
+    Long answers finish late, so the trained answers are shorter than the sampled ones. Advantages are computed over the
+    kept episodes.
     """
 
     advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"
@@ -26,7 +26,7 @@ class Redundancy(FilterSection):
     kind: Literal["redundancy"] = "redundancy"
     """Selects this filter."""
     keep: int = Field(ge=1)
-    """Episodes of a group that are trained."""
+    """Number of episodes of a group that are trained."""
 
     @property
     def first(self) -> int | None:
@@ -44,5 +44,5 @@ class Redundancy(FilterSection):
         return None
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
-        """The others have been withdrawn while the group ran."""
+        """Return :data:`KEEP`, because the other episodes were already cancelled while the group ran."""
         return KEEP

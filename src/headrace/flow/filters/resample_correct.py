@@ -1,4 +1,4 @@
-"""GRPO-RoC, resampling on correct: of many attempts, the cleanest right ones and any of the wrong ones."""
+"""GRPO-RoC (resampling on correct): keep the cleanest correct answers of a group, and incorrect ones at random."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 from headrace.flow.filters.length import was_cut
 
 _DRAWS = 0x526F43
-"""Keeps its draws apart from others under the same seed."""
+"""A constant in the seed of this filter's random generator, so that its draws differ from other draws under the same
+seed."""
 
 
 class ResampleCorrect(FilterSection):
-    """Of a group's episodes keep ``keep``: right and wrong ones in the proportion in which they came, the right ones
-    with the fewest errors first, the wrong ones drawn evenly (``oversampled``).
+    """A filter that keeps ``keep`` episodes of a group. Correct and incorrect ones are kept in the proportion in which
+    they were sampled: the correct ones with the fewest errors, and incorrect ones drawn uniformly. The reason that it
+    counts is ``oversampled``.
 
-    The errors of a right answer are p_err + p_format. p_err is the share of its tool calls (turns by ``tool``) that
-    failed, ½ for one without any. p_format is 1 where it was cut off or a tag is missing, otherwise min(1, (answers −
-    1)/turns). Among equals it is drawn. Advantages are taken over the kept ones. Source: Shang et al. (rStar2-Agent),
-    arXiv 2508.20722, section 3.2; the text draws right answers by the inverse of their errors, which is infinite at 0,
-    its program takes the cleanest, and so does this.
+    The errors of a correct answer are p_err + p_format. p_err is the share of its tool calls (turns by ``tool``) that
+    failed, ½ for an answer without tool calls. p_format is 1 if the answer was truncated or a tag is missing, otherwise
+    min(1, (answers − 1)/turns). Ties are broken at random. Advantages are computed over the kept episodes. Source:
+    Shang et al. (rStar2-Agent), arXiv 2508.20722, section 3.2. The text of the paper draws correct answers with the
+    inverse of their errors, which is infinite at 0; its program takes the cleanest ones, and so does this filter.
     """
 
     advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"
@@ -35,13 +37,13 @@ class ResampleCorrect(FilterSection):
     kind: Literal["resample_correct"] = "resample_correct"
     """Selects this filter."""
     keep: int = Field(ge=2)
-    """Episodes of a group that are trained; the paper keeps half of ``flow.group_size``."""
+    """Number of episodes of a group that are trained; the paper keeps half of ``flow.group_size``."""
     min_each: int = Field(default=1, ge=0)
-    """Of right and of wrong ones at least this many are kept, where there are so many."""
+    """Least number of correct and of incorrect episodes that are kept, if there are so many."""
     threshold: float = 0.5
-    """A reward above it counts as a right answer."""
+    """An answer with a reward above this value counts as correct."""
     answer_tags: tuple[str, str] | None = None
-    """What stands around an answer, as ``["<answer>", "</answer>"]``; unset: tags are not looked at."""
+    """The tags around an answer, as ``["<answer>", "</answer>"]``. Unset: tags are not checked."""
 
     @pydantic.model_validator(mode="after")
     def _has_room_for_both(self) -> ResampleCorrect:
@@ -76,7 +78,7 @@ class ResampleCorrect(FilterSection):
         drawn = [episodes[index] for index in rng.permutation(len(episodes))]
         right = [episode for episode in drawn if (episode.reward or 0.0) > self.threshold]
         wrong = [episode for episode in drawn if (episode.reward or 0.0) <= self.threshold]
-        right.sort(key=lambda episode: self.errors(episode, context))  # stable: among equals it is drawn
+        right.sort(key=lambda episode: self.errors(episode, context))  # a stable sort keeps the random order of equals
         num_wrong = self._num_wrong(len(right), len(wrong))
         kept = {episode.key.place for episode in [*wrong[:num_wrong], *right[: self.keep - num_wrong]]}
         return Verdict(
@@ -90,7 +92,7 @@ class ResampleCorrect(FilterSection):
         return min(max(share, least), most)
 
     def errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
-        """p_err + p_format of an episode, from 0 to 2."""
+        """Return p_err + p_format of an episode, from 0 to 2."""
         calls = [turn.failed for turn in episode.turns if turn.author == "tool" and turn.branch is None]
         failed = sum(calls) / len(calls) if calls else 0.5
         return failed + self._format_errors(episode, context)

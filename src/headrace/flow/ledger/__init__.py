@@ -1,18 +1,18 @@
-"""The ledger: what became of every group, episode and token, on disk as it happens."""
+"""The ledger: the durable record of every group, episode and token, written as a run proceeds."""
 
-from headrace.flow.ledger.base import Conservation, Fates, GroupAttempt, Ledger, Lengths, Recalled
+from headrace.flow.ledger.base import Conservation, GroupAttempt, Ledger, Lengths, ResumeState, UnitCounts
 from headrace.flow.ledger.sqlite import SqliteLedger
 from headrace.flow.ledger.writer import InlineWriter, LedgerWriter, ThreadedWriter
 
 __all__ = [
     "Conservation",
-    "Fates",
     "GroupAttempt",
     "InlineWriter",
     "Ledger",
     "LedgerWriter",
     "Lengths",
-    "Recalled",
+    "ResumeState",
     "SqliteLedger",
     "ThreadedWriter",
+    "UnitCounts",
 ]

@@ -1,10 +1,11 @@
-"""What a ledger records, and what it can prove.
+"""The operations that a ledger records, the questions that it can answer, and its contract.
 
-Everything is an operation: after a crash it is there whole or not at all, and none before it is missing.
+Every change is an operation. After a crash an operation is present as a whole or not at all, and none before it is
+missing.
 
-A token counts as submitted from the moment it is recorded: with its episode when that ends, or before, in a part of a
-running turn. A token that nobody has recorded when everything dies was never submitted; how many that can be for each
-running sequence is what ``flow.record_tokens`` bounds.
+A token counts as submitted from the moment it is recorded: with its episode when that ends, or earlier, in a part of a
+running turn. A token that was not recorded before a crash was never submitted; ``flow.record_tokens`` bounds how many
+tokens of each running sequence that can be.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.scored import Learned
 from headrace.base.types.tokens import versions_of
@@ -20,41 +21,42 @@ from headrace.base.types.tokens import versions_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Groups come into being."""
+    """The operation that creates groups."""
 
     numbers: tuple[int, ...]
     rows: tuple[int, ...]
-    """The dataset row of each."""
+    """Dataset row of each group."""
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Groups move to another state, all together."""
+    """The operation that moves groups to another state, all together."""
 
     numbers: tuple[int, ...]
     state: GroupState
     at_s: float
     oldest_version: int | None = None
-    """Set with ADMITTED and READY."""
+    """Oldest version of the groups' tokens; only for the states ADMITTED and READY."""
     step: int | None = None
-    """Set with TAKEN."""
+    """The step that takes the groups; only for the state TAKEN."""
     reason: str = ""
-    """Set with DROPPED."""
+    """Why the groups are dropped; only for the state DROPPED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Running turns of unfinished episodes have grown. Parts of one turn come in the order they were sampled."""
+    """The operation that records new tokens of running turns. The parts of one turn come in the order in which they
+    were sampled."""
 
-    parts: tuple[TurnPart, ...]
+    parts: tuple[TokenChunk, ...]
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpisode:
-    """An episode has ended, with everything it holds: it takes the place of the parts of its turns. Tokens of parts
-    that it does not hold were ``discarded``."""
+    """The operation that records an episode that has ended, with all its turns. It replaces the recorded parts of these
+    turns; tokens of parts that the episode does not contain are counted as ``discarded``."""
 
     episode: EpisodeGraph
     at_s: float
@@ -62,47 +64,48 @@ class EndEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropEpisodes:
-    """Episodes of a group that goes on are judged anew, all of them alike."""
+    """The operation that gives episodes of a group that stays another status, the same for all of them."""
 
     number: int
-    """Of the group."""
+    """Number of the group."""
     places: tuple[int, ...]
-    """Theirs in it; each of them has ended."""
+    """Positions of the episodes in the group; each of them has ended."""
     status: EpisodeStatus
     reason: str
-    """Why they are not trained; empty for episodes that are."""
+    """Why the episodes are not trained; empty for episodes that are trained."""
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndStep:
-    """The optimizer has stepped on the groups of ``step``."""
+    """The operation that records that the optimizer has trained on the groups of ``step``."""
 
     step: int
     numbers: tuple[int, ...]
     trained_tokens: int
     dropped_tokens: dict[str, int]
     ages: dict[int, int]
-    """Tokens trained at each age."""
+    """Number of trained tokens by age."""
     at_s: float
     learned: Learned | None = None
-    """What became of its tokens, where the learner said it."""
+    """What the learner computed for each token of the step; ``None`` if the learner did not return it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitVersion:
-    """The engines use ``version``; the groups that made it are released."""
+    """The operation that records that the engines use ``version``; the groups that made it are released."""
 
     version: int
     numbers: tuple[int, ...]
     checksum: str
-    """One hash of all its tensors' hashes: two lives of a run agree on a version's weights where this agrees."""
+    """One hash of the hashes of all tensors. Two processes of one run have the same weights of a version if it is
+    equal."""
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something worth remembering: a start, a resume, a checkpoint, a warning, an end."""
+    """The operation that records an event of the run: a start, a resume, a checkpoint, a warning, an end."""
 
     kind: str
     detail: str
@@ -113,149 +116,154 @@ Operation = Submit | Move | Stream | EndEpisode | DropEpisodes | EndStep | Commi
 
 
 @dataclass(slots=True, kw_only=True)
-class Fates:
-    """Where the units of one kind are."""
+class UnitCounts:
+    """The number of units of one kind (groups, episodes or tokens) by what became of them."""
 
     submitted: int = 0
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """By reason."""
+    """Number of dropped units by reason."""
     in_flight: int = 0
 
     @property
     def balance(self) -> int:
-        """0 when nothing was lost and nothing counted twice."""
+        """The number of units that are unaccounted for: 0 if nothing was lost and nothing was counted twice."""
         return self.submitted - self.trained - sum(self.dropped.values()) - self.in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conservation:
-    """submitted = trained + dropped + in flight, in each unit; the four figures are counted separately."""
+    """The proof of submitted = trained + dropped + in flight, in each unit. The four numbers are counted separately."""
 
-    groups: Fates
-    episodes: Fates
-    tokens: Fates
+    groups: UnitCounts
+    episodes: UnitCounts
+    tokens: UnitCounts
 
     @property
     def holds(self) -> bool:
-        """Whether the books balance."""
+        """Return whether the equation holds in every unit."""
         return all(fates.balance == 0 for fates in (self.groups, self.episodes, self.tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecalledGroup:
-    """What a ledger remembers of a group that is neither dropped nor part of the checkpoint."""
+class ResumedGroup:
+    """A group of a ledger that is neither dropped nor part of the checkpoint, from which a run resumes."""
 
     number: int
     row: int
     state: GroupState
     oldest_version: int
     step: int | None
-    """The step that took it and is to take it again; ``None`` where none did."""
+    """The step that took the group and takes it again; ``None`` if no step had taken it."""
     episodes: tuple[EpisodeGraph, ...]
-    """Those that have ended."""
-    begun: tuple[TurnPart, ...] = ()
-    """What is recorded of the turns of those that have not: one part for each turn."""
+    """Episodes of the group that have ended."""
+    partial_turns: tuple[TokenChunk, ...] = ()
+    """Recorded tokens of the turns of the other episodes, one chunk for each turn."""
 
     def kept_version(self) -> int | None:
-        """No token that it keeps is older; ``None`` where it keeps none."""
+        """Return the oldest version of the tokens that the group keeps; ``None`` if it keeps none."""
         scored = [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
         turns = [turn.tokens for episode in scored for turn in episode.turns]
-        found = versions_of([*turns, *(part.tokens for part in self.begun)])
+        found = versions_of([*turns, *(part.tokens for part in self.partial_turns)])
         return None if found is None else found[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
-    """What a run resumes from."""
+class ResumeState:
+    """The state of a run in its ledger at a checkpoint, from which the run resumes."""
 
     num_submitted: int
     dropped: dict[str, int]
     num_released: int
-    """Groups that the checkpoint contains."""
-    groups: tuple[RecalledGroup, ...]
+    """Number of groups that the checkpoint contains."""
+    groups: tuple[ResumedGroup, ...]
     checksums: dict[int, str]
-    """What the weights of versions newer than the checkpoint hashed to."""
+    """Checksums of the weights of versions newer than the checkpoint, by version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAttempt:
-    """One group, and how it did."""
+    """A group with the rewards of its episodes."""
 
     number: int
     row: int
     oldest_version: int
     closed: bool
-    """Whether nothing more will come of it."""
+    """Whether no more episodes of the group will end."""
     rewards: tuple[float, ...]
-    """Of its episodes that have one, by place."""
+    """Rewards of the episodes that have one, by position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Sampled tokens of each episode, ascending: where the two differ, training prefers some lengths to others."""
+    """Numbers of sampled tokens of each episode, ascending. If the two distributions differ, training prefers some
+    lengths to others."""
 
     submitted: tuple[int, ...]
-    """Of every episode that has ended, of groups that were trained or dropped: none in flight."""
+    """Lengths of all ended episodes of groups that were trained or dropped, without groups in flight."""
     trained: tuple[int, ...]
-    """Of those that were trained, in whole or but for tokens that carried no loss."""
+    """Lengths of the episodes that were trained, including those of which some tokens carried no loss."""
     num_withdrawn: int = 0
-    """Episodes that were withdrawn before they had ended: not among them."""
+    """Number of episodes that were cancelled before they ended, which neither list contains."""
 
 
 class Ledger(Protocol):
-    """Where the operations are kept."""
+    """The contract of a ledger: it keeps the operations of a run and answers questions about them."""
 
     def apply(self, *operations: Operation) -> None:
-        """Record them in this order. :class:`~headrace.base.errors.LedgerError` if one cannot be kept: those given
-        before it in the same call may be kept or not, those after it are not."""
+        """Record the operations in this order.
+
+        Raises :class:`~headrace.base.errors.LedgerError` if one of them cannot be recorded. Operations before it in the
+        same call may be recorded or not; operations after it are not.
+        """
         ...
 
-    def recall(self, step: int) -> Recalled:
-        """Roll back to a checkpoint at ``step`` and return what is to go on.
+    def roll_back(self, step: int) -> ResumeState:
+        """Roll back to a checkpoint at ``step`` and return the groups with which the run continues.
 
         Groups of later steps become READY again and remember their step, so that each is trained again in the same
-        batch; groups that were running become SUBMITTED and keep the episodes that had ended, and what is recorded of
-        the others.
+        batch. Groups that were running become SUBMITTED; they keep the episodes that had ended and the recorded tokens
+        of the others.
         """
         ...
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
-        """The episodes of one group that have ended, in order."""
+        """Return the episodes of one group that have ended, in order."""
         ...
 
     def conservation(self) -> Conservation:
-        """Count everything, as of one moment."""
+        """Count all units at one moment and return the counts."""
         ...
 
     def ages(self) -> dict[int, int]:
-        """Tokens trained at each age, by age."""
+        """Return the number of trained tokens by age."""
         ...
 
     def lengths(self) -> Lengths:
-        """How long the episodes were whose fate is decided, and those that were trained."""
+        """Return the lengths of the episodes of all groups that were trained or dropped, and of the trained ones."""
         ...
 
     def attempts(self, first: int) -> list[GroupAttempt]:
-        """The groups from number ``first`` on, in order."""
+        """Return the groups from number ``first`` on, in order."""
         ...
 
     def steps(self) -> dict[int, tuple[int, ...]]:
-        """The groups of every step that was trained, in order."""
+        """Return the numbers of the groups that each step trained, by step."""
         ...
 
     def checksums(self) -> dict[int, str]:
-        """What the weights of every committed version hashed to."""
+        """Return the checksum of the weights of every committed version."""
         ...
 
     def notes(self) -> list[tuple[str, str, float]]:
-        """Kind, detail and time of every note, oldest first."""
+        """Return the kind, the detail and the time of every note, oldest first."""
         ...
 
     def persist(self) -> None:
-        """Make what was applied outlast a loss of power; what a killed process leaves behind outlasts it anyway."""
+        """Make the applied operations survive a power failure. A killed process loses nothing even without this
+        call."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the ledger."""
         ...

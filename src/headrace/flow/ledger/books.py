@@ -1,4 +1,4 @@
-"""What a ledger's database adds up to. Reads only; every figure is counted on its own."""
+"""Counts and sums over the database of a ledger. The module only reads, and every number is counted independently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from headrace.base.types.episode import EpisodeStatus
 from headrace.base.types.group import GroupState
-from headrace.flow.ledger.base import Conservation, Fates, GroupAttempt, Lengths
+from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, UnitCounts
 
 K = TypeVar("K", str, int)
 
@@ -26,54 +26,55 @@ _REASON = "CASE WHEN instr(cause, ':') > 0 THEN substr(cause, 1, instr(cause, ':
 _EPISODES = "FROM episodes JOIN groups ON number = group_number"
 _PARTS = "FROM parts JOIN groups ON number = group_number"
 LATE = "late"
-"""Why tokens are not trained that were recorded of an episode whose group has been trained without it."""
+"""The reason that is counted for recorded tokens of an episode whose group was trained without it."""
 
 
 class Books:
-    """The figures of the database ``db``, whose groups have ``group_size`` episodes."""
+    """The queries that count the contents of the database ``db``, whose groups have ``group_size`` episodes."""
 
     def __init__(self, db: sqlite3.Connection, group_size: int) -> None:
         self._db = db
         self._group_size = group_size
 
     def conservation(self) -> Conservation:
-        """submitted = trained + dropped + in flight, in each unit."""
+        """Return the counts that prove submitted = trained + dropped + in flight, in each unit."""
         return Conservation(groups=self.groups(), episodes=self.episodes(), tokens=self.tokens())
 
-    def groups(self) -> Fates:
-        """By their states."""
-        return Fates(
+    def groups(self) -> UnitCounts:
+        """Return the number of groups by their states."""
+        return UnitCounts(
             submitted=self.count("SELECT count(*) FROM groups"),
             trained=self.count(f"SELECT count(*) FROM groups WHERE {TRAINED}"),
             dropped=self.tally("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason"),
             in_flight=self.count(f"SELECT count(*) FROM groups WHERE {IN_FLIGHT}"),
         )
 
-    def episodes(self) -> Fates:
-        """Ended ones are counted by their rows; the others of a group stand or fall with it."""
+    def episodes(self) -> UnitCounts:
+        """Return the number of episodes. Ended episodes are counted by their rows; the others of a group share the
+        state of the group."""
         size = self._group_size
         failed = self.tally(f"SELECT {_REASON}, count(*) {_EPISODES} WHERE {UNTRAINED} GROUP BY 1")
-        fallen = self.tally(
+        of_dropped_groups = self.tally(
             f"SELECT reason, count(*) * {size} - (SELECT count(*) {_EPISODES} WHERE {UNTRAINED}"
             " AND state = 'dropped' AND reason = g.reason) FROM groups g WHERE state = 'dropped' GROUP BY reason"
         )
-        return Fates(
+        return UnitCounts(
             submitted=size * self.count("SELECT count(*) FROM groups"),
             trained=self.count(f"SELECT count(*) {_EPISODES} WHERE status = 'scored' AND {TRAINED}"),
-            dropped=_add(failed, fallen),
+            dropped=_add(failed, of_dropped_groups),
             in_flight=size * self.count(f"SELECT count(*) FROM groups WHERE {IN_FLIGHT}")
             - self.count(f"SELECT count(*) {_EPISODES} WHERE {UNTRAINED} AND {IN_FLIGHT}"),
         )
 
-    def tokens(self) -> Fates:
-        """Recorded ones, those of running turns included."""
-        held, parts = "SELECT coalesce(sum(sampled_tokens), 0)", "sum(sampled_tokens)"
+    def tokens(self) -> UnitCounts:
+        """Return the number of recorded tokens, those of running turns included."""
+        total, parts = "SELECT coalesce(sum(sampled_tokens), 0)", "sum(sampled_tokens)"
         lost = self.tally("SELECT reason, tokens FROM lost_tokens")
         unusable: dict[str, int] = {}
         for (dropped,) in self._db.execute("SELECT dropped_tokens FROM steps"):
             unusable = _add(unusable, json.loads(dropped))
-        return Fates(
-            submitted=self.count(f"{held} FROM episodes") + self.count(f"{held} FROM parts") + sum(lost.values()),
+        return UnitCounts(
+            submitted=self.count(f"{total} FROM episodes") + self.count(f"{total} FROM parts") + sum(lost.values()),
             trained=self.count("SELECT coalesce(sum(trained_tokens), 0) FROM steps"),
             dropped=_add(
                 self.tally(f"SELECT {_REASON}, sum(sampled_tokens) {_EPISODES} WHERE {UNTRAINED} GROUP BY 1"),
@@ -86,21 +87,23 @@ class Books:
                 lost,
                 unusable,
             ),
-            in_flight=self.count(f"{held} {_EPISODES} WHERE status = 'scored' AND {IN_FLIGHT}")
-            + self.count(f"{held} {_PARTS} WHERE {IN_FLIGHT}"),
+            in_flight=self.count(f"{total} {_EPISODES} WHERE status = 'scored' AND {IN_FLIGHT}")
+            + self.count(f"{total} {_PARTS} WHERE {IN_FLIGHT}"),
         )
 
     def ages(self) -> dict[int, int]:
-        """Tokens trained at each age."""
+        """Return the number of trained tokens by age."""
         total: dict[int, int] = {}
         for (ages,) in self._db.execute("SELECT ages FROM steps"):
             total = _add(total, {int(age): tokens for age, tokens in json.loads(ages).items()})
         return dict(sorted(total.items()))
 
     def lengths(self) -> Lengths:
-        """How long the answers were whose group has been trained or dropped, and those of them that were trained. Of a
-        group in flight the short ones have ended first, which says nothing about who survives; and of one that was
-        withdrawn nobody knows how long it would have been."""
+        """Return the lengths of the episodes of groups that were trained or dropped, and of the trained ones.
+
+        Groups in flight are left out, because their short episodes end first, which says nothing about which lengths
+        survive. Cancelled episodes are left out, because their full length is unknown.
+        """
         withdrawn = f"status = '{EpisodeStatus.LEFT_OUT.value}' AND reward IS NULL"
         ended = f"SELECT sampled_tokens {_EPISODES} WHERE NOT ({IN_FLIGHT} OR ({withdrawn})) ORDER BY 1"
         trained = f"SELECT sampled_tokens {_EPISODES} WHERE status = 'scored' AND {TRAINED} ORDER BY 1"
@@ -111,7 +114,7 @@ class Books:
         )
 
     def attempts(self, first: int) -> list[GroupAttempt]:
-        """The groups from number ``first`` on, in order."""
+        """Return the groups from number ``first`` on, in order."""
         rewards: dict[int, list[float]] = {}
         rewarded = "SELECT group_number, reward FROM episodes WHERE group_number >= ? AND reward IS NOT NULL ORDER BY"
         for number, reward in self._db.execute(f"{rewarded} group_number, position", (first,)):
@@ -129,11 +132,11 @@ class Books:
         ]
 
     def count(self, query: str) -> int:
-        """The one number of a query."""
+        """Return the single number that ``query`` selects."""
         return int(self._db.execute(query).fetchone()[0])
 
     def tally(self, query: str) -> dict[str, int]:
-        """Rows of a reason and a number; those of nothing are left out."""
+        """Return the counts by reason that ``query`` selects, without those that are 0."""
         return {reason: count for reason, count in self._db.execute(query) if count}
 
     def _column(self, query: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Looking through a ledger: pages of episodes, never all of them, without ever writing.
+"""A read-only view of a ledger file, which returns pages of episodes and never loads all of them.
 
-Only the SQLite file is read, by a connection that cannot change it: a run that is still writing does not notice, and
-neither does a directory that may not be written to.
+Only the SQLite file is read, by a connection that cannot change it. So a run that is still writing is not disturbed,
+and a directory without write permission works as well.
 """
 
 from __future__ import annotations
@@ -22,51 +22,52 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.base.types.scored import Learned
 from headrace.flow.ledger.base import Conservation, Lengths
 from headrace.flow.ledger.books import TRAINED, Books
-from headrace.flow.ledger.migrate import schema_version, steps
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
+from headrace.flow.ledger.sqlite import schema_version, steps
 from headrace.flow.ledger.turns import decode_learned, decode_turns
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What is counted of an episode that has ended, without its tokens."""
+    """The numbers of one episode that has ended, without its tokens."""
 
     group: int
     place: int
-    """In its group, from 0."""
+    """Position of the episode in its group, from 0."""
     row: int
-    """Of the dataset."""
+    """Row of the dataset."""
     state: str
-    """Where its group stands: a :class:`~headrace.base.types.group.GroupState`."""
+    """State of its group: a :class:`~headrace.base.types.group.GroupState`."""
     reason: str
-    """Why its group was dropped; empty where it was not."""
+    """Why its group was dropped; empty if it was not."""
     step: int | None
-    """The step that took its group; ``None`` where none did."""
+    """The step that took its group; ``None`` if no step did."""
     status: str
-    """An :class:`~headrace.base.types.episode.EpisodeStatus`."""
+    """Status of the episode: an :class:`~headrace.base.types.episode.EpisodeStatus`."""
     cause: str
     reward: float | None
-    """``None`` where it has none."""
+    """Reward of the episode; ``None`` if it has none."""
     tokens: int
-    """Sampled ones."""
+    """Number of sampled tokens."""
     oldest: int | None
-    """The oldest version that sampled it; ``None`` where none did."""
+    """The oldest version that sampled a token of it; ``None`` if none did."""
     newest: int | None
-    """The newest one."""
+    """The newest version that sampled a token of it."""
     ended_s: float
-    """Seconds since 1970."""
+    """When it ended, in seconds since 1970."""
     parts: dict[str, float]
-    """The components of its reward."""
+    """The components of its reward by name."""
 
 
 Stored = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""A whole number that a column of the ledger can hold."""
+"""An integer that fits into a column of the ledger."""
 
 
 class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which episodes; every field that is ``None`` lets all through."""
+    """The conditions that episodes must meet; a field that is ``None`` sets no condition."""
 
     status: str | None = None
-    """``scored``, ``failed``, ``left_out``, ``masked``, or ``trained``, ``dropped``, ``waiting`` for its group."""
+    """Status of the episode (``scored``, ``failed``, ``left_out``, ``masked``) or of its group (``trained``,
+    ``dropped``, ``waiting``)."""
     step: Stored | None = None
     group: Stored | None = None
     row: Stored | None = None
@@ -75,9 +76,9 @@ class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens_from: Stored | None = None
     tokens_to: Stored | None = None
     age_from: Stored | None = None
-    """Of its oldest token, at the step that took it."""
+    """Least age of its oldest token at the step that took it."""
     cause: str | None = None
-    """Words of its cause, or of the reason why its group was dropped."""
+    """Text that the cause of the episode, or the reason why its group was dropped, contains."""
 
 
 ORDERS = {
@@ -88,7 +89,7 @@ ORDERS = {
     "tokens": "sampled_tokens DESC, group_number DESC, position",
     "age": "step - e.oldest_version DESC NULLS LAST, group_number DESC, position",
 }
-"""How a list can be sorted; the first two cost nothing at any length."""
+"""The orders in which a list can be sorted; the first two use an index and are fast for any length."""
 
 _ROW = (
     "SELECT group_number, position, row, state, reason, step, status, cause, reward, sampled_tokens, e.oldest_version,"
@@ -113,7 +114,7 @@ _BOUNDS = {
 
 
 class Browser:
-    """The ledger at ``path``, for looking. Safe to use from several threads, one query at a time.
+    """A read-only view of the ledger at ``path``, which several threads may use; queries are run one at a time.
 
     Raises :class:`~headrace.base.errors.LedgerError` if it is not there, not a ledger, or of another format.
     """
@@ -137,7 +138,7 @@ class Browser:
 
     @classmethod
     def of_run(cls, run_dir: Path) -> Browser:
-        """That of the run in ``run_dir``."""
+        """Open the ledger of the run in ``run_dir``."""
         if (run_dir / REDIS_FILE).exists() and not (run_dir / SQLITE_FILE).exists():
             raise LedgerError(
                 "this run keeps its ledger on a Redis server, and only ledger files can be looked through",
@@ -145,21 +146,19 @@ class Browser:
             )
         return cls(run_dir / SQLITE_FILE)
 
-    def page(
-        self, wanted: EpisodeQuery, *, order: str = "newest", offset: int = 0, limit: int = 50
-    ) -> list[EpisodeRow]:
-        """Some of the episodes that are wanted."""
-        where, values = _where(wanted)
-        query = f"{_ROW}{_FROM}{where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?"
-        return [_row(row) for row in self._all(query, (*values, limit, offset))]
+    def page(self, query: EpisodeQuery, *, order: str = "newest", offset: int = 0, limit: int = 50) -> list[EpisodeRow]:
+        """Return up to ``limit`` of the episodes that match ``query``, from number ``offset`` on."""
+        where, values = _where(query)
+        sql = f"{_ROW}{_FROM}{where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?"
+        return [_row(row) for row in self._all(sql, (*values, limit, offset))]
 
-    def count(self, wanted: EpisodeQuery) -> int:
-        """How many episodes are wanted."""
-        where, values = _where(wanted)
+    def count(self, query: EpisodeQuery) -> int:
+        """Return how many episodes match ``query``."""
+        where, values = _where(query)
         return int(self._all(f"SELECT count(*){_FROM}{where}", values)[0][0])
 
     def episode(self, key: EpisodeKey) -> EpisodeGraph | None:
-        """One episode with everything it holds; ``None`` where it has not ended, or there is none."""
+        """Return one episode with all its turns; ``None`` if it does not exist or has not ended."""
         query = (
             "SELECT status, cause, reward, reward_parts, agent_rewards, turns, entry FROM episodes"
             " JOIN bundles ON id = bundle WHERE group_number = ? AND position = ?"
@@ -180,13 +179,14 @@ class Browser:
             )
 
     def learned(self, group: int) -> Learned | None:
-        """What became of all tokens of the step that trained ``group``; ``None`` where that is not recorded."""
+        """Return what the learner computed for the tokens of the step that trained ``group``; ``None`` if that is not
+        recorded."""
         rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
         with self._explained():
             return decode_learned(rows[0][0]) if rows else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
-        """The episodes before ``key`` (``None``: the last ones), backwards, with their turns."""
+        """Return up to ``limit`` episodes before ``key`` (``None``: the last ones), newest first, with their turns."""
         at = (2**62, 0) if key is None else tuple(key)
         keys = self._all(
             "SELECT group_number, position FROM episodes WHERE (group_number, position) < (?, ?)"
@@ -197,25 +197,25 @@ class Browser:
         return [episode for episode in found if episode is not None]
 
     def conservation(self) -> Conservation:
-        """Count everything, as of one moment."""
+        """Count all units at one moment and return the counts."""
         with self._explained(), self._moment():
             return self._books.conservation()
 
     def lengths(self) -> Lengths:
-        """How long the episodes were whose fate is decided, and those that were trained."""
+        """Return the lengths of the episodes of all groups that were trained or dropped, and of the trained ones."""
         with self._explained(), self._moment():
             return self._books.lengths()
 
     def num_running(self) -> int:
-        """Episodes of which some tokens are recorded, and that have not ended."""
+        """Return the number of episodes that have recorded tokens and have not ended."""
         return int(self._all("SELECT count(*) FROM (SELECT DISTINCT group_number, position FROM parts)")[0][0])
 
     def notes(self) -> list[tuple[str, str, float]]:
-        """Kind, detail and time of the last hundred notes, oldest first."""
+        """Return the kind, the detail and the time of the last hundred notes, oldest first."""
         return self._all("SELECT kind, detail, at_s FROM notes ORDER BY id DESC LIMIT 100")[::-1]
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         with self._one_at_a_time:
             self._db.close()
 
@@ -236,6 +236,7 @@ class Browser:
 
     @contextmanager
     def _moment(self) -> Iterator[None]:
+        """Hold one read transaction, so that all queries see the same moment."""
         self._db.execute("BEGIN DEFERRED")
         try:
             yield
@@ -244,6 +245,8 @@ class Browser:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        """Raise every error of the database as a :class:`~headrace.base.errors.LedgerError`, with one query at a
+        time."""
         try:
             with self._one_at_a_time:
                 yield
@@ -256,12 +259,12 @@ class Browser:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Read only. A file that nobody writes, or whose log's index may not be made, is taken as it stands: that leaves
-    nothing behind beside it."""
-    ways = ("mode=ro&immutable=1",) if not is_written(path) else ("mode=ro", "mode=ro&immutable=1")
+    """Open a read-only connection. A file that no process writes, or whose shared-memory index cannot be created, is
+    opened as immutable, which creates no files beside it."""
+    modes = ("mode=ro&immutable=1",) if not is_written(path) else ("mode=ro", "mode=ro&immutable=1")
     failure: sqlite3.Error | None = None
-    for way in ways:
-        name = f"file:{quote(str(path.resolve()))}?{way}"
+    for mode in modes:
+        name = f"file:{quote(str(path.resolve()))}?{mode}"
         db = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
         try:
             pages, size = (int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size"))
@@ -281,24 +284,25 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def is_written(path: Path) -> bool:
-    """Whether somebody has the ledger at ``path`` open for writing, or was killed while it did: its log is there."""
+    """Return whether a process has the ledger at ``path`` open for writing, or was killed while it had: the write-ahead
+    log exists."""
     return path.with_name(f"{path.name}-wal").exists()
 
 
-def _where(wanted: EpisodeQuery) -> tuple[str, list[Any]]:
+def _where(query: EpisodeQuery) -> tuple[str, list[Any]]:
     clauses: list[str] = []
     values: list[Any] = []
-    if wanted.status is not None:
-        clauses.append(_FATE.get(wanted.status, "status = ?"))
-        values += [] if wanted.status in _FATE else [wanted.status]
+    if query.status is not None:
+        clauses.append(_FATE.get(query.status, "status = ?"))
+        values += [] if query.status in _FATE else [query.status]
     for name, clause in _BOUNDS.items():
-        value = getattr(wanted, name)
+        value = getattr(query, name)
         if value is not None:
             clauses.append(clause)
             values.append(value)
-    if wanted.cause:
+    if query.cause:
         clauses.append("(instr(lower(cause), lower(?)) > 0 OR instr(lower(reason), lower(?)) > 0)")
-        values += [wanted.cause, wanted.cause]
+        values += [query.cause, query.cause]
     return (f" WHERE {' AND '.join(clauses)}" if clauses else ""), values
 
 

@@ -1,6 +1,6 @@
-"""Episodes that ended together, column by column: to bytes and back.
+"""Encoding and decoding of bundles: episodes that ended together, stored column by column.
 
-Shape legend: E episodes, K their turns, N the tokens of these, one after the other.
+Shape legend: E episodes, K turns of these episodes, N tokens of these turns, one after the other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 MOST_TOKENS = 4096
-"""Of one bundle, unless a single episode has more: who reads one episode reads its bundle."""
+"""Greatest number of tokens in a bundle, unless a single episode has more. To read one episode means to read its
+bundle."""
 _LATEST = np.iinfo(np.int32).max
 
 
 class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What most turns do not have; the fields of a turn and of its tokens."""
+    """The rare fields of a turn and of its tokens, which most turns do not have."""
 
     context_routing: Routing | None = None
     failed: bool = False
@@ -46,9 +47,9 @@ _NO_MORE = _More()
 
 class _Bundle(msgspec.Struct, frozen=True, array_like=True):
     turns_E: list[int]
-    """How many turns each episode has."""
+    """Number of turns of each episode."""
     lengths_K: list[int]
-    """How many tokens each turn has."""
+    """Number of tokens of each turn."""
     authors_K: list[str]
     parents_K: list[int | None]
     stops_K: list[StopReason | None]
@@ -56,7 +57,7 @@ class _Bundle(msgspec.Struct, frozen=True, array_like=True):
     logprobs_N: FloatColumn
     versions_N: IntColumn
     more: dict[int, _More]
-    """By the place of the turn among the K."""
+    """The rare fields of turns that have any, by the index of the turn among the K."""
 
 
 _CODEC = MessageCodec(_Bundle)
@@ -64,18 +65,18 @@ _CODEC = MessageCodec(_Bundle)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What is counted of the tokens of one episode."""
+    """The number of sampled tokens of one episode, and their versions."""
 
     count: int
-    """Those that were sampled."""
+    """Number of sampled tokens."""
     oldest: int | None
-    """The oldest version of the policy that sampled one; ``None`` where it sampled none."""
+    """The oldest version of the policy that sampled a token; ``None`` if it sampled none."""
     newest: int | None
-    """The newest one."""
+    """The newest version of the policy that sampled a token; ``None`` if it sampled none."""
 
 
 def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]]:
-    """The same in order, a bundle at a time."""
+    """Yield ``episodes`` in order, one bundle at a time."""
     begin = tokens = 0
     for place, episode in enumerate(episodes):
         size = sum([len(turn.tokens.ids_T) for turn in episode.turns])
@@ -88,7 +89,7 @@ def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]
 
 
 def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled]]:
-    """The bytes that the ledger keeps of them, and what it counts of each."""
+    """Return the encoded bundle of ``episodes``, and the token counts of each episode."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
     more = {place: more for place, turn in enumerate(turns) if (more := _more(turn)) is not _NO_MORE}
@@ -107,7 +108,8 @@ def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled
 
 
 def decode_entry(data: bytes, entry: int) -> list[Turn]:
-    """The turns of one episode of the bundle, token for token; ``msgspec.MsgspecError`` where there are none."""
+    """Return the turns of the episode with index ``entry`` in the bundle. Raises ``msgspec.MsgspecError`` if ``data``
+    is no valid bundle or the index does not exist."""
     try:
         bundle: _Bundle = _CODEC.decode(data)
         if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
@@ -120,7 +122,7 @@ def decode_entry(data: bytes, entry: int) -> list[Turn]:
             turns.append(_turn(bundle, place, slice(begin, end)))
             begin = end
         return turns
-    except (ValueError, IndexError) as error:  # columns that do not fit one another
+    except (ValueError, IndexError) as error:  # columns of different lengths
         raise msgspec.ValidationError(str(error)) from None
 
 
@@ -175,7 +177,8 @@ def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
 
 
 def _sampled(bundle: _Bundle) -> list[Sampled]:
-    """As :meth:`EpisodeGraph.num_sampled` and :meth:`EpisodeGraph.versions` tell it, of all episodes at once."""
+    """Return the counts and versions of all episodes at once; they equal :meth:`EpisodeGraph.num_sampled` and
+    :meth:`EpisodeGraph.versions` of each."""
     ends_K = np.cumsum([0, *bundle.lengths_K])
     bounds = ends_K[np.cumsum([0, *bundle.turns_E])]
     versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # so that an empty episode at the end has a place

@@ -1,8 +1,8 @@
-"""Whether the write-ahead log of a SQLite file is whole.
+"""A check that the write-ahead log of a SQLite file is complete.
 
-SQLite takes a log up to the first frame that does not fit its checksum, and what comes behind it is gone without a
-word: right after a kill, which leaves at most a transaction that was never committed, and wrong where a bit has flipped
-in the middle. The format is that of https://www.sqlite.org/fileformat2.html#walformat.
+SQLite reads a log up to the first frame that does not match its checksum and silently ignores the rest. That is right
+after a kill, which leaves at most a transaction that was never committed, and wrong if a bit has flipped in the middle.
+The format is that of https://www.sqlite.org/fileformat2.html#walformat.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from headrace.base.errors import LedgerError
 
 _HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
 _MAGIC = 0x377F0682
-"""The lowest bit says whether the checksums take words of four bytes as big-endian."""
+"""Magic number of the log. Its lowest bit is 1 if the checksums read words of four bytes as big-endian."""
 _WORD = 0xFFFFFFFF
 _Matrix = tuple[int, int, int, int]
 _FRAMES_AT_ONCE = 256
 
 
 def refuse_damaged_log(database: Path) -> None:
-    """Raise :class:`~headrace.base.errors.LedgerError` where transactions that were committed stand behind a damaged
-    frame.
+    """Raise :class:`~headrace.base.errors.LedgerError` if committed transactions follow a damaged frame of the log.
 
-    Nobody may have the database open. A log that was last written before this machine started may have been cut by a
-    loss of power: SQLite takes what it can of it.
+    No process may have the database open. A log that was last written before this machine started is accepted, because
+    a power failure may have truncated it: SQLite reads as much of it as is valid.
     """
     path = database.with_name(f"{database.name}-wal")
     if not path.exists() or path.stat().st_size <= _HEADER_BYTES or path.stat().st_mtime < psutil.boot_time():
@@ -52,14 +51,15 @@ def refuse_damaged_log(database: Path) -> None:
 
 
 def database_page_bytes(database: Path) -> int:
-    """Return the size of the pages of a SQLite file."""
+    """Return the page size of a SQLite file, in bytes."""
     with database.open("rb") as file:
         found = int.from_bytes(file.read(18)[16:18], "big")
     return found if 512 <= found <= 32768 and not found & (found - 1) else 65536
 
 
 def _whole_frames(header: bytes, file: BinaryIO, page_bytes: int) -> int:
-    """Return how many frames fit their checksums, from the first on; ``file`` stands behind the header."""
+    """Return how many frames match their checksums, counted from the first one. ``file`` must be positioned after the
+    header."""
     magic, _, stated_bytes, *_ = struct.unpack(">6I", header[:24])
     order = ">" if magic & 1 else "<"
     sums = _add((0, 0), _shares(np.frombuffer(header[:24], f"{order}u4").reshape(1, -1))[0], 3)
@@ -80,7 +80,7 @@ def _whole_frames(header: bytes, file: BinaryIO, page_bytes: int) -> int:
 
 
 def _holds_commit(header: bytes, file: BinaryIO, whole: int, frame_bytes: int) -> bool:
-    """Return whether a frame behind the first ``whole`` ones ends a transaction of the same generation of the log.
+    """Return whether a frame after the first ``whole`` ones ends a transaction of the same generation of the log.
 
     Frames of the generation before, which the log has not overwritten yet, differ from it in both salts.
     """

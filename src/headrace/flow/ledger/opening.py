@@ -1,4 +1,4 @@
-"""Which ledger a run keeps, and how to find it again."""
+"""Functions that create the ledger of a run and find it again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headrace.flow.ledger.log import refuse_damaged_log
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 
 LOCK_FILE = "lock"
-"""Locked by the process whose run it is, as long as that lives."""
+"""Name of the lock file of a run directory, which the process of the run keeps locked as long as it lives."""
 SQLITE_FILE = "ledger.sqlite"
 REDIS_FILE = "ledger.redis"
-"""Says where the ledger is of a run that keeps it on a Redis server: a line each for the URL, the name, and the
-environment variable of the password, where there is one. The name is a new run's own: no other in a directory of the
-same path takes it for its own."""
+"""Name of the file that says where a run on a Redis server keeps its ledger. Its lines are the URL, the name of the
+ledger and, if there is one, the environment variable of the password. The name is random for each new run, so that
+another directory with the same path does not use the same ledger."""
 
 
 def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
@@ -51,18 +51,18 @@ def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 LEDGERS: dict[str, Callable[[FlowConfig, Path], Ledger]] = {"sqlite": _sqlite, "memory": _memory, "redis": _redis}
-"""The values of ``flow.ledger``."""
+"""The functions that make a ledger, by the value of ``flow.ledger``."""
 
 
 def has_ledger(run_dir: Path) -> bool:
-    """Whether a run in ``run_dir`` has begun to keep one that outlives it."""
+    """Return whether a run in ``run_dir`` has a ledger that outlives the process."""
     return (run_dir / SQLITE_FILE).exists() or (run_dir / REDIS_FILE).exists()
 
 
 def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
-    """The ledger of the run in ``run_dir``: the one it has, or a new one. :class:`~headrace.base.errors.LedgerError` if
-    it
-    is another kind of ledger than the one the run has begun, or cannot be used."""
+    """Return the ledger of the run in ``run_dir``: the existing one, or a new one. Raises
+    :class:`~headrace.base.errors.LedgerError` if the run was started with another kind of ledger, or if the ledger
+    cannot be used."""
     for kind, file in (("sqlite", SQLITE_FILE), ("redis", REDIS_FILE)):
         if (run_dir / file).exists() and kind != config.ledger:
             raise LedgerError(
@@ -73,7 +73,7 @@ def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def open_ledger(run_dir: Path) -> Ledger:
-    """The ledger that the run in ``run_dir`` has kept, for reading, every row of which is what was written.
+    """Open the ledger of the run in ``run_dir`` for reading, and check every row against its checksum.
 
     Raises :class:`~headrace.base.errors.LedgerError` where there is none, or it is damaged.
     """
@@ -84,12 +84,12 @@ def open_ledger(run_dir: Path) -> Ledger:
         return RedisLedger.open(url, name, *variable)
     path = run_dir / SQLITE_FILE
     if not _is_written(run_dir):
-        refuse_damaged_log(path)  # to open it alone is to take what the log holds into the file
+        refuse_damaged_log(path)  # opening the file alone copies the log into it
     return SqliteLedger.open(path, checked=True)
 
 
 def _is_written(run_dir: Path) -> bool:
-    """Whether a living run holds ``run_dir``."""
+    """Return whether a running process holds the lock of ``run_dir``."""
     try:
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
     except OSError:

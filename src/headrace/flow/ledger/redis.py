@@ -1,12 +1,12 @@
 """The ledger on a Redis server: one stream of operations, which any machine can read.
 
-The stream is the ledger. Every operation is one entry, appended by one script that succeeds only directly behind the
-entry before it, as the writer knows it: what was sent twice because an answer was lost is recorded once; a second run
-on the same stream is found out by the first operation of either; a server that came back with less than it had been
-given is found out by the next one. Whoever opens the stream reads it from its beginning into a SQLite file that only
-this process sees, and answers every question from there.
+The stream is the ledger. Every operation is one entry, appended by a script that succeeds only if the entry before it
+is the one that the writer expects. So an operation that was sent twice because a reply was lost is recorded once; a
+second run on the same stream is detected by the first operation of either run; and a server that restarted with fewer
+entries is detected by the next operation. A process that opens the stream reads it from the beginning into a temporary
+SQLite file of its own, and answers all questions from that file.
 
-The script's entries have the ids ``1-0``, ``2-0``, ... without a gap.
+The entries have the ids ``1-0``, ``2-0``, ... without a gap.
 """
 
 from __future__ import annotations
@@ -21,24 +21,38 @@ import msgspec
 import xxhash
 
 from headrace.base.clock import RealClock
-from headrace.base.config.redis import password_in, redis_package, without_password
+from headrace.base.config.redis import read_password, redis_package, without_password
 from headrace.base.errors import ConfigError, LedgerError
 from headrace.base.types.episode import EpisodeGraph
-from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, Recalled
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.flow.ledger.base import (
+    CommitVersion,
+    Conservation,
+    DropEpisodes,
+    EndEpisode,
+    EndStep,
+    GroupAttempt,
+    Lengths,
+    Move,
+    Note,
+    Operation,
+    ResumeState,
+    Stream,
+    Submit,
+)
 from headrace.flow.ledger.sqlite import UNNAMED, SqliteLedger
-from headrace.flow.ledger.wire import RollBack, encode_operation, replay
 
 T = TypeVar("T")
 
 FORMAT = 1
 OUTAGE_S = 60.0
-"""How long a server may be away before the run ends."""
+"""Seconds that a server may be unreachable before the run ends."""
 ANSWER_S = 30.0
-"""How long one answer may take."""
+"""Seconds that one reply may take."""
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 2.0
 PAGE = 256
-"""Entries that are read at once."""
+"""Number of entries that are read at once."""
 
 _APPEND = """
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -57,11 +71,11 @@ def _checksum(kind: bytes, data: bytes) -> bytes:
 
 
 class RedisLedger:
-    """The ledger ``name`` on the server at ``url``; begun where there is none, if the sizes of the run are given and it
-    is not said to have ``begun``.
+    """The ledger ``name`` on the server at ``url``. It is created if it does not exist, the sizes of the run are given
+    and ``begun`` is false.
 
-    The server must append to a file (``appendonly yes``), or a restart would lose the run; with ``appendfsync
-    everysec``, its default then, a loss of power can cost the last second.
+    The server must write an append-only file (``appendonly yes``), or a restart would lose the run. With ``appendfsync
+    everysec``, the default then, a power failure can lose the last second.
     """
 
     def __init__(
@@ -69,7 +83,7 @@ class RedisLedger:
         outage_s: float = OUTAGE_S, password_env: str = "", begun: bool = False,
     ) -> None:  # fmt: skip
         self._redis = redis_package("flow.ledger='redis'")
-        self._where = f"{name} at {without_password(url)}"
+        self._description = f"{name} at {without_password(url)}"
         self._stream, self._meta = f"headrace:{name}:operations", f"headrace:{name}:meta"
         self._writer = secrets.token_hex(8)
         self._outage_s = outage_s
@@ -81,7 +95,7 @@ class RedisLedger:
                 url,
                 socket_timeout=ANSWER_S,
                 socket_connect_timeout=ANSWER_S,
-                password=password_in("flow.ledger_password_env", password_env),
+                password=read_password("flow.ledger_password_env", password_env),
             )
         except ValueError as error:
             raise ConfigError(
@@ -89,29 +103,29 @@ class RedisLedger:
                 remedy="give redis://host:port/db, or unix:///path",
             ) from None
         self._append = self._server.register_script(_APPEND)
-        self._refuse_forgetful()
+        self._require_append_only_file()
         sizes = self._sizes(group_size, groups_per_step, begin=not begun)
         self._index = SqliteLedger(
             UNNAMED, group_size=sizes["group_size"], groups_per_step=sizes["groups_per_step"]
         )  # fmt: skip
-        self._read_on()
+        self._read_new_entries()
 
     @classmethod
     def open(cls, url: str, name: str, password_env: str = "") -> RedisLedger:
-        """An existing ledger, for reading. :class:`~headrace.base.errors.LedgerError` if there is none."""
+        """Open an existing ledger for reading. Raises :class:`~headrace.base.errors.LedgerError` if there is none."""
         return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:
         for operation in operations:
             with self._one_at_a_time:
-                self._index.apply(operation)  # what cannot be is refused before anybody else has it
+                self._index.apply(operation)  # an invalid operation is rejected before the server gets it
                 self._record(operation)
 
-    def recall(self, step: int) -> Recalled:
+    def roll_back(self, step: int) -> ResumeState:
         with self._one_at_a_time:
-            recalled = self._index.recall(step)
+            resumed = self._index.roll_back(step)
             self._record(RollBack(step=step))
-            return recalled
+            return resumed
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
         return self._index.episodes(number)
@@ -138,9 +152,10 @@ class RedisLedger:
         return self._index.notes()
 
     def persist(self) -> None:
-        """The server's file is synced each second; from Redis 7.2 on this waits until it has been."""
+        """Wait until the server has synced its file. Before Redis 7.2 there is no such command, and the file is synced
+        every second."""
         try:
-            self._ask(lambda: self._server.execute_command("WAITAOF", 1, 0, int(1e3 * ANSWER_S)))
+            self._call_with_retry(lambda: self._server.execute_command("WAITAOF", 1, 0, int(1e3 * ANSWER_S)))
         except LedgerError as error:
             if "unknown command" not in error.problem:
                 raise
@@ -153,33 +168,34 @@ class RedisLedger:
     def _record(self, operation: Operation | RollBack) -> None:
         kind, data = encode_operation(operation)
         number = self._number + 1
-        said = self._ask(
+        reply = self._call_with_retry(
             lambda: self._append(keys=[self._stream], args=[number, self._writer, kind, data, _checksum(kind, data)])
         ).decode()  # fmt: skip
-        if said != "recorded":
-            tip = int(said.removeprefix("tip "))
+        if reply != "recorded":
+            tip = int(reply.removeprefix("tip "))
             if tip < self._number:
                 raise LedgerError(
-                    f"the ledger {self._where} has lost operations: {self._number} were recorded, {tip} are there",
+                    f"the ledger {self._description} has lost operations: {self._number} were recorded, "
+                    f"{tip} are there",
                     remedy="the server came back without its file: restore it (appendonly yes), then --resume",
                 )
             raise LedgerError(
-                f"another run writes the ledger {self._where}: operation {number} is not the next",
+                f"another run writes the ledger {self._description}: operation {number} is not the next",
                 remedy="end one of the two; give each run a directory of its own",
             )
         self._number = number
 
-    def _read_on(self) -> None:
-        """Take in the stream up to its end."""
+    def _read_new_entries(self) -> None:
+        """Read the entries of the stream that the local index does not have yet."""
         while True:
             begin = f"({self._number}-0" if self._number else "-"
-            entries = self._ask(partial(self._server.xrange, self._stream, min=begin, count=PAGE))
+            entries = self._call_with_retry(partial(self._server.xrange, self._stream, min=begin, count=PAGE))
             for entry, fields in entries:
-                self._take(int(entry.split(b"-")[0]), fields)
+                self._apply_entry(int(entry.split(b"-")[0]), fields)
             if len(entries) < PAGE:
                 return
 
-    def _take(self, number: int, fields: dict[bytes, bytes]) -> None:
+    def _apply_entry(self, number: int, fields: dict[bytes, bytes]) -> None:
         try:
             if number != self._number + 1:
                 raise msgspec.ValidationError(f"entry {self._number + 1} is missing")
@@ -189,16 +205,16 @@ class RedisLedger:
             replay(self._index, kind, data)
         except (msgspec.MsgspecError, KeyError, LedgerError) as error:
             raise LedgerError(
-                f"the ledger {self._where} is damaged at operation {number}: {error}",
+                f"the ledger {self._description} is damaged at operation {number}: {error}",
                 remedy="restore the server's file, or start a new run directory from the newest checkpoint",
             ) from None
         self._number = number
 
-    def _refuse_forgetful(self) -> None:
-        info = self._ask(lambda: self._server.info("persistence"))
+    def _require_append_only_file(self) -> None:
+        info = self._call_with_retry(lambda: self._server.info("persistence"))
         if not info.get("aof_enabled"):
             raise LedgerError(
-                f"the ledger {self._where} would not outlive the server: it keeps no file (appendonly no)",
+                f"the ledger {self._description} would not outlive the server: it keeps no file (appendonly no)",
                 remedy="redis-cli config set appendonly yes, and appendonly yes in its redis.conf",
             )
 
@@ -207,42 +223,83 @@ class RedisLedger:
         new = {"format": FORMAT, **{key: value for key, value in given.items() if value is not None}}
         if begin and len(new) == 3:
             for key, value in new.items():
-                self._ask(partial(self._server.hsetnx, self._meta, key, value))
-        found = {key.decode(): int(value) for key, value in self._ask(lambda: self._server.hgetall(self._meta)).items()}
+                self._call_with_retry(partial(self._server.hsetnx, self._meta, key, value))
+        found = {
+            key.decode(): int(value)
+            for key, value in self._call_with_retry(lambda: self._server.hgetall(self._meta)).items()
+        }
         if not found:
-            raise LedgerError(f"no ledger {self._where}", remedy="give its server, and the directory of its run")
+            raise LedgerError(f"no ledger {self._description}", remedy="give its server, and the directory of its run")
         if found["format"] > FORMAT:
             raise LedgerError(
-                f"{self._where} has ledger format {found['format']}, this program writes {FORMAT}",
+                f"{self._description} has ledger format {found['format']}, this program writes {FORMAT}",
                 remedy="use the version of headrace that wrote it, or start a new run directory",
             )
         for key, asked in given.items():
             if asked not in (None, found[key]):
                 raise LedgerError(
-                    f"flow.{key}={asked}, but the run {self._where} was begun with {found[key]}",
+                    f"flow.{key}={asked}, but the run {self._description} was begun with {found[key]}",
                     remedy=f"set flow.{key}={found[key]} to resume it, or start a new run directory",
                 )
         return {key: found[key] for key in given}
 
-    def _ask(self, question: Callable[[], T]) -> Any:
-        """Ask until the server answers, for as long as it may be away."""
+    def _call_with_retry(self, call: Callable[[], T]) -> Any:
+        """Call ``call`` until the server answers, for at most ``outage_s`` seconds, and return the answer."""
         clock, wait_s = RealClock(), FIRST_WAIT_S
-        asked_s = clock.now()
+        start_s = clock.now()
         errors = self._redis.exceptions
         while True:
             try:
-                return question()
+                return call()
             except (errors.ConnectionError, errors.TimeoutError, errors.BusyLoadingError) as error:
-                waited_s = clock.now() - asked_s  # a server that hangs lets each question wait, too
+                waited_s = clock.now() - start_s  # a call to a server that hangs takes time, too
                 if isinstance(error, errors.AuthenticationError) or waited_s >= self._outage_s or self._closed.is_set():
                     raise LedgerError(
-                        f"the ledger {self._where} cannot be reached for {waited_s:.0f} s: {error}",
+                        f"the ledger {self._description} cannot be reached for {waited_s:.0f} s: {error}",
                         remedy="bring the Redis server back with its file, then --resume",
                     ) from None
                 self._closed.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             except errors.RedisError as error:
                 raise LedgerError(
-                    f"the ledger {self._where} cannot be kept: {error}",
+                    f"the ledger {self._description} cannot be kept: {error}",
                     remedy="mend the server (redis-cli info; is its memory or its disk full?), then --resume",
                 ) from None
+
+
+class RollBack(msgspec.Struct, frozen=True, kw_only=True):
+    """The entry that records that the run continued from a checkpoint at ``step``."""
+
+    step: int
+
+
+_KINDS = (Submit, Move, Stream, EndEpisode, DropEpisodes, EndStep, CommitVersion, Note, RollBack)
+_CODECS = {kind.__name__.encode(): MessageCodec(kind) for kind in _KINDS}
+
+
+def encode_operation(operation: Operation | RollBack) -> tuple[bytes, bytes]:
+    """Return the name of the kind of ``operation``, and its encoded fields."""
+    kind = type(operation).__name__.encode()
+    return kind, _CODECS[kind].encode(operation)
+
+
+def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
+    """Return the decoded operation. Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
+    codec = _CODECS.get(kind)
+    if codec is None:
+        raise msgspec.ValidationError(f"unknown operation {kind!r}: a newer version of headrace wrote it")
+    operation: Operation | RollBack = codec.decode(data)
+    return operation
+
+
+def replay(index: SqliteLedger, kind: bytes, data: bytes) -> None:
+    """Apply one encoded operation to ``index``. Raises ``msgspec.MsgspecError`` if ``data`` is not valid and
+    :class:`~headrace.base.errors.LedgerError` if the operation is impossible; ``index`` is unchanged then."""
+    operation = decode_operation(kind, data)
+    try:
+        if isinstance(operation, RollBack):
+            index.roll_back(operation.step)
+        else:
+            index.apply(operation)
+    except (ValueError, OverflowError) as error:  # lists of different lengths, numbers that are too large
+        raise LedgerError(f"{type(operation).__name__}: {error}", remedy="it was not written by a run") from None

@@ -1,8 +1,8 @@
 """Checksums of the rows of a ledger's database, so that a bit that flips on the disk is found before it is trained on.
 
-Each table has a last column ``row_checksum``: XXH3 with 64 bits over the other columns of the row, in order. Whoever
-writes a row writes it in the same statement, or calls :func:`seal_rows` in the same transaction. The table ``meta``
-holds a checksum of the schema beside them. SQLite itself finds what breaks the structure of its file.
+Each table has a last column ``row_checksum``: XXH3 with 64 bits over the other columns of the row, in order. A
+statement that writes a row writes its checksum too, or :func:`seal_rows` follows in the same transaction. The table
+``meta`` also contains a checksum of the schema. SQLite itself finds damage to the structure of its file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "notes": ("id", "kind", "detail", "at_s"),
     "meta": ("key", "value"),
 }
-"""The columns of each table that its checksum covers: all but the checksum. The first one names the row."""
+"""The columns of each table that its checksum covers: all but the checksum. The first column identifies the row."""
 _SCHEMA = "schema"
-"""The key in ``meta`` of the checksum of the schema."""
+"""The key of the checksum of the schema in the table ``meta``."""
 
 
 def checksum_rows(db: sqlite3.Connection) -> None:
-    """Let the statements of ``db`` call ``row_checksum(...)``; to be called before anything is written with it."""
+    """Register the SQL function ``row_checksum(...)`` with ``db``. Call this before any statement that writes."""
     db.create_function("row_checksum", -1, _row_checksum, deterministic=True)
 
 
@@ -45,10 +45,10 @@ def _row_checksum(*values: int | float | str | bytes | None) -> bytes:
 
 @cache
 def insert(table: str, *, otherwise: str = "") -> str:
-    """Return the statement that writes one row with its checksum, whose values are all of :data:`COLUMNS`.
+    """Return the statement that writes one row with its checksum; its parameters are all of :data:`COLUMNS`.
 
-    Numbers of REAL columns must be given as floats: the checksum is of what is given. ``otherwise``: ``"OR REPLACE"``,
-    say.
+    Numbers of REAL columns must be given as floats, because the checksum covers the values as given. ``otherwise`` is a
+    conflict clause such as ``"OR REPLACE"``.
 
     >>> insert("lost_tokens")
     'INSERT  INTO lost_tokens (reason, tokens, row_checksum) VALUES (?1, ?2, row_checksum(?1, ?2))'
@@ -63,25 +63,26 @@ def insert(table: str, *, otherwise: str = "") -> str:
 
 @cache
 def seal_rows(table: str, where: str = "") -> str:
-    """Return the statement that makes the checksums of rows anew, after others of their columns were updated."""
+    """Return the statement that computes the checksums of rows again after other columns were updated."""
     columns = ", ".join(COLUMNS[table])
     return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {where}" if where else "")
 
 
 def next_id(db: sqlite3.Connection, table: str) -> int:
-    """Return the ``id`` of the next row of ``table``, which its checksum covers."""
+    """Return the ``id`` of the next row of ``table``. It is set explicitly, because the checksum covers it."""
     return int(db.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0])
 
 
 def seal_all(db: sqlite3.Connection) -> None:
-    """Give every row its checksum, and the schema: after a migration."""
+    """Write the checksums of all rows and of the schema, after a migration."""
     for table in COLUMNS:
         db.execute(seal_rows(table))
     db.execute(insert("meta", otherwise="OR REPLACE"), (_SCHEMA, _schema(db)))
 
 
 def damage(db: sqlite3.Connection) -> str:
-    """Return which rows are not what was written, or that the schema is not; empty where all is as it was."""
+    """Return a description of the rows, or of the schema, that have changed since they were written; empty if none
+    have."""
     found = [_changed_rows(db, table) for table in COLUMNS]
     sealed = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
     if sealed is None or sealed[0] != _schema(db):

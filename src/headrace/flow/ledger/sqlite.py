@@ -1,4 +1,4 @@
-"""The ledger in one SQLite file (write-ahead log: a killed process loses no transaction it had made)."""
+"""The ledger in one SQLite file with a write-ahead log, so that a killed process loses no committed transaction."""
 
 from __future__ import annotations
 
@@ -7,44 +7,42 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.base.errors import LedgerError
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
-from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, Recalled, RecalledGroup
+from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, ResumedGroup, ResumeState
 from headrace.flow.ledger.books import UNFINISHED, Books
-from headrace.flow.ledger.migrate import migrate
 from headrace.flow.ledger.rows import checksum_rows, damage, insert, next_id, seal_all, seal_rows
 from headrace.flow.ledger.turns import decode_turns, join_parts
-from headrace.flow.ledger.upkeep import LogCopier
 from headrace.flow.ledger.writing import Writing
 
 T = TypeVar("T")
 
 IN_MEMORY = ":memory:"
 UNNAMED = ""
-"""The path of a file that nobody else sees and that is gone when it is closed."""
+"""The path of a temporary file that no other process sees and that is deleted when it is closed."""
 CLOSE_S = 1.0
-"""How long the end waits for whoever is at it."""
+"""Seconds that :meth:`SqliteLedger.close` waits for a thread that uses the database."""
 COPY_BYTES = 4 << 20
-"""The log is copied into the database each time it has grown by about this much."""
+"""The log is copied into the database each time it has grown by about this many bytes."""
 ADOPTED = "the rows of this ledger were given checksums as they were found"
-"""What a ledger notes that an older program has begun."""
+"""The text of the note about a ledger that an older program, without checksums, has started."""
 _TRANSACTION_BYTES = 16 << 10
-"""About what the log grows by with each transaction, beside what it holds."""
+"""Approximate number of bytes that a transaction adds to the log beside its data."""
 
 
 class SqliteLedger:
-    """A ledger at ``path`` (:data:`IN_MEMORY` or :data:`UNNAMED` for one that ends with the process).
+    """A ledger in the SQLite file ``path``, or in memory (:data:`IN_MEMORY`), or in a temporary file (:data:`UNNAMED`).
 
-    ``group_size`` and ``groups_per_step`` are written down with a new ledger; one that was begun with others is
-    refused, because its groups could not be told from this run's. ``checked`` reads an existing file from end to end
-    before it is used, and compares every row with its checksum: damage is found now and not at the step that comes upon
-    it, or never.
+    ``group_size`` and ``groups_per_step`` are stored in a new ledger. A ledger with other sizes is refused, because its
+    groups would not match those of this run. ``checked`` reads an existing file completely and compares every row with
+    its checksum, so that damage is found now instead of at a later step.
     """
 
     def __init__(self, path: Path | str, *, group_size: int, groups_per_step: int, checked: bool = False) -> None:
@@ -72,14 +70,15 @@ class SqliteLedger:
 
     @classmethod
     def open(cls, path: Path, *, checked: bool = False) -> SqliteLedger:
-        """An existing ledger, for reading or resuming. :class:`~headrace.base.errors.LedgerError` if there is none."""
+        """Open an existing ledger for reading or resuming. Raises :class:`~headrace.base.errors.LedgerError` if there
+        is none."""
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}", remedy="give the directory of a run")
         try:
             with closing(sqlite3.connect(path)) as db:
                 meta = dict(db.execute("SELECT key, value FROM meta"))
             group_size, groups_per_step = int(meta["group_size"]), int(meta["groups_per_step"])
-        except (sqlite3.Error, KeyError, ValueError) as error:  # a text of it that is no UTF-8 is a ValueError
+        except (sqlite3.Error, KeyError, ValueError) as error:  # text that is not UTF-8 raises ValueError
             raise LedgerError(
                 f"{path} is not a ledger: {error}", remedy="restore the file, or start a new run directory"
             ) from None
@@ -96,7 +95,7 @@ class SqliteLedger:
             if self._uncopied_bytes >= COPY_BYTES:
                 self._copy_log()
 
-    def recall(self, step: int) -> Recalled:
+    def roll_back(self, step: int) -> ResumeState:
         with self._explained("rolled back"), self._transaction():
             self._db.execute(
                 "UPDATE groups SET state = ? WHERE step >= ? AND state != ?",
@@ -115,14 +114,14 @@ class SqliteLedger:
                 (GroupState.SUBMITTED, GroupState.READY),
             ).fetchall()
             groups = self._books.groups()
-            return Recalled(
+            return ResumeState(
                 num_submitted=groups.submitted,
                 dropped=groups.dropped,
                 num_released=groups.trained,
                 groups=tuple(
-                    RecalledGroup(
+                    ResumedGroup(
                         number=number, row=row, state=GroupState(state), oldest_version=oldest, step=taken,
-                        episodes=tuple(self.episodes(number)), begun=tuple(self._begun(number)),
+                        episodes=tuple(self.episodes(number)), partial_turns=tuple(self._partial_turns(number)),
                     )
                     for number, row, state, oldest, taken in rows
                 ),
@@ -149,7 +148,7 @@ class SqliteLedger:
                 for position, status, cause, reward, parts, agents, turns, entry in rows
             ]
 
-    def _begun(self, number: int) -> list[TurnPart]:
+    def _partial_turns(self, number: int) -> list[TokenChunk]:
         rows = self._db.execute(
             "SELECT position, turn, prompt, tokens FROM parts WHERE group_number = ? ORDER BY position, turn, id",
             (number,),
@@ -197,19 +196,19 @@ class SqliteLedger:
                 self._copier.close()
             self._db.close()
             self._one_at_a_time.release()
-        # else a thread of a writer hangs in it: the end of the process closes it
+        # otherwise a writer's thread hangs in the database, which closes when the process ends
 
     def _copy_log(self) -> None:
         self._uncopied_bytes = 0
         if isinstance(self._path, str):
-            return  # there is no log
+            return  # a ledger without a file has no log
         if self._copier is None:
             self._db.execute("PRAGMA wal_autocheckpoint=0")
             self._copier = LogCopier(self._path)
-        self._copier.tell()
+        self._copier.request()
 
     def _read(self, figure: Callable[[], T]) -> T:
-        with self._explained("read"), self._transaction("DEFERRED"):  # one moment, whoever writes meanwhile
+        with self._explained("read"), self._transaction("DEFERRED"):  # a snapshot, even while another thread writes
             return figure()
 
     def _rows(self, query: str) -> list[Any]:
@@ -245,7 +244,7 @@ class SqliteLedger:
         return "it holds no step" if step is None else f"the last step that can be read is {step}"
 
     def _seal(self, before: int) -> None:
-        """Give what is there its checksums, as the last part of a migration from format ``before``."""
+        """Write the checksums of all existing rows, as the last part of a migration from format ``before``."""
         if before:
             detail = f"{ADOPTED}: an older program wrote them, in format {before}"
             self._db.execute(insert("notes"), (next_id(self._db, "notes"), "checksums", detail, 0.0))
@@ -274,6 +273,7 @@ class SqliteLedger:
 
     @contextmanager
     def _explained(self, action: str) -> Iterator[None]:
+        """Hold the lock, and raise every error of the database as a :class:`~headrace.base.errors.LedgerError`."""
         try:
             with self._one_at_a_time:
                 yield
@@ -282,3 +282,90 @@ class SqliteLedger:
                 f"the ledger {self._path} cannot be {action}: {error}",
                 remedy="check that its disk has room (df -h) and the file is writable and whole, then resume the run",
             ) from error
+
+
+def steps() -> list[str]:
+    """Return the SQL scripts of the migrations, oldest first. The version of a schema is the number of migrations
+    applied to it."""
+    found = sorted(
+        (entry.name, entry.read_text(encoding="utf-8"))
+        for entry in files("headrace.flow.ledger.migrations").iterdir()
+        if entry.name.endswith(".sql")
+    )
+    assert [int(name[:4]) for name, _ in found] == list(range(1, len(found) + 1)), f"a gap in {found}"
+    return [script for _, script in found]
+
+
+def schema_version(db: sqlite3.Connection) -> int:
+    """Return how many migrations were applied to ``db``; 0 for a new one."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -> None:
+    """Apply the migrations that are missing, each in one transaction.
+
+    ``finish`` is called within the last of them, with the number of migrations that the database had before.
+
+    Raises :class:`~headrace.base.errors.LedgerError` for a database that a newer program wrote.
+    """
+    scripts, version = steps(), schema_version(db)
+    if version > len(scripts):
+        raise LedgerError(
+            f"{where} has ledger format {version}, this program writes {len(scripts)}",
+            remedy="use the version of headrace that wrote it, or start a new run directory",
+        )
+    for number, script in enumerate(scripts[version:], version + 1):
+        try:
+            db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number};")
+            if number == len(scripts):
+                finish(version)
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+
+CLOSE_S = 10.0
+"""Seconds that :meth:`LogCopier.close` waits for a running copy; data that is not copied stays in the log."""
+
+
+class LogCopier:
+    """A thread that copies the write-ahead log of the ledger at ``path`` into the database on request, while operations
+    continue to be recorded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._requested = threading.Event()
+        self._closing = False
+        self._error: sqlite3.Error | None = None
+        self._thread = threading.Thread(target=self._run, name="ledger-upkeep", daemon=True)
+        self._thread.start()
+
+    def request(self) -> None:
+        """Request a copy. Raises the ``sqlite3.Error`` of an earlier copy that failed."""
+        if self._error is not None:
+            raise self._error
+        self._requested.set()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closing = True
+        self._requested.set()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            with closing(sqlite3.connect(self._path, isolation_level=None)) as db:
+                self._copy_on_request(db)
+        except sqlite3.Error as error:
+            self._error = error
+
+    def _copy_on_request(self, db: sqlite3.Connection) -> None:
+        while True:
+            self._requested.wait()
+            self._requested.clear()
+            if self._closing:
+                return
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()

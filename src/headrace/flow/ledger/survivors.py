@@ -1,9 +1,10 @@
-"""Whether some lengths survive until training more often than others.
+"""A test whether episodes of some lengths are trained more often than others.
 
-What is thrown away for being late is long. The lengths of the episodes that were trained are held against those of all
-whose fate is decided: by quantiles, and by the two-sample Kolmogorov–Smirnov test with its asymptotic distribution
-(Smirnov 1948). The trained ones are among the others, so they are not two samples; the trained and the untrained ones
-are. Of n trained among N, the distance from the trained to the untrained is that to all, over (N − n)/N.
+Episodes that are dropped because they are late are long. The lengths of the trained episodes are compared with those of
+all episodes of groups that were trained or dropped: by quantiles, and by the two-sample Kolmogorov–Smirnov test with
+its asymptotic distribution (Smirnov 1948). The trained episodes are part of all episodes, so these are not two samples;
+the trained and the untrained ones are. With n trained of N, the distance between the trained and the untrained is the
+distance between the trained and all, times N/(N − n).
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
 class Survivors(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths in sampled tokens, of episodes whose fate is decided and of those that were trained."""
+    """The lengths, in sampled tokens, of all decided episodes and of the trained ones, and the result of the test."""
 
     num_submitted: int
     num_trained: int
     num_withdrawn: int
-    """Those that were withdrawn before they had ended are in none of the figures."""
+    """Number of episodes that were cancelled before they ended; they are in none of the other numbers."""
     quantiles: dict[str, tuple[float, float]]
-    """Submitted and trained, by quantile."""
+    """Quantiles of the lengths: (all, trained), by the name of the quantile."""
     mean: tuple[float, float]
-    """Submitted and trained."""
+    """Mean lengths: (all, trained)."""
     ks: float
     """The largest distance between the two distributions, from 0 to 1."""
     p_value: float
-    """How often the trained and the untrained would be that far apart by chance, had they one distribution."""
+    """Probability that the trained and the untrained episodes differ this much by chance if they have one
+    distribution."""
 
     @property
     def biased(self) -> bool:
-        """Whether chance is no explanation."""
+        """Return whether the difference is significant, at the level of 1%."""
         return self.p_value < 0.01
 
 
 def survivors(lengths: Lengths) -> Survivors | None:
-    """The comparison; ``None`` where nothing has been trained.
+    """Return the comparison of ``lengths``; ``None`` if nothing has been trained.
 
     >>> found = survivors(Lengths(submitted=tuple(range(200)), trained=tuple(range(100))))
     >>> round(found.ks, 2), found.biased
@@ -68,7 +70,7 @@ def survivors(lengths: Lengths) -> Survivors | None:
 
 
 def _kolmogorov(x: float) -> float:
-    """P(K > x) of Kolmogorov's distribution."""
+    """Return P(K > x) of Kolmogorov's distribution."""
     if x < 0.2:  # the series converges slowly there, to 1
         return 1.0
     terms = (2 * (-1) ** (k - 1) * math.exp(-2 * (k * x) ** 2) for k in range(1, 101))

@@ -1,4 +1,4 @@
-"""Turns of an episode, and what a step made of their tokens, to bytes and back."""
+"""Encoding and decoding of the turns of an episode, and of what the learner computed for their tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPart
+from headrace.base.types.episode import Branch, EpisodeKey, StopReason, TokenChunk, Turn
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.scored import Learned
@@ -42,7 +42,7 @@ _LEARNED = MessageCodec(Learned)
 
 
 def encode_turns(turns: Sequence[Turn]) -> bytes:
-    """The bytes that the ledger keeps."""
+    """Return the turns as the bytes that the ledger stores."""
     return _CODEC.encode(
         [
             _Turn(
@@ -71,13 +71,13 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
 
 
 def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
-    """The turns in ``data``, token for token; ``msgspec.MsgspecError`` where there are none. ``entry``: which episode
-    of a bundle; ``None`` where it is none."""
+    """Return the turns in ``data``. ``entry`` is the index of the episode in a bundle; ``None`` if ``data`` is no
+    bundle but the turns of one episode. Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
     if entry is not None:
         return decode_entry(data, entry)
     try:
         return [_turn(turn) for turn in _CODEC.decode(data)]
-    except ValueError as error:  # columns that do not fit one another
+    except ValueError as error:  # columns of different lengths
         raise msgspec.ValidationError(str(error)) from None
 
 
@@ -106,34 +106,34 @@ def _turn(turn: _Turn) -> Turn:
     )
 
 
-def encode_part(part: TurnPart) -> bytes:
-    """The bytes that the ledger keeps of a part of a running turn."""
+def encode_part(part: TokenChunk) -> bytes:
+    """Return a part of a running turn as the bytes that the ledger stores."""
     turn = Turn(
-        author="", tokens=part.tokens, stop_reason=part.stop_reason, context_routing=part.context_routing
+        author="", tokens=part.tokens, stop_reason=part.stop_reason, context_routing=part.prompt_routing
     )  # fmt: skip
     return encode_turns([turn])
 
 
-def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) -> TurnPart:
-    """All that is recorded of a turn, as one part."""
+def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) -> TokenChunk:
+    """Return all recorded parts of a turn as one chunk."""
     found = [span for data in parts for span in decode_turns(data)]
     routings = (span.context_routing for span in found if span.context_routing is not None)
-    return TurnPart(
+    return TokenChunk(
         key=key,
         turn=turn,
         prompt=prompt,
         tokens=Tokens.concat([span.tokens for span in found]),
         stop_reason=found[-1].stop_reason,
-        context_routing=next(routings, None),
+        prompt_routing=next(routings, None),
     )
 
 
 def encode_learned(learned: Learned) -> bytes:
-    """The bytes that the ledger keeps."""
+    """Return ``learned`` as the bytes that the ledger stores."""
     return _LEARNED.encode(learned)
 
 
 def decode_learned(blob: bytes) -> Learned:
-    """What :func:`encode_learned` was given."""
+    """Return the columns that :func:`encode_learned` encoded."""
     learned: Learned = _LEARNED.decode(blob)
     return learned

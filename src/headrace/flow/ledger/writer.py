@@ -1,7 +1,7 @@
-"""How the controller's event loop writes a ledger without ever waiting for a disk.
+"""Writers, through which the controller's event loop records operations without waiting for a disk.
 
-Operations are recorded in the order given. ``write`` returns at once; ``flush`` waits until all of it is recorded, and
-raises what went wrong.
+Operations are recorded in the order given. ``write`` returns at once; ``flush`` waits until all of them are recorded,
+and raises the error of one that could not be.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Protocol
 from headrace.flow.ledger.base import Ledger, Operation, Stream
 
 GATHER_S = 0.025
-"""How long operations gather before they are recorded together, where nobody waits for it."""
+"""Seconds that operations are gathered before they are recorded together, unless a flush waits for them."""
 MOST_TOGETHER = 256
-"""Operations of one transaction."""
+"""Greatest number of operations in one transaction."""
 CLOSE_S = 30.0
-"""How long the end waits for a disk."""
+"""Seconds that :meth:`ThreadedWriter.close` waits for the disk."""
 
 
 class LedgerWriter(Protocol):
-    """Takes operations for a ledger."""
+    """The contract of a writer: it takes operations and records them in a ledger."""
 
     def write(self, operation: Operation) -> None:
-        """Record ``operation`` after all that were given before it. Raises if an earlier one could not be recorded."""
+        """Record ``operation`` after all operations given before. Raises if an earlier one could not be recorded."""
         ...
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Wait until everything given is recorded, and, if ``durable``, until it would outlast a loss of power.
+        """Wait until all given operations are recorded and, if ``durable``, until they would survive a power failure.
 
         Raises :class:`~headrace.base.errors.LedgerError` if it could not be.
         """
         ...
 
     def close(self) -> None:
-        """Record what is left and stop; a disk that hangs is not waited for without end."""
+        """Record the remaining operations and stop. The wait for a disk that hangs is bounded."""
         ...
 
 
 class _Persist:
-    """What is recorded so far is to outlast a loss of power."""
+    """A marker in the queue: make everything recorded so far survive a power failure."""
 
 
 _PERSIST = _Persist()
@@ -51,7 +51,7 @@ _Item = Operation | _Persist | asyncio.Future[None] | None
 
 
 class InlineWriter:
-    """Writes at once, in the caller's thread: for ledgers in memory and for virtual time."""
+    """A writer that records at once, in the caller's thread: for ledgers in memory and for virtual time."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -68,16 +68,16 @@ class InlineWriter:
 
 
 class ThreadedWriter:
-    """Writes in one thread of its own, many operations in one transaction where many come at once.
+    """A writer that records in a thread of its own, many operations in one transaction if many come at once.
 
-    What is queued is bounded by what the flow holds: a few operations per group in flight.
+    The queue needs no bound of its own: it holds a few operations for each group in flight.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._queue: deque[_Item] = deque()
-        self._given = threading.Event()
-        self._awaited = threading.Event()
+        self._pending = threading.Event()
+        self._urgent = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
@@ -86,36 +86,36 @@ class ThreadedWriter:
         if self._error is not None:
             raise self._error
         self._queue.append(operation)
-        if isinstance(operation, Stream):  # of running turns no more may be lost than was agreed
-            self._awaited.set()
-        if not self._given.is_set():
-            self._given.set()
+        if isinstance(operation, Stream):  # flow.record_tokens bounds what a crash may lose
+            self._urgent.set()
+        if not self._pending.is_set():
+            self._pending.set()
 
     async def flush(self, *, durable: bool = False) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if durable:
             self._queue.append(_PERSIST)
-        self._hurry(done)
+        self._enqueue_urgent(done)
         await done
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        self._hurry(None)
+        self._enqueue_urgent(None)
         self._thread.join(CLOSE_S)
 
-    def _hurry(self, item: _Item) -> None:
+    def _enqueue_urgent(self, item: _Item) -> None:
         self._queue.append(item)
-        self._awaited.set()
-        self._given.set()
+        self._urgent.set()
+        self._pending.set()
 
     def _run(self) -> None:
         together: list[Operation] = []
         while True:
-            self._given.wait()
-            self._awaited.wait(GATHER_S)
-            self._given.clear()
-            self._awaited.clear()
+            self._pending.wait()
+            self._urgent.wait(GATHER_S)
+            self._pending.clear()
+            self._urgent.clear()
             while self._queue:
                 item = self._queue.popleft()
                 if isinstance(item, _Persist | asyncio.Future | None) or len(together) == MOST_TOGETHER:
@@ -125,18 +125,18 @@ class ThreadedWriter:
                 if isinstance(item, asyncio.Future):
                     item.get_loop().call_soon_threadsafe(_finish, item)
                 elif isinstance(item, _Persist):
-                    self._do(self._ledger.persist)
+                    self._guarded(self._ledger.persist)
                 else:
                     together.append(item)
             together = self._record(together)
 
     def _record(self, together: list[Operation]) -> list[Operation]:
-        """In one transaction; nothing is left."""
+        """Record the operations in one transaction, and return an empty list."""
         if together:
-            self._do(partial(self._ledger.apply, *together))
+            self._guarded(partial(self._ledger.apply, *together))
         return []
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         if self._error is not None:
             return
         try:

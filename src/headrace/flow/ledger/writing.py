@@ -1,5 +1,5 @@
-"""Operations into the tables of a database, those of one transaction together: what is alike is written at once, and of
-the states that a group takes within it the last one alone."""
+"""Translation of operations into rows of the database. Operations of one transaction are combined: rows of one table
+are written at once, and of the states that a group takes only the last one is written."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from headrace.flow.ledger.turns import encode_learned, encode_part
 
 
 class Writing:
-    """The operations of one transaction, which whoever makes it begins and commits. They are in the tables after
-    :meth:`finish`; errors are those of ``sqlite3``."""
+    """The operations of one transaction, which the caller begins and commits. They are in the tables after
+    :meth:`finish`. Errors are those of ``sqlite3``."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._ended: list[EndEpisode] = []
-        """Episodes that are yet to be written."""
+        """Ended episodes that are not written yet."""
         self._moves: dict[int, Move] = {}
-        """The last move of each group, with what the ones before said of its version and step."""
+        """The last move of each group, with the version and the step of earlier moves."""
         self.num_bytes = 0
-        """Of what was written, the tokens."""
+        """Number of bytes of encoded tokens that were written."""
 
     def add(self, operation: Operation) -> None:
-        """One more."""
+        """Add one operation."""
         self._WRITE[type(operation)](self, operation)
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the operations that are not written yet."""
         self._write_ended()
         self._write_moves()
 
@@ -56,7 +56,7 @@ class Writing:
     def _move(self, op: Move) -> None:
         for number in op.numbers:
             before = self._moves.get(number)
-            self._moves[number] = op if before is None else _after(before, op)
+            self._moves[number] = op if before is None else _merged(before, op)
 
     def _write_moves(self) -> None:
         moves, self._moves = self._moves, {}
@@ -66,7 +66,7 @@ class Writing:
             [(op.state, op.reason, op.oldest_version, op.at_s, number) for number, op in moves.items()],
         )
         taken = [(op.step, number) for number, op in moves.items() if op.step is not None]
-        if taken:  # apart: to name a column of an index is to write the index
+        if taken:  # a separate statement: naming an indexed column updates the index
             self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", taken)
         self._db.executemany(seal_rows("groups", "number = ?"), [(number,) for number in moves])
 
@@ -74,7 +74,7 @@ class Writing:
         self._write_ended()
         for part in op.parts:
             if part.lost:
-                self._lose(part.key, part.lost, turn=part.turn)
+                self._void_parts(part.key, part.lost, turn=part.turn)
             if not len(part.tokens) and part.stop_reason is None:
                 continue
             blob = encode_part(part)
@@ -82,14 +82,15 @@ class Writing:
             row = (next_id(self._db, "parts"), *part.key, part.turn, part.prompt, len(part.tokens), blob)
             self._db.execute(insert("parts"), row)
 
-    def _lose(self, key: EpisodeKey, reason: str, *, turn: int | None = None, kept: int = 0) -> None:
-        """The parts of an episode, or of one of its turns, are void; all but ``kept`` of their tokens with them."""
-        those = "WHERE group_number = ? AND position = ? AND coalesce(turn = ?, 1)"
+    def _void_parts(self, key: EpisodeKey, reason: str, *, turn: int | None = None, kept: int = 0) -> None:
+        """Delete the recorded parts of an episode, or of one of its turns, and count all but ``kept`` of their tokens
+        as lost."""
+        where = "WHERE group_number = ? AND position = ? AND coalesce(turn = ?, 1)"
         at = (*key, turn)
-        (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {those}", at).fetchone()
+        (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {where}", at).fetchone()
         if tokens is None:
             return
-        self._db.execute(f"DELETE FROM parts {those}", at)
+        self._db.execute(f"DELETE FROM parts {where}", at)
         if tokens > kept:
             self._db.execute(
                 "INSERT INTO lost_tokens (reason, tokens) VALUES (?, ?)"
@@ -109,18 +110,18 @@ class Writing:
         at = iter(ended)
         rows = []
         for episodes in bundled([op.episode for op in ended]):
-            blob, told = encode_bundle(episodes)
+            blob, counts = encode_bundle(episodes)
             self.num_bytes += len(blob)
             bundle = next_id(self._db, "bundles")
             self._db.execute(insert("bundles"), (bundle, blob))
-            for entry, (episode, sampled) in enumerate(zip(episodes, told, strict=True)):
+            for entry, (episode, sampled) in enumerate(zip(episodes, counts, strict=True)):
                 if any_parts:
-                    self._lose(episode.key, "discarded", kept=sampled.count)
+                    self._void_parts(episode.key, "discarded", kept=sampled.count)
                 rows.append(
                     (
                         *episode.key, episode.status, episode.cause, _real(episode.reward),
                         sampled.count, sampled.oldest, sampled.newest, _real(next(at).at_s),
-                        _words(episode.parts), _words(episode.agent_rewards), bundle, entry,
+                        _rewards_json(episode.parts), _rewards_json(episode.agent_rewards), bundle, entry,
                     )
                 )  # fmt: skip
         self._db.executemany(insert("episodes", otherwise="OR REPLACE"), rows)
@@ -166,8 +167,8 @@ class Writing:
     }
 
 
-def _after(before: Move, op: Move) -> Move:
-    """``op``, with what only ``before`` says."""
+def _merged(before: Move, op: Move) -> Move:
+    """Return ``op`` with the version and the step of ``before`` where it has none."""
     if (before.oldest_version is None or op.oldest_version is not None) and before.step is None:
         return op
     return Move(
@@ -181,9 +182,9 @@ def _after(before: Move, op: Move) -> Move:
 
 
 def _real(value: float | None) -> float | None:
-    """Return the number as a REAL column holds it: it knows no negative zero."""
+    """Return the number as a REAL column stores it, which has no negative zero."""
     return None if value is None else float(value) + 0.0
 
 
-def _words(rewards: Mapping[str, float]) -> str:
+def _rewards_json(rewards: Mapping[str, float]) -> str:
     return json.dumps(rewards) if rewards else "{}"

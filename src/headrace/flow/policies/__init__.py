@@ -1,21 +1,21 @@
-"""Staleness policies: when a group may start, which groups make the next batch, and which leave untrained. A new one is
-a file here and a row of ``AnyPolicy``."""
+"""Staleness policies, which decide when a group may start, which groups make the next batch, and which are dropped. A
+new policy is a file in this folder and a member of the union ``AnyPolicy``."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
+from headrace.base.config.kinds import Kinds
 from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
 from headrace.flow.policies.bounded import Bounded
-from headrace.flow.policies.one_ahead import OneAhead
-from headrace.flow.policies.synchronous import Synchronous
+from headrace.flow.policies.lockstep import OneAhead, Synchronous
 from headrace.flow.policies.unbounded import Unbounded
 from headrace.flow.policies.windowed import Windowed
 
 AnyPolicy = Bounded | Synchronous | OneAhead | Windowed | Unbounded
-PolicyConfig = Annotated[AnyPolicy, Field(discriminator="kind")]
+POLICIES = Kinds(AnyPolicy, group="headrace.policies", setting="flow.policy", contract=StalenessPolicy)
+"""The registry of all kinds of policies, those of installed packages included."""
+PolicyConfig = Annotated[AnyPolicy, POLICIES]
 
 __all__ = [
     "DISPLACED",

@@ -1,4 +1,4 @@
-"""What a staleness policy is: its own settings, and pure functions of the flow's state."""
+"""The contract of a staleness policy: its settings, and pure functions of the state of the flow."""
 
 from __future__ import annotations
 
@@ -10,56 +10,59 @@ from headrace.base.config import Section
 from headrace.flow.state import FlowState
 
 STALE = "stale"
-"""Why a group leaves, or a token carries no loss: it would be older than the bound."""
+"""The reason that is counted when a group is dropped, or a token carries no loss, because it would be older than the
+bound."""
 DISPLACED = "displaced"
-"""Why a group leaves: newer ones stand in a full buffer."""
+"""The reason that is counted when a group is dropped because newer ones take its place in a full buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What the next step trains, and what leaves untrained before it."""
+    """The groups that the next step trains, and the groups that are dropped before it."""
 
     take: tuple[int, ...] = ()
-    """Numbers of the groups to train, in the order they are laid out; empty: not yet."""
+    """Numbers of the groups to train, in the order in which they are laid out; empty if there is no batch yet."""
     leave: Mapping[int, str] = field(default_factory=dict)
-    """Numbers of the groups that leave untrained, with the reason that is counted."""
+    """Numbers of the groups to drop, each with the reason that is counted."""
     oldest_version: int | None = None
-    """Tokens of older versions carry no loss; ``None``: every token carries it."""
+    """Tokens of older versions carry no loss; ``None``: every token carries loss."""
 
 
 class StalenessPolicy(Section):
-    """Decides what starts, what is trained next, and what leaves. No I/O, no clock, no memory of its own: the same
-    state gives the same answer."""
+    """The base class of all staleness policies, which is also the section of their settings. It has no I/O, no clock
+    and no memory: the same state gives the same decision."""
 
     fixes: ClassVar[Mapping[str, int | str | None]] = {}
-    """Settings of the flow that follow from the policy: nothing else can be set for them."""
+    """Settings of the flow that follow from the policy and cannot have another value."""
     paced: ClassVar[bool] = True
-    """Whether ``flow.lead`` beyond ``flow.max_age`` could never happen."""
+    """Whether ``flow.lead`` cannot be more than ``flow.max_age``, because the policy never lets generation run so far
+    ahead."""
 
     recorded: ClassVar[bool] = False
-    """Whether it repeats what was decided in another run, whatever this one would need."""
+    """Whether the policy repeats the decisions of another run, whatever this run needs."""
 
     @property
     def drops_stale(self) -> bool:
-        """Whether a group that has become too old leaves, rather than never becoming so."""
+        """Return whether the policy drops groups that have become too old."""
         return False
 
     @property
     def masks_stale(self) -> bool:
-        """Whether tokens that are too old lose their loss, while their group is trained."""
+        """Return whether tokens that are too old carry no loss, while their group is trained."""
         return False
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
-        """:class:`~headrace.base.errors.ConfigError` where its own settings do not fit these."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if the settings of the policy do not fit these settings of
+        the flow."""
 
     def admit(self, state: FlowState) -> int:
-        """How many groups may start now."""
+        """Return how many groups may start now."""
         raise NotImplementedError
 
     def leave(self, state: FlowState) -> Mapping[int, str]:
-        """The groups that leave untrained now, with the reason: asked whenever a group has become ready."""
+        """Return the groups to drop now, each with the reason. It is called whenever a group has become ready."""
         return {}
 
     def select(self, state: FlowState) -> Selection:
-        """The groups of the next batch, if there is one now, and those that leave before it."""
+        """Return the groups of the next batch, if there is one now, and the groups to drop before it."""
         raise NotImplementedError

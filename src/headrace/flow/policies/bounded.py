@@ -27,22 +27,23 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.flow.policies.base import Selection, StalenessPolicy
-from headrace.flow.policies.deadlines import earliest_in_time, in_order, room_for_new, room_in_order
+from headrace.flow.policies.deadlines import earliest_in_time, in_order, num_admissible, num_admissible_in_order
 from headrace.flow.state import FlowState
 
 
 def paced_admission(state: FlowState) -> int:
-    """How many groups may start so that every one can be trained within its bound."""
+    """Return how many groups may start so that every one can be trained within its bound."""
     limits = state.limits
     free = (min(limits.run_ahead, limits.max_age) + 1) * limits.batch_size - state.num_held
     if state.num_waiting:
-        in_time = room_in_order(state) if limits.strict else room_for_new(state)
+        in_time = num_admissible_in_order(state) if limits.strict else num_admissible(state)
         free = min(max(free, state.num_waiting), in_time)
-    return max(0, min(free, state.room))
+    return max(0, min(free, state.free_capacity))
 
 
 class Bounded(StalenessPolicy):
-    """Paced admission, earliest deadline first. With ``flow.max_age = 0`` it is synchronous."""
+    """A policy that paces admission and trains the groups with the earliest deadlines first. With ``flow.max_age = 0``
+    it is synchronous."""
 
     kind: Literal["bounded"] = "bounded"
 

@@ -1,11 +1,12 @@
-"""Which groups are due when, and whether all of them can be trained in time.
+"""The deadlines of groups, and whether all groups can be trained in time.
 
-Let k be the next step and B the groups per step. A group is due at the last step that may train its oldest token. All
-can be trained in time, the earliest deadline first, if and only if (Liu and Layland 1973; here all are ready at once)
+Let k be the next step and B the groups per step. The deadline of a group is the last step that may train its oldest
+token. All groups can be trained in time, the earliest deadline first, if and only if (Liu and Layland 1973; here all
+groups are ready at once)
 
     for every step j ≥ k:   groups due by j  ≤  (j − k + 1)·B
 
-Groups of replayed steps are due at their step.
+The deadline of a group of a replayed step is that step.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from headrace.flow.state import FlowState
 
 
 def due(state: FlowState) -> Counter[int]:
-    """How many groups that are in no batch are due at each step."""
+    """Return the number of groups in no batch that are due at each step."""
     steps: Counter[int] = Counter()
-    for version, count in state.aging.items():
+    for version, count in state.open_by_oldest.items():
         steps[state.deadline(version)] += count
     for step, numbers in state.plan.items():
         steps[step] += len(numbers)
     return steps
 
 
-def room_for_new(state: FlowState) -> int:
-    """How many groups may be admitted now so that they and all others can be trained in time.
+def num_admissible(state: FlowState) -> int:
+    """Return how many groups may be admitted now so that they and all others can be trained in time.
 
-    Those that kept tokens over a crash, and with them their deadlines, are counted already: they themselves may start.
+    Groups that kept tokens over a crash, and with them their deadlines, are counted already, so they may start
+    themselves.
     """
     latest = state.deadline(state.version)
     total, room = 0, None
@@ -44,8 +46,9 @@ def room_for_new(state: FlowState) -> int:
     return state.num_waiting_aged + max(0, room)
 
 
-def room_in_order(state: FlowState) -> int:
-    """The same where groups are trained in the order of their numbers: those may start whose turn comes in time."""
+def num_admissible_in_order(state: FlowState) -> int:
+    """Return how many groups may be admitted now if groups are trained in the order of their numbers: those whose step
+    comes before their deadline."""
     in_time = (state.deadline(state.version) + 1 - state.free_step) * state.limits.batch_size
     if in_time <= 0:
         return 0
@@ -55,39 +58,41 @@ def room_in_order(state: FlowState) -> int:
 
 
 def last_step(state: FlowState, number: int) -> int:
-    """The last step that may train a ready group."""
+    """Return the deadline of a ready group: the last step that may train it."""
     oldest = state.groups[number].oldest_version
     assert oldest is not None
     return state.deadline(oldest)
 
 
 def earliest(state: FlowState) -> tuple[int, ...] | None:
-    """The batch of those ready groups that are due first; ``None`` if there are not enough."""
+    """Return the batch of the ready groups with the earliest deadlines; ``None`` if there are not enough ready
+    groups."""
     if len(state.ready) < state.limits.batch_size:
         return None
     in_order = (
         number
-        for version in sorted(state.ready_from, key=lambda version: (state.deadline(version), version))
-        for number in state.ready_from[version]
+        for version in sorted(state.ready_by_oldest, key=lambda version: (state.deadline(version), version))
+        for number in state.ready_by_oldest[version]
     )
     chosen = tuple(islice(in_order, state.limits.batch_size))
     return chosen if len(chosen) == state.limits.batch_size else None
 
 
 def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
-    """The same, if all other groups can then be trained in time; decided by counts alone, and looked up afterwards."""
+    """Return the batch of :func:`earliest` if all other groups can be trained in time after it, otherwise ``None``. The
+    counts decide; the groups themselves are looked up afterwards."""
     steps, left = due(state), state.limits.batch_size
     if len(state.ready) < left:
         return None
-    for version in sorted(state.ready_from, key=lambda version: (state.deadline(version), version)):
-        taken = min(left, len(state.ready_from[version]))
+    for version in sorted(state.ready_by_oldest, key=lambda version: (state.deadline(version), version)):
+        taken = min(left, len(state.ready_by_oldest[version]))
         steps[state.deadline(version)] -= taken
         left -= taken
     return earliest(state) if left == 0 and _in_time(state, steps) else None
 
 
 def in_order(state: FlowState) -> tuple[int, ...] | None:
-    """The batch of the groups that were submitted first; ``None`` until all of them are ready."""
+    """Return the batch of the groups with the lowest numbers; ``None`` until all of them are ready."""
     if len(state.ready) < state.limits.batch_size:
         return None
     first = state.first_open(state.limits.batch_size, ready=True)
@@ -95,7 +100,7 @@ def in_order(state: FlowState) -> tuple[int, ...] | None:
 
 
 def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
-    """Whether all other groups can be trained in time once ``chosen`` make the next batch."""
+    """Return whether all other groups can be trained in time if ``chosen`` is the next batch."""
     steps = due(state)
     for number in chosen:
         steps[last_step(state, number)] -= 1
@@ -103,7 +108,8 @@ def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
 
 
 def _in_time(state: FlowState, steps: Counter[int]) -> bool:
-    """Whether what is due at each of ``steps`` can be trained from the step after the next on."""
+    """Return whether the groups that are due at each step can be trained in time, beginning with the step after the
+    next one."""
     total = 0
     for step in sorted(steps):
         total += steps[step]
@@ -113,8 +119,9 @@ def _in_time(state: FlowState, steps: Counter[int]) -> bool:
 
 
 def age_needed(state: FlowState, *, only_planned: bool) -> int:
-    """The age at which the oldest kept token will be trained: those of replayed steps then, the others right after, in
-    strict order or the oldest first, unless what is too old is dropped anyway (``only_planned``)."""
+    """Return the age that the oldest kept token will have when it is trained. Groups of replayed steps are trained at
+    their steps; the others follow, by number in strict order and otherwise oldest first. ``only_planned`` leaves the
+    others out, for policies that drop groups that are too old."""
     planned = [(e.step, e.oldest_version) for e in state.groups.values() if e.step is not None]
     rest = [(n, e.oldest_version) for n, e in state.groups.items() if e.step is None]
     in_turn = [oldest for _, oldest in sorted(rest)]

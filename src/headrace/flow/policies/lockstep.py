@@ -1,24 +1,57 @@
-"""Batches that are generated whole, one after the other: what ``synchronous`` and ``one_ahead`` share."""
+"""Two policies that generate whole batches one after the other. With ``synchronous``, generation and training
+alternate, and the weights are bit for bit those of a plain serial loop. With ``one_ahead``, one batch is generated
+while the batch before it is trained."""
 
 from __future__ import annotations
 
-from headrace.flow.policies.base import Selection
+from typing import ClassVar, Literal
+
+from headrace.flow.policies.base import Selection, StalenessPolicy
 from headrace.flow.policies.deadlines import earliest
 from headrace.flow.state import FlowState
 
 
 def admit_whole_batch(state: FlowState, *, ahead: int) -> int:
-    """What the next batch lacks, once the engines' weights are at most ``ahead`` steps behind it.
+    """Return how many groups the next batch lacks, if the engines' weights are at most ``ahead`` steps behind it,
+    otherwise 0.
 
     Every group that starts is in the batch of step k = ``free_step`` and gets tokens of version v ≥ k − ``ahead`` only:
     none is trained at an age above ``ahead``.
     """
     if state.free_step > state.version + ahead:
         return 0
-    return max(0, min(state.limits.batch_size - (state.num_open - state.num_waiting), state.room))
+    return max(0, min(state.limits.batch_size - (state.num_open - state.num_waiting), state.free_capacity))
 
 
 def select_whole_batch(state: FlowState) -> Selection:
-    """The batch, once all of its groups are ready."""
+    """Return the next batch if all of its groups are ready."""
     chosen = state.replayed or earliest(state) or ()
     return Selection(take=tuple(sorted(chosen)))
+
+
+class Synchronous(StalenessPolicy):
+    """A policy that starts a batch when the weights of the last step are committed, so that no token has an age above
+    0."""
+
+    kind: Literal["synchronous"] = "synchronous"
+    fixes: ClassVar = {"max_age": 0, "lead": 0, "order": "strict", "capacity": None}
+
+    def admit(self, state: FlowState) -> int:
+        return admit_whole_batch(state, ahead=0)
+
+    def select(self, state: FlowState) -> Selection:
+        return select_whole_batch(state)
+
+
+class OneAhead(StalenessPolicy):
+    """A policy that starts a batch when the one before it is complete, so that no token is trained at an age above
+    1."""
+
+    kind: Literal["one_ahead"] = "one_ahead"
+    fixes: ClassVar = {"max_age": 1, "lead": 1, "order": "strict", "capacity": None}
+
+    def admit(self, state: FlowState) -> int:
+        return admit_whole_batch(state, ahead=1)
+
+    def select(self, state: FlowState) -> Selection:
+        return select_whole_batch(state)

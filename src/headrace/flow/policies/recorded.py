@@ -1,5 +1,5 @@
-"""What a replay does in place of deciding: each group starts when the recorded run had the weights that it started
-under, and each step takes the groups that it took."""
+"""The policy of a replay. It decides nothing: each group starts at the version at which it started in the recorded run,
+and each step takes the groups that it took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.flow.state import FlowState
 
 
 class RecordedPolicy(StalenessPolicy):
-    """The decisions of another run. No run file can ask for it.
+    """A policy that repeats the decisions of another run. A run file cannot select it.
 
     >>> from headrace.flow.state import FlowLimits
     >>> policy = RecordedPolicy(starts=(0, 0, 1), steps={0: (1,)}, dropped_stale=False, masked_stale=False)
@@ -22,13 +22,13 @@ class RecordedPolicy(StalenessPolicy):
     """
 
     starts: tuple[int, ...]
-    """By number of the group, never falling: the version that must be committed when it starts."""
+    """The version that must be committed before each group starts, by group number, ascending."""
     steps: Mapping[int, tuple[int, ...]]
-    """The groups of every step, in order."""
+    """The groups that each step took, in order."""
     dropped_stale: bool
-    """Whether groups that had become too old left."""
+    """Whether groups that had become too old were dropped."""
     masked_stale: bool
-    """Whether tokens that had become too old lost their loss."""
+    """Whether tokens that had become too old carried no loss."""
     recorded: ClassVar[bool] = True
 
     @property

@@ -1,14 +1,16 @@
-"""Generation runs ahead as far as ``flow.lead`` allows, whatever the versions; what has become too old is dealt with.
+"""A policy that lets generation run ahead as far as ``flow.lead`` allows, whatever the versions, and then deals with
+groups that have become too old.
 
-``reject``      What would be trained at an age above the bound leaves: the whole group, or (``per = "token"``) the
-                tokens that are too old, while the group's younger ones are trained. Cheap to decide, and it costs what
-                was generated; above all it takes long answers, which are the old ones.
-``drop_oldest`` Generation never waits for training: finished groups do not hold its slots. Of more than ``flow.lead``
-                batches of them the oldest leave for newer ones, and so does what has become older than the bound.
-``wait``        Nothing leaves. A group starts whenever all in flight can still be trained in time, by what their tokens
-                say; training waits for the group that is due. It runs as far ahead as the bound lets any policy.
+``reject``      Groups that would be trained at an age above the bound are dropped; with ``per = "token"`` only the
+                tokens that are too old carry no loss. It is simple, but wastes generated tokens, and it mostly drops
+                long answers, because those are the old ones.
+``drop_oldest`` Generation never waits for training: finished groups do not use its slots. If more than ``flow.lead``
+                batches of them are ready, the oldest are dropped, and so are groups older than the bound.
+``wait``        No group is dropped. A group starts if all groups in flight can still be trained in time, judged by the
+                versions of their tokens; training waits for the group that is due. This runs as far ahead as the bound
+                allows.
 
-The bound holds whichever is chosen.
+The bound holds for each of them.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from typing import ClassVar, Literal
 
 from headrace.base.errors import ConfigError
 from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
-from headrace.flow.policies.deadlines import earliest, earliest_in_time, in_order, room_for_new
+from headrace.flow.policies.deadlines import earliest, earliest_in_time, in_order, num_admissible
 from headrace.flow.state import FlowState
 
 
 class Unbounded(StalenessPolicy):
-    """No pacing by versions."""
+    """A policy that does not pace generation by versions."""
 
     kind: Literal["unbounded"] = "unbounded"
     stale: Literal["reject", "drop_oldest", "wait"] = "reject"
-    """What becomes of what is too old, or would become so."""
+    """The treatment of groups that are too old, or would become too old: ``reject``, ``drop_oldest`` or ``wait``."""
     per: Literal["group", "token"] = "group"
-    """Only with ``reject``: ``group``: one token that is too old takes its group along; ``token``: it loses its loss
-    and the rest is trained, unless nothing is left."""
+    """The unit that ``reject`` removes. ``group``: one token that is too old drops its whole group. ``token``: only
+    that token carries no loss, and the rest of the group is trained unless nothing is left."""
     paced: ClassVar[bool] = False
 
     @property
@@ -58,8 +60,8 @@ class Unbounded(StalenessPolicy):
     def admit(self, state: FlowState) -> int:
         slots = (state.limits.run_ahead + 1) * state.limits.batch_size
         held = state.num_running if self.stale == "drop_oldest" else state.num_held
-        count = min(slots - held, state.room)
-        return max(0, min(count, room_for_new(state)) if self.stale == "wait" else count)
+        count = min(slots - held, state.free_capacity)
+        return max(0, min(count, num_admissible(state)) if self.stale == "wait" else count)
 
     def leave(self, state: FlowState) -> Mapping[int, str]:
         if self.stale == "wait":
@@ -67,16 +69,16 @@ class Unbounded(StalenessPolicy):
         leaving = dict.fromkeys(self._too_old(state), STALE)
         if self.stale == "drop_oldest":
             limits = state.limits
-            ready = sum(len(numbers) for numbers in state.ready_from.values()) - len(leaving)
+            ready = sum(len(numbers) for numbers in state.ready_by_oldest.values()) - len(leaving)
             too_many = max(0, ready - max(1, limits.run_ahead) * limits.batch_size)
-            oldest = (number for version in sorted(state.ready_from) for number in state.ready_from[version])
+            oldest = (number for version in sorted(state.ready_by_oldest) for number in state.ready_by_oldest[version])
             still = (number for number in oldest if number not in leaving)
             leaving |= dict.fromkeys(list(islice(still, too_many)), DISPLACED)
         return leaving
 
     def _too_old(self, state: FlowState) -> Iterator[int]:
-        files = state.ready_to if self.per == "token" else state.ready_from
-        for version, numbers in files.items():
+        index = state.ready_by_newest if self.per == "token" else state.ready_by_oldest
+        for version, numbers in index.items():
             if state.deadline(version) < state.next_step:
                 yield from numbers
 

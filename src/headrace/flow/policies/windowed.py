@@ -1,12 +1,12 @@
-"""Pacing with a window: only groups near the oldest one that is still untrained may overtake it.
+"""Pacing with a window: only groups close to the oldest untrained group may overtake it.
 
 Let a be the lowest number of a group that is in no batch, and W = ``window``·B. A batch is made of ready groups with
-numbers below a + W, those that are due first; where these are too few, of the first B groups once all are ready. So
-fewer than W groups are ever trained before a straggler that started earlier, and the groups of one batch were admitted
-close to each other: ``window = 1`` trains in order, a wide window is ``bounded``.
+numbers below a + W, earliest deadline first. If these are too few, it is made of the first B groups once all are ready.
+So fewer than W groups are ever trained before a straggler that started earlier, and the groups of one batch were
+admitted close to each other: ``window = 1`` trains in order, and a wide window equals ``bounded``.
 
-What is admitted, and how old a token may become, is as with ``bounded``. Where a group beyond the window would miss its
-bound (tokens kept over a crash can make it so), the bound goes first.
+Admission and the age of tokens are the same as with ``bounded``. Where a group outside the window would miss its bound
+(tokens kept over a crash can cause that), the bound takes precedence over the window.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from headrace.flow.state import FlowState
 
 
 class Windowed(StalenessPolicy):
-    """Look-ahead anchored at the oldest group that is still untrained."""
+    """A policy that trains only groups within a window that begins at the oldest untrained group."""
 
     kind: Literal["windowed"] = "windowed"
     window: int = Field(default=1, ge=1)
-    """Batches from the oldest untrained group on among which a batch is chosen; 1 trains in the order of admission."""
+    """Size of the window, in batches from the oldest untrained group on; 1 trains in the order of admission."""
     fixes: ClassVar = {"order": "ready_first"}
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
@@ -47,18 +47,20 @@ class Windowed(StalenessPolicy):
             return Selection(take=state.replayed)
         if len(state.ready) < state.limits.batch_size:
             return Selection()
-        chosen = self._inside(state) or in_order(state)
-        if not rest_in_time(state, chosen) if chosen else self._held_up(state):
+        chosen = self._earliest_in_window(state) or in_order(state)
+        if not rest_in_time(state, chosen) if chosen else self._oldest_is_waiting(state):
             chosen = earliest_in_time(state)
         return Selection(take=tuple(sorted(chosen or ())))
 
-    def _held_up(self, state: FlowState) -> bool:
-        """Whether the oldest group has not even started: after a crash others may stand in its way."""
+    def _oldest_is_waiting(self, state: FlowState) -> bool:
+        """Return whether the oldest group has not started yet, because other groups go before it after a crash."""
         return any(state.groups[number].state is GroupState.SUBMITTED for number in state.first_open(1))
 
-    def _inside(self, state: FlowState) -> tuple[int, ...] | None:
+    def _earliest_in_window(self, state: FlowState) -> tuple[int, ...] | None:
+        """Return the batch of the ready groups in the window with the earliest deadlines; ``None`` if there are too
+        few."""
         (anchor,) = state.first_open(1) or (state.num_submitted,)
         window = range(anchor, anchor + self.window * state.limits.batch_size)
-        inside = [number for number in window if number in state.ready and state.groups[number].step is None]
-        first = sorted(inside, key=lambda number: last_step(state, number))[: state.limits.batch_size]
+        in_window = [number for number in window if number in state.ready and state.groups[number].step is None]
+        first = sorted(in_window, key=lambda number: last_step(state, number))[: state.limits.batch_size]
         return tuple(first) if len(first) == state.limits.batch_size else None

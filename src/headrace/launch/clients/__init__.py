@@ -1,17 +1,15 @@
-"""The controller's side of every process: the contracts of engine, learner and scorer, spoken over a channel."""
+"""The controller's end of every process: the contracts of engine, learner, scorer and environment, over a channel."""
 
 from headrace.launch.clients.engine import EngineClient
-from headrace.launch.clients.environment import EnvPool, EnvTerms
+from headrace.launch.clients.environment import EnvPeer, EnvPool, EnvPoolConfig
 from headrace.launch.clients.learner import LearnerClient, RankClient
-from headrace.launch.clients.scorer import ScorerPool, ScorerPoolConfig
-from headrace.launch.clients.scoring import ScoringStage
-from headrace.launch.clients.shift import EnvPeer
+from headrace.launch.clients.scoring import ScorerPool, ScorerPoolConfig, ScoringStage
 
 __all__ = [
     "EngineClient",
     "EnvPeer",
     "EnvPool",
-    "EnvTerms",
+    "EnvPoolConfig",
     "LearnerClient",
     "RankClient",
     "ScorerPool",

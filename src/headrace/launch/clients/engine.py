@@ -1,65 +1,102 @@
-"""An engine in another process."""
+"""The client of an engine that runs in another process or thread."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.base.errors import ComponentDied
-from headrace.base.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Paused, ScoresAre, Staged
-from headrace.base.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Pause, Resume, Stage
+from headrace.base.errors import ComponentDied, EngineFull, WeightsError
+from headrace.base.types.episode import TokenChunk
+from headrace.base.types.messages.controller import (
+    Chunks,
+    Committed,
+    EngineStats,
+    Paused,
+    ScoresReply,
+    Staged,
+    StageOutcome,
+)
+from headrace.base.types.messages.engine import (
+    ANNOUNCED,
+    Abort,
+    Commit,
+    Generate,
+    GenerateRequest,
+    Pause,
+    Resume,
+    ScoreTokens,
+    Stage,
+)
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.taught import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
-from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.engine.chunks import generate_request, score_request, token_chunk
-from headrace.launch.channel import ControllerChannel
-from headrace.launch.clients.peer import Peer
+from headrace.engine import PLAIN, RequestOptions
+from headrace.launch.channel import OrdersEnd
+from headrace.launch.clients.peer import Peer, error_of
+
+R = TypeVar("R", StageOutcome, Committed)
 
 
 class EngineClient(Peer):
-    """The :class:`~headrace.engine.Engine` contract over a channel."""
+    """Implements the :class:`~headrace.engine.Engine` contract over a channel."""
 
     def __init__(
         self,
         name: str,
-        channel: ControllerChannel,
+        channel: OrdersEnd,
         *,
         token: str,
         on_spans: Callable[[Sequence[Span]], None],
         deadline_s: float,
+        max_requests: int = sys.maxsize,
     ) -> None:
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
+        self._max_requests = max_requests
+        self._committing: set[int] = set()
         self._request_ids = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Chunk | Exception]] = {}
+        self._streams: dict[int, asyncio.Queue[TokenChunk | Exception]] = {}
         self._unsent: list[GenerateRequest] = []
         self._stats = EngineStats()
+        self._outcome: StageOutcome | None = None
+        """The outcome of staging the newest version that the learner announced to the engine."""
+        self._committed: Committed | None = None
+        """The report on the newest version that the engine committed because of such an announcement."""
+        self._unordered: dict[tuple[int, type], asyncio.Future[Any]] = {}
+        """The futures for such reports, by version and type."""
         self._closed: ComponentDied | None = None
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
         self._refuse_closed()
+        if len(self._streams) >= self._max_requests:
+            raise EngineFull(
+                f"{self.name} has {len(self._streams)} requests waiting or running, as many as it takes",
+                remedy="try again later, or raise max_requests",
+            )
         request_id = next(self._request_ids)
-        stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # of a token each
+        # at most one chunk for each token, one chunk that ends the request, and one error
+        stream: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)
         self._streams[request_id] = stream
-        self._send_soon(generate_request(request_id, prompt_ids_T, sampling, options))
+        self._send_soon(GenerateRequest.of(request_id, prompt_ids_T, sampling, options))
         ended = False
         try:
             while not ended:
                 chunk = await stream.get()
-                if isinstance(chunk, Exception):  # the engine has never heard of the request, or is no more
+                if isinstance(chunk, Exception):  # the request never reached the engine, or the engine has died
                     ended = True
                     raise chunk
-                ended = chunk.stop_reason is not None or bool(chunk.error)
-                yield token_chunk(chunk)
+                ended = chunk.ended
+                chunk.raise_error()
+                yield chunk
         finally:
             del self._streams[request_id]
             if not ended and self._closed is None:
@@ -67,35 +104,85 @@ class EngineClient(Peer):
 
     @property
     def weights_address(self) -> str:
-        """Where a learner can send weights to; empty where the engine fetches them. Known when it is ready."""
+        """The address to which a learner sends weights, known when the engine is ready; empty if the engine fetches
+        them."""
         return str(self.ready.result().facts.get("weights_address", ""))
+
+    @property
+    def orders_address(self) -> str:
+        """The address at which other parts of this machine send orders to the engine; empty for an engine on another
+        machine."""
+        return self._channel.local_orders
 
     async def stage(self, update: WeightUpdate) -> float:
         self._refuse_closed()
+        if self.orders_address in update.announced_to:
+            return await self._staged_by_learner(update.version)
         call = self.next_call()
         staged = self.expect(call, Staged)
         self.send(Stage(call=call, update=update))
         return (await self.answer(staged, f"stage version {update.version}", self._deadline_s)).seconds
 
+    async def _staged_by_learner(self, version: int) -> float:
+        """Wait until the engine has staged the version that the learner announced to it; return the seconds it took."""
+        outcome = self._outcome
+        if outcome is None or outcome.version != version:
+            outcome = await self._unordered_report(StageOutcome, version, "stage")
+        if outcome.failure is not None:
+            raise error_of(outcome.failure)
+        return outcome.seconds
+
+    async def _unordered_report(self, kind: type[R], version: int, what: str) -> R:
+        """Wait for a report on ``version`` that the engine sends without an order of the controller."""
+        future = self._unordered[version, kind] = self.expect(self.next_call(), kind)
+        try:
+            return await self.answer(future, f"{what} version {version}", self._deadline_s)
+        finally:
+            del self._unordered[version, kind]
+
+    def _take_report(self, message: StageOutcome | Committed) -> None:
+        """Store a report that the engine sent without an order, and wake the task that waits for it."""
+        if isinstance(message, StageOutcome):
+            version, self._outcome = message.version, message
+        else:
+            version, self._committed = message.report.version, message
+        future = self._unordered.get((version, type(message)))
+        if future is not None and not future.done():
+            future.set_result(message)
+
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         self._refuse_closed()
+        if version in self._committing:
+            raise WeightsError(
+                f"{self.name}: commit of version {version}, which has been asked for already and has not ended",
+                remedy="wait for its report",
+            )
+        outcome, done = self._outcome, self._committed
+        if outcome is not None and outcome.version == version and outcome.commits:
+            if done is None or done.report.version != version:
+                done = await self._unordered_report(Committed, version, "commit")
+            return done.report
         call = self.next_call()
         committed = self.expect(call, Committed)
-        self.send(Commit(call=call, version=version, mode=mode))
-        return (await self.answer(committed, f"commit version {version}", self._deadline_s)).report
+        self._committing.add(version)
+        try:
+            self.send(Commit(call=call, version=version, mode=mode))
+            return (await self.answer(committed, f"commit version {version}", self._deadline_s)).report
+        finally:
+            self._committing.discard(version)
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         self._refuse_closed()
         call = self.next_call()
-        scored = self.expect(call, ScoresAre)
-        self.send(score_request(call, tokens, temperature))
+        scored = self.expect(call, ScoresReply)
+        self.send(ScoreTokens.of(call, tokens, temperature))
         return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
         self._refuse_closed()
         call = self.next_call()
-        scored = self.expect(call, ScoresAre)
-        self.send(score_request(call, tokens, temperature, top_k=num, top_below=below))
+        scored = self.expect(call, ScoresReply)
+        self.send(ScoreTokens.of(call, tokens, temperature, top_k=num, top_below=below))
         found = await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)
         nothing = np.zeros((len(tokens), 0), np.float32)
         return TopScores(
@@ -122,27 +209,39 @@ class EngineClient(Peer):
         return self._stats
 
     def close(self) -> None:
-        """Close the channel; whoever reads a stream, or waits for an answer, hears of it."""
-        self._closed = ComponentDied(
-            f"{self.name} has ended, or was closed", remedy=f"look at logs/{self.name}.log in the run directory"
+        """Close the channel. Tasks that read a stream or wait for an answer get a
+        :class:`~headrace.base.errors.ComponentDied`."""
+        self.end(
+            ComponentDied(
+                f"{self.name} has ended, or was closed", remedy=f"look at logs/{self.name}.log in the run directory"
+            )
         )
+        super().close()
+
+    def end(self, why: ComponentDied) -> None:
+        """Fail all calls and streams that wait, and every later call, with ``why``. Only the first reason counts."""
+        if self._closed is not None:
+            return
+        self._closed = why
         for stream in self._streams.values():
             stream.put_nowait(self._closed)
         for answer in list(self._expected.values()):
             if not answer.done():
                 answer.set_exception(self._closed)
-        super().close()
 
     def handle(self, message: Any) -> None:
+        if isinstance(message, StageOutcome) or (isinstance(message, Committed) and message.call == ANNOUNCED):
+            self._take_report(message)
+            return
         if not isinstance(message, Chunks):
             super().handle(message)
             return
         self._stats = message.stats
         for chunk in message.chunks:
             stream = self._streams.get(chunk.request_id)
-            if stream is None:  # its reader has left
+            if stream is None:  # no task reads this stream any more
                 continue
-            while chunk.restarted and not stream.empty():  # tokens that are to be forgotten
+            while chunk.lost and not stream.empty():  # these tokens are lost and must not be read
                 stream.get_nowait()
             stream.put_nowait(chunk)
 
@@ -151,18 +250,19 @@ class EngineClient(Peer):
             raise self._closed
 
     def _send_soon(self, request: GenerateRequest) -> None:
-        """All requests of one turn of the event loop travel in one message, so they join the batch together."""
+        """Send a request together with all others of this turn of the event loop, so that they join the batch
+        together."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(request)
 
     def _flush(self) -> None:
         requests, self._unsent = tuple(self._unsent), []
-        if self._closed is not None:  # their readers have heard
+        if not requests or self._closed is not None:  # their streams have the error already
             return
         try:
             self.send(Generate(requests=requests))
-        except Exception as error:  # noqa: BLE001 - a callback of the event loop: whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - the edge of a callback: the streams get the error
             for request in requests:
                 if (stream := self._streams.get(request.request_id)) is not None:
                     stream.put_nowait(error)

@@ -1,480 +1,305 @@
-"""Environment workers: processes that run the user's environments, replaced when one hangs or dies.
+"""The pool of environment workers: processes that run user environments and are replaced when one hangs or dies.
 
     episode ──RunEpisode──▶ worker        the user's code
-       ▲    ◀──Asked──────    │
-       └──▶ ──Replied──────▶  │           as often as it likes
-            ◀──EpisodeDone────┘
+       ▲    ◀──ModelQuery────  │
+       └──▶ ──Replied───────▶  │          any number of times
+            ◀──EpisodeDone─────┘
 
-What becomes of the episodes of a worker:
+The episodes of a worker, when something goes wrong:
 
-    one of them kept its loop from turning ── it is ended, and the others begin again
-    one of them does not end when it is given up ── the others end there, and no more come
-    it died, or fell silent ── they begin again in the shared workers; those to which it happens a second time are tried
-    by halves, in workers of their own, until the one that kills its worker is alone with it and fails (trials.py)
-    its process was stopped by a signal ── it is ended, and they begin again
-    its machine was lost ── they begin again elsewhere
+    one of them blocks the event loop ── it fails, the worker is replaced, and the others begin again
+    one of them does not end when it is cancelled ── the worker gets no more episodes, and the others end there
+    the worker died, or fell silent ── its episodes begin again in the shared workers. Those that lose a second worker
+    are tried by halves in workers of their own, until the one that kills its worker is found and fails (suspects.py)
+    the process was stopped by a signal ── the worker is replaced, and its episodes begin again
+    the machine was lost ── its episodes begin again on other machines
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 import msgspec
 
 from headrace.base.clock import being_cancelled
-from headrace.base.errors import EnvError, EpisodeError
-from headrace.base.types.messages.controller import EpisodeDone
-from headrace.base.types.messages.environment import Cancel, RunEpisode
+from headrace.base.errors import BudgetSpent, EpisodeError, RequestError
+from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery
+from headrace.base.types.messages.environment import AnswerRefused, Cancel, Replied, RunEpisode
 from headrace.base.types.task import Task
-from headrace.launch.clients.peer import Peer
-from headrace.launch.clients.scorer import ScoringProcess
-from headrace.launch.clients.shift import (
-    EnvironmentWorker,
-    EnvPeer,
-    EpisodeCall,
-    EpisodeLoss,
-    Gone,
-    ResizableSlots,
+from headrace.launch.clients.peer import ForeignPeer, Peer
+from headrace.launch.clients.pool import (
+    CallLoss,
+    PoolCall,
+    PoolConfig,
+    Worker,
     WorkerGroup,
-    WorkerSlot,
+    WorkerPool,
+    WorkerProcess,
+    start_in,
 )
-from headrace.launch.clients.trials import TRIALS, SuspectTrial, divide
+from headrace.launch.clients.suspects import ByHalves
+from headrace.launch.endpoints import EpisodeEndpoint
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 
-if TYPE_CHECKING:
-    from headrace.wings.agents import Endpoint
-
 GRACE_S = 2.0
-"""How long an episode that nobody waits for any more may take to end."""
-MAX_IDLE_DEATHS = 8
-"""Workers that may die one after the other without having had an episode."""
-LOOK_S = 0.5
-"""How often the time since a worker was last heard is looked at."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvTerms:
-    """On which environment workers are kept."""
-
-    num_workers: int
-    """On this machine; 0: all are elsewhere."""
-    concurrency: int
-    """Episodes at once in each."""
-    block_s: float
-    """How long code of an episode may keep the loop of its worker from turning, and the worker may say nothing."""
-    start_timeout_s: float
-    """Longest that a worker may take to start."""
-    scored: bool
-    """Whether a reward function says what an episode earned, and not its environment."""
-
-
-Listening = Callable[[Callable[[str], None]], AbstractAsyncContextManager["Endpoint"]]
-"""Opens the endpoint at which programs reach their episodes; its warnings go to the function."""
+"""Seconds that a cancelled episode may take to end."""
+CHECK_S = 0.5
+"""Seconds between two checks whether a worker has sent anything."""
+MAX_QUERIES = 1024
+"""Number of model queries of one episode that may wait for an answer."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Attempt:
-    """One attempt at a task, in whichever workers it comes to."""
+class EpisodeCall(PoolCall):
+    """One attempt at a task, over all workers in which it runs."""
 
     order: RunEpisode
     episode: OpenEpisode
-    deaths: int = 0
-    """Workers that have died under it."""
-    trial: SuspectTrial | None = None
-    """Where it begins again, as a suspect; ``None``: in the shared workers."""
+    begun: bool = False
+    """Whether it has run in a worker before."""
+    tasks: asyncio.TaskGroup | None = None
+    """The task group of its answers, while it runs in a worker; ``None`` at other times."""
+    answers: set[asyncio.Task[None]] = field(default_factory=set)
+    """The tasks that answer its model queries."""
 
-    def lost(self, why: EpisodeLoss, visit: EpisodeCall | None) -> EpisodeLoss:
-        """Take note that a worker has ended under it, and return why."""
-        if why is EpisodeLoss.DIED:
-            self.deaths += 1
-            self.trial = None if visit is None else visit.trial
-        return why
+    def ask(self, peer: Peer, query: ModelQuery) -> None:
+        """Start to answer a model query of the worker."""
+        if self.tasks is None:
+            return
+        if len(self.answers) >= MAX_QUERIES:
+            problem = f"{MAX_QUERIES} questions of this episode are open, and no more may be"
+            remedy = "wait for their answers"
+            peer.send(AnswerRefused(ask=query.ask, reason="env_error", spent=False, problem=problem, remedy=remedy))
+            return
+        if task := start_in(self.tasks, self._answer(peer, query)):
+            self.answers.add(task)
+            task.add_done_callback(self.answers.discard)
+
+    def end(self) -> None:
+        """Cancel the answers that are not sent, since the episode has ended in its worker."""
+        self.tasks = None
+        for task in self.answers:
+            task.cancel()
+
+    async def _answer(self, peer: Peer, query: ModelQuery) -> None:
+        try:
+            if query.prompt_ids_T is not None:
+                reply = await self.episode.sample(query.prompt_ids_T, query.options)
+            else:
+                reply = await self.episode.reply(query.messages, query.tools, query.options)
+        except (EpisodeError, RequestError) as error:
+            reason = error.reason if isinstance(error, EpisodeError) else "request_refused"
+            spent = isinstance(error, BudgetSpent)
+            peer.send(
+                AnswerRefused(ask=query.ask, reason=reason, spent=spent, problem=error.problem, remedy=error.remedy)
+            )
+        else:
+            peer.send(Replied(ask=query.ask, reply=reply))
 
 
-class EnvPool:
-    """The :class:`~headrace.rollout.environments.Environment` contract over worker processes; with ``listening`` each
-    episode can also
-    be reached over HTTP, by the programs that it starts."""
+@dataclass(slots=True, eq=False)
+class EnvironmentWorker(Worker[EpisodeCall]):
+    """A process that runs episodes."""
+
+    served: bool = False
+    """Whether it has ever run an episode."""
+    blocked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when code of an episode blocks its event loop."""
+    blocked_by: int = -1
+    """The call whose code blocks the event loop; −1: none does."""
+    was_heard: bool = False
+    """Whether it has sent anything since the latest check."""
+
+    def handle_message(self, message: Alive | ModelQuery) -> None:
+        """Handle a message that is not an answer."""
+        self.was_heard = True
+        if isinstance(message, ModelQuery):
+            call = self.calls.get(message.episode)
+            if call is not None:  # an unknown call was cancelled a moment ago
+                call.ask(self.process.peer, message)
+        elif message.blocked_by >= 0:
+            self.blocked_by = message.blocked_by
+            self.blocked.set()
+
+    def count_death(self) -> int:
+        self.group.idle_deaths = 0 if self.served else self.group.idle_deaths + 1  # an episode may have caused it later
+        return self.group.idle_deaths
+
+
+class EnvPeer(ForeignPeer):
+    """The controller's end of the conversation with an environment worker."""
+
+    worker: EnvironmentWorker | None = None
+    """The worker that handles messages which are not answers; ``None`` before the worker is in a pool."""
+
+    def handle(self, message: object) -> None:
+        if not isinstance(message, Alive | ModelQuery):
+            super().handle(message)
+        elif self.worker is not None:
+            self.worker.handle_message(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvPoolConfig(PoolConfig):
+    """The settings of a pool of environment workers."""
+
+    block_s: float
+    """Seconds for which code of an episode may block the event loop of its worker, and for which the worker may send
+    nothing."""
+    scored: bool
+    """Whether a reward function scores the episodes, and not their environment."""
+
+
+Listening = Callable[[Callable[[str], None]], AbstractAsyncContextManager[EpisodeEndpoint]]
+"""Opens the endpoint at which programs reach their episodes; the function that it is called with receives warnings."""
+
+
+class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
+    """Implements the :class:`~headrace.rollout.environments.Environment` contract with worker processes. With
+    ``listening``, the programs that an episode starts can reach it over HTTP."""
 
     asks_prompt = False
+    worker_name = "environment worker"
+    lost_calls = "its {num} episodes begin again"
+    slow_start = "is the file of env.entry slow to import?"
 
     def __init__(
         self,
-        start_worker: Callable[[], Awaitable[ScoringProcess]],
-        terms: EnvTerms,
+        start_worker: Callable[[], Awaitable[WorkerProcess]],
+        config: EnvPoolConfig,
         *,
         warn: Callable[[str], None],
         listening: Listening | None = None,
     ) -> None:
+        super().__init__(start_worker, config, ByHalves(), warn=warn)
+        self._config = config
         self._listening = listening
-        self._endpoint: Endpoint | None = None
-        self._own = WorkerGroup(start_worker, terms.num_workers)
-        self._terms = terms
-        self._warn = warn
-        self._places: list[WorkerSlot] = []
-        self._came = asyncio.Condition()
-        self._room = ResizableSlots()
-        self._trials = asyncio.Semaphore(TRIALS)
-        self._helpers: asyncio.TaskGroup | None = None
-
-    @property
-    def keeps_some_here(self) -> bool:
-        """Whether some of its workers are of this machine."""
-        return self._own.num_workers > 0
-
-    def send_warnings_to(self, warn: Callable[[str], None]) -> None:
-        """From now on, tell ``warn`` what people should know."""
-        self._warn = warn
-
-    def _tell(self, text: str) -> None:
-        self._warn(text)
+        self._endpoint: EpisodeEndpoint | None = None
 
     async def keep(self) -> None:
-        """Keep every place filled; ends only by cancellation, or when workers do not start, or die without work."""
-        async with self._reachable(), asyncio.TaskGroup() as self._helpers:
-            self._own.helpers = self._helpers
-            self._settle(self._own)
-            await asyncio.Event().wait()
-
-    async def lodge(self, crew: WorkerGroup) -> None:
-        """Keep the workers of another machine, until it leaves or is lost: then this returns when the last of them has
-        ended. Raises what keeps them from being of use, a :class:`~headrace.base.errors.HeadraceError`."""
-        try:
-            async with asyncio.TaskGroup() as crew.helpers:
-                keeping = self._settle(crew)
-                await crew.leaving.wait()
-                self._dissolve(crew)
-                if not self._places:
-                    self._warn("no environment worker is left: episodes wait until a machine joins")
-                for task in keeping:
-                    task.cancel()
-                await asyncio.gather(*(shift.retire() for shift in list(crew.shifts)))
-        except BaseExceptionGroup as errors:
-            error: BaseException = errors
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
-        finally:
-            self._dissolve(crew)
-            crew.lose()
-            await asyncio.gather(*(shift.worker.kill() for shift in crew.shifts))
-            for shift in crew.shifts:
-                shift.worker.close()
-
-    def _settle(self, crew: WorkerGroup) -> list[asyncio.Task[None]]:
-        """Give a crew its places; the tasks that keep them filled."""
-        places = [WorkerSlot(crew) for _ in range(crew.num_workers)]
-        self._places += places
-        self._room.grow(crew.num_workers * self._terms.concurrency)
-        assert crew.helpers is not None
-        return [crew.helpers.create_task(self._keep(place)) for place in places]
-
-    def _dissolve(self, crew: WorkerGroup) -> None:
-        """Nothing begins there any more."""
-        left = [place for place in self._places if place.crew is not crew]
-        self._room.shrink((len(self._places) - len(left)) * self._terms.concurrency)
-        self._places = left
-
-    @asynccontextmanager
-    async def _reachable(self) -> AsyncIterator[None]:
         if self._listening is None:
-            yield
-            return
-        async with self._listening(self._tell) as self._endpoint:
-            yield
-
-    async def started(self) -> None:
-        """Until every worker of this machine is there, or, where there are to be none, one of another."""
-        async with self._came:
-            await self._came.wait_for(self._is_up)
-
-    def _is_up(self) -> bool:
-        if not self.keeps_some_here:
-            return any(place.up for place in self._places)
-        own = [place for place in self._places if place.crew is self._own]
-        return bool(own) and all(place.up for place in own)
+            await super().keep()
+        else:
+            async with self._listening(self.warn) as self._endpoint:
+                await super().keep()
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
-        """One attempt, in a worker; where it is lost without being to blame, begun again.
+        """Make one attempt in a worker; begin it again if its worker is lost and the attempt is not to blame.
 
-        Raises :class:`~headrace.base.errors.EpisodeError` by the reason for which the episode failed.
+        Raises :class:`~headrace.base.errors.EpisodeError`, with the reason, if the episode failed.
         """
         order = RunEpisode(call=0, row=task.row, prompt_ids_T=task.prompt_ids_T, seed=episode.seed)
-        attempt = Attempt(order=order, episode=episode)
-        try:
-            found = await self._in_shared(attempt)
-            while found in (EpisodeLoss.INNOCENT, EpisodeLoss.DIED):
-                episode.begin_again()
-                trial, attempt.trial = attempt.trial, None
-                found = await (self._in_shared(attempt) if trial is None else self._in_trial(attempt, trial))
-        finally:
-            if attempt.trial is not None:  # cancelled before it could begin there
-                attempt.trial.leave()
-        if isinstance(found, EpisodeLoss):
+        call = EpisodeCall(order=order, episode=episode)
+        done = await self.make(call)
+        if isinstance(done, CallLoss):
             raise EpisodeError(
-                f"its code kept the loop of its worker from turning for env.block_s={self._terms.block_s:g} s",
-                remedy="await what waits, and hand what computes to asyncio.to_thread",
-                reason="env_blocked",
+                f"the process that ran it died, alone too: {call.cause}",
+                remedy="look at logs/environment-*.log in the run directory",
+                reason="env_crashed",
             )
-        return self._outcome(found)
-
-    def _outcome(self, done: EpisodeDone) -> AttemptOutcome:
         if done.reason:
             raise EpisodeError(done.problem, remedy="mend the environment", reason=done.reason)
-        if done.reward is None and not done.agent_rewards and not self._terms.scored:
+        if done.reward is None and not done.agent_rewards and not self._config.scored:
             raise EpisodeError(
                 "the environment did not say what it earned, and there is no reward function",
                 remedy="return a reward, or set env.reward",
                 reason="reward_none",
             )
-        if done.agent_rewards and self._terms.scored:
+        if done.agent_rewards and self._config.scored:
             raise EpisodeError(
                 "the environment says what each agent earned, and there is a reward function that would count instead",
                 remedy="leave env.reward and env.rewards out, or agent_rewards",
             )
-        reward = None if self._terms.scored else done.reward
+        reward = None if self._config.scored else done.reward
         return AttemptOutcome(
             reward=reward, turn_rewards=done.turn_rewards, agent_rewards=done.agent_rewards, trained=done.trained
         )
 
-    # -- one episode in one worker ----------------------------------------------------------------------------------
+    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
+        worker = EnvironmentWorker(process, group)
+        assert isinstance(process.peer, EnvPeer)
+        process.peer.worker = worker
+        return worker
 
-    async def _free_shift(self) -> EnvironmentWorker:
-        """The worker with the fewest episodes."""
-        async with self._came:
-            await self._came.wait_for(lambda: any(place.up for place in self._places))
-        place = min((place for place in self._places if place.up), key=lambda place: place.load)
-        assert place.shift is not None
-        return place.shift
-
-    async def _in_shared(self, attempt: Attempt) -> EpisodeDone | EpisodeLoss:
-        """One episode in whichever of the shared workers has the fewest."""
-        async with self._room:
-            return await self._visit(await self._free_shift(), attempt)
-
-    async def _visit(self, shift: EnvironmentWorker, attempt: Attempt) -> EpisodeDone | EpisodeLoss:
-        """One episode in one worker, and in the programs that it starts: nobody asks in its name afterwards."""
+    async def attempt(self, worker: EnvironmentWorker, call: EpisodeCall, number: int) -> EpisodeDone | CallLoss:
+        if call.begun:
+            call.episode.restart()
+        call.begun = worker.served = True
         if self._endpoint is None:
-            return await self._in_worker(shift, attempt, attempt.order)
-        async with self._endpoint.session(attempt.episode, shift.programs) as access:
-            order = msgspec.structs.replace(attempt.order, variables=access.variables)
-            found = await self._in_worker(shift, attempt, order)
+            return await self._in_worker(worker, call, number, call.order)
+        async with self._endpoint.session(call.episode, worker.group.programs) as access:
+            order = msgspec.structs.replace(call.order, variables=dict(access.variables))
+            found = await self._in_worker(worker, call, number, order)
         if isinstance(found, EpisodeDone) and found.reason and access.last_refusal:
             words = f"{found.problem} (a request of it had been refused: {access.last_refusal})"
             return msgspec.structs.replace(found, problem=words)
         return found
 
     async def _in_worker(
-        self, shift: EnvironmentWorker, attempt: Attempt, order: RunEpisode
-    ) -> EpisodeDone | EpisodeLoss:
-        """Until the episode has ended there, or is lost. Where nobody waits for it any more, the worker ends it."""
-        peer = shift.worker.peer
-        call = peer.next_call()
-        done = peer.expect(call, EpisodeDone)
-        visit: EpisodeCall | None = None
+        self, worker: EnvironmentWorker, call: EpisodeCall, number: int, order: RunEpisode
+    ) -> EpisodeDone | CallLoss:
+        """Run the episode in a worker until it has ended or is lost. If it is cancelled, let the worker end it in the
+        background."""
+        if worker.left.is_set():  # the worker was retired while the session was being opened
+            return CallLoss.INNOCENT
+        peer = worker.process.peer
+        done = peer.expect(number, EpisodeDone)
         try:
-            async with asyncio.TaskGroup() as group:
-                visit = EpisodeCall(attempt.episode, peer, group, deaths=attempt.deaths)
-                shift.come(call, visit)
-                peer.send(msgspec.structs.replace(order, call=call))
+            peer.send(msgspec.structs.replace(order, call=number))
+            async with asyncio.TaskGroup() as call.tasks:
                 ended = await done
-                visit.end()
+                call.end()
             return ended
         except asyncio.CancelledError:
-            if done.cancelled() and not being_cancelled():
-                return attempt.lost(shift.why_lost(call), visit)
-            self._give_up(shift, call)
-            raise
-        except BaseExceptionGroup as errors:  # of the answers: what goes wrong with the engine is not the episode's
-            self._give_up(shift, call)
+            if not done.cancelled() or being_cancelled():
+                self.in_background(self._end_cancelled(worker, number))
+                raise
+        except BaseExceptionGroup as errors:
+            # errors of the answers come from the engine, and are not the episode's fault
+            self.in_background(self._end_cancelled(worker, number))
             raise errors.exceptions[0] from None
         except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
             raise EpisodeError(f"the row cannot travel: {error!a}", remedy="keep plain data in the rows") from None
         finally:
-            shift.go(call)
             done.cancel()
-            if visit is not None and visit.trial not in (None, attempt.trial):  # cancelled as its worker died
-                visit.trial.leave()
-
-    # -- trials -----------------------------------------------------------------------------------------------------
-
-    def _suspect(self, shift: EnvironmentWorker, cause: str) -> None:
-        """A worker has died: those of its episodes that were lost before are tried by halves."""
-        suspects = [visit for visit in shift.visits.values() if visit.deaths]
-        if not suspects:
-            return
-        if len(suspects) > 1:
-            self._warn(
-                f"episodes were in a second environment worker that died ({len(suspects)} of them; {cause}): they "
-                "begin again by halves, in workers of their own, until the one that ends its worker is found, after "
-                f"{(len(suspects) - 1).bit_length()} more deaths; the other episodes go on meanwhile"
-            )
-        assert self._helpers is not None
-        for trial in divide(suspects):
-            holding = self._hold(trial)
-            try:
-                self._helpers.create_task(holding)
-            except RuntimeError:  # no task may begin any more: all workers are being ended
-                holding.close()
-
-    async def _hold(self, trial: SuspectTrial) -> None:
-        """Keep a worker for a trial, from when there is room for one more until no episode needs it."""
-        async with self._trials:
-            while not trial.ended.is_set():
-                place = WorkerSlot(await self._some_crew())
-                with contextlib.suppress(Gone):
-                    await self._serve_trial(trial, place, await self._begin(place))
-
-    async def _serve_trial(self, trial: SuspectTrial, place: WorkerSlot, shift: EnvironmentWorker) -> None:
-        """Until its episodes need no worker any more, or this one has died before there was an episode in it."""
-        try:
-            await shift.settled.wait()
-            if place.up:
-                trial.worker.set_result(shift)
-                await trial.ended.wait()
-        finally:
-            await shift.replace()
-
-    async def _in_trial(self, attempt: Attempt, trial: SuspectTrial) -> EpisodeDone | EpisodeLoss:
-        """One suspected episode, with the others of its half; what kills its worker alone has failed."""
-        alone = trial.num_suspects == 1
-        try:
-            await asyncio.wait([trial.worker])  # unlike awaiting it, this cancels it for nobody
-            shift = trial.worker.result()
-            if shift.left.is_set():
-                return EpisodeLoss.INNOCENT
-            found = await self._visit(shift, attempt)
-        finally:
-            trial.leave()
-        if found is EpisodeLoss.DIED and alone:
+            call.end()
+        if worker.blocked_by == number:
             raise EpisodeError(
-                f"the process that ran it died, alone too: {shift.cause}",
-                remedy="look at logs/environment-*.log in the run directory",
-                reason="env_crashed",
+                f"its code kept the loop of its worker from turning for env.block_s={self._config.block_s:g} s",
+                remedy="await what waits, and hand what computes to asyncio.to_thread",
+                reason="env_blocked",
             )
-        return found
+        return CallLoss.INNOCENT if worker.replaced else CallLoss.DIED
 
-    def _give_up(self, shift: EnvironmentWorker, call: int) -> None:
-        """Have the worker end an episode, or end the worker."""
-        assert self._helpers is not None
-        seeing = self._see_it_end(shift, call)
-        try:
-            self._helpers.create_task(seeing)
-        except RuntimeError:  # no task may begin any more: all workers are being ended
-            seeing.close()
-
-    async def _see_it_end(self, shift: EnvironmentWorker, call: int) -> None:
-        ended = shift.worker.peer.expect(call, EpisodeDone)
-        shift.worker.peer.send(Cancel(call=call))
+    async def _end_cancelled(self, worker: EnvironmentWorker, number: int) -> None:
+        """Order a worker to end a cancelled episode; retire the worker if the episode does not end."""
+        peer = worker.process.peer
+        ended = peer.expect(number, EpisodeDone)
+        peer.send(Cancel(call=number))
         await asyncio.wait([ended], timeout=GRACE_S)
-        if not ended.done() and not shift.replaced:
-            self._warn("an episode that was given up does not end: its worker is replaced when its others have ended")
-            await shift.retire()
+        if not ended.done() and not worker.replaced:
+            self.warn("an episode that was given up does not end: its worker is replaced when its others have ended")
+            await worker.retire()
         ended.cancel()
 
-    # -- workers ----------------------------------------------------------------------------------------------------
-
-    async def _keep(self, place: WorkerSlot) -> None:
-        while not place.crew.leaving.is_set():
-            try:
-                shift = await self._begin(place)
-            except Gone:
-                return
-            await shift.left.wait()
-
-    async def _begin(self, place: WorkerSlot) -> EnvironmentWorker:
-        """A new worker in that place. Raises :class:`~headrace.launch.clients.shift.Gone`."""
-        crew = place.crew
-        shift = EnvironmentWorker(await crew.start_worker(), crew.programs)
-        assert crew.helpers is not None
-        tending = self._tend(place, shift)
-        try:
-            crew.helpers.create_task(tending)
-        except RuntimeError:  # no task may begin any more: the machine has left meanwhile
-            tending.close()
-            await shift.worker.kill()
-            shift.worker.close()
-            raise Gone from None
-        crew.shifts.add(shift)
-        return shift
-
-    async def _some_crew(self) -> WorkerGroup:
-        """This machine's; where it keeps no worker, another's."""
-        if self.keeps_some_here:
-            return self._own
-        async with self._came:
-            await self._came.wait_for(lambda: bool(self._places))
-        return self._places[0].crew
-
-    async def _tend(self, place: WorkerSlot, shift: EnvironmentWorker) -> None:
-        """A worker, from its start to its end."""
-        worker = shift.worker
-        assert isinstance(worker.peer, EnvPeer)
-        worker.peer.shift = shift
-        async with asyncio.TaskGroup() as group:
-            listening = group.create_task(worker.peer.listen())
-            dying = group.create_task(worker.died())
-            await self._arrival(place, shift, dying)
-            watching = group.create_task(self._watch(shift))
-            cause = await dying
-            shift.cause = worker.peer.nonsense or cause.partition("\n")[0]
-            if place.shift is shift:
-                place.shift = None
-            watching.cancel()
-            listening.cancel()
-        shift.num_lost = len(shift.visits)
-        if not shift.replaced:
-            self._suspect(shift, shift.cause)
-        worker.close()
-        place.crew.shifts.discard(shift)
-        shift.left.set()
-        shift.settled.set()
-        if not shift.replaced:  # where it had an episode, what that left behind may have killed it
-            self._count_death(place.crew, worker.peer, cause, shift)
-
-    async def _arrival(self, place: WorkerSlot, shift: EnvironmentWorker, dying: asyncio.Future[str]) -> None:
-        """Until the worker is ready, and episodes can run in its place, or it has died."""
-        peer = shift.worker.peer
-        if await peer.arrives(dying, self._terms.start_timeout_s, "is the file of env.entry slow to import?"):
-            place.shift = shift
-            shift.settled.set()
-            async with self._came:
-                self._came.notify_all()
-
-    async def _watch(self, shift: EnvironmentWorker) -> None:
-        """End a worker whose loop is blocked, or that has fallen silent. Silence is counted in looks: where this loop
-        stood still itself, that is one look."""
-        quiet_looks = 0
-        while quiet_looks * LOOK_S < self._terms.block_s + LOOK_S:
+    async def watch(self, worker: EnvironmentWorker) -> str:
+        """Wait until the event loop of a worker is blocked, or the worker has fallen silent. Silence is counted in
+        checks, so that a standstill of this event loop counts as one check only."""
+        quiet_checks = 0
+        while quiet_checks * CHECK_S < self._config.block_s + CHECK_S:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await shift.blocked.wait()
-            if shift.blocked.is_set():
-                self._warn("code of an episode blocks the loop of its worker: the worker is replaced")
-                await asyncio.shield(shift.replace())
-                return
-            quiet_looks = 0 if shift.was_heard else quiet_looks + 1
-            shift.was_heard = False
-        if halted := await shift.worker.halted():
-            self._warn(f"an environment worker {halted}: it is replaced, and its episodes begin again")
-            await asyncio.shield(shift.replace())
-            return
-        self._warn("an environment worker has fallen silent: it is replaced")
-        await shift.worker.kill()
-
-    def _count_death(self, crew: WorkerGroup, peer: Peer, cause: str, shift: EnvironmentWorker) -> None:
-        if peer.last_words is not None:
-            raise peer.last_words
-        crew.idle_deaths = 0 if shift.served else crew.idle_deaths + 1
-        if crew.idle_deaths >= MAX_IDLE_DEATHS:
-            raise EnvError(
-                f"{crew.idle_deaths} environment workers died without an episode, one after the other; the last: "
-                f"{cause}",
-                remedy=f"look at logs/{peer.name}.log in the run directory",
-            )
-        self._warn(f"an environment worker died ({cause}); its {shift.num_lost} episodes begin again")
+                async with asyncio.timeout(CHECK_S):
+                    await worker.blocked.wait()
+            if worker.blocked.is_set():
+                worker.replaced = True
+                return "code of an episode blocks the loop of its worker: the worker is replaced"
+            quiet_checks = 0 if worker.was_heard else quiet_checks + 1
+            worker.was_heard = False
+        if halted := await worker.process.halted():
+            worker.replaced = True
+            return f"an environment worker {halted}: it is replaced, and its episodes begin again"
+        return "an environment worker has fallen silent: it is replaced"

@@ -1,15 +1,15 @@
-"""A learner in another process."""
+"""The client of a learner that runs in another process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import (
-    LogprobsAre,
+    LogprobsReply,
     Published,
     Saved,
     SnapshotTaken,
@@ -20,23 +20,24 @@ from headrace.base.types.messages.controller import (
 from headrace.base.types.messages.learner import Logprobs, Publish, Resend, Save, Train
 from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.trace import Span
-from headrace.base.types.weights import WeightUpdate
+from headrace.base.types.weights import Interrupt, WeightUpdate
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.learner.base import Publication
 
 COMPUTE_DEADLINE_S = 24 * 3600.0
-"""Longest wait for one answer of a learner that works. One that stands still, or dies, ends the wait much sooner: see
+"""Longest wait, in seconds, for one answer of a learner that works. If it hangs or dies, the wait ends much sooner: see
 :mod:`headrace.launch.vitals`."""
 
 
 class RankClient(Peer):
-    """One rank of a learner: it is given no orders by the controller, and says what it is at."""
+    """The controller's end of one rank of a learner, which reports what it is busy with and gets no orders from the
+    controller."""
 
     working: Working | None = None
-    """What it said last; ``None`` before the first time."""
+    """The latest report on its work; ``None`` before the first."""
     heard_s = 0.0
-    """When that was, on the clock."""
+    """The time of that report, on the clock."""
 
     def handle(self, message: object) -> None:
         if isinstance(message, Working):
@@ -46,7 +47,7 @@ class RankClient(Peer):
 
 
 class LearnerClient(RankClient):
-    """The :class:`~headrace.learner.Learner` contract over a channel."""
+    """Implements the :class:`~headrace.learner.Learner` contract over a channel to rank 0."""
 
     def __init__(
         self,
@@ -61,11 +62,18 @@ class LearnerClient(RankClient):
         self._deadline_s = deadline_s
         self._announced: dict[int, asyncio.Future[Published]] = {}
         self.receivers: Callable[[], tuple[str, ...]] = tuple
-        """Where the engines take weights, for transports that send to somebody."""
+        """Returns the addresses to which weights are sent; none for transports with which engines fetch them."""
         self.lacking: Callable[[int], tuple[str, ...]] = lambda _: ()
-        """The same, of the engines that have not got a version."""
+        """Returns the addresses of the engines that have not staged a version."""
+        self.engines_in_step: Callable[[], Mapping[str, str]] = dict
+        """Returns the engines that the learner may announce a new version to: the address at which each receives
+        orders, and the one to which weights are sent. Only engines that use the newest version are among them: an
+        engine that still stages another version must not be ordered to stage the next one over it."""
+        self.commit_when_staged: Interrupt | None = None
+        """The way in which these engines commit a version as soon as it is staged; ``None``: by order of the
+        controller."""
         self.version = -1
-        """The newest version that it has taken a snapshot of."""
+        """The newest version of which the learner has taken a snapshot."""
 
     async def train(self, batch: Batch) -> StepReport:
         call = self.next_call()
@@ -75,7 +83,7 @@ class LearnerClient(RankClient):
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
         call = self.next_call()
-        computed = self.expect(call, LogprobsAre)
+        computed = self.expect(call, LogprobsReply)
         self.send(Logprobs(call=call, batch=batch))
         return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
 
@@ -83,8 +91,19 @@ class LearnerClient(RankClient):
         call = self.next_call()
         taken = self.expect(call, SnapshotTaken)
         self._announced[version] = self.expect(call, Published)
-        self.send(Publish(call=call, version=version, slot=slot, to=self.receivers()))
-        try:  # the order waits behind the step that is running
+        # The learner reaches the engines' sockets only where it runs on their machine.
+        announce_to = dict(self.engines_in_step()) if self._channel.local_orders else {}
+        self.send(
+            Publish(
+                call=call,
+                version=version,
+                slot=slot,
+                to=self.receivers(),
+                announce_to=announce_to,
+                commit=self.commit_when_staged,
+            )
+        )
+        try:  # the learner carries out this order after the step that is running
             answer = await self.answer(taken, f"snapshot version {version}", COMPUTE_DEADLINE_S)
         except BaseException:
             self._announced.pop(version).cancel()

@@ -1,4 +1,4 @@
-"""Orders and their answers: what all clients share."""
+"""The part that all clients share: orders to a process, and the answers to them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from headrace.base import errors
 from headrace.base.errors import DeadlineError, HeadraceError, RunError
 from headrace.base.types.messages.controller import Answer, Failure, Ready, Timed
 from headrace.base.types.trace import Span, earlier
-from headrace.launch.channel import ControllerChannel
+from headrace.launch.channel import OrdersEnd
 
 A = TypeVar("A")
 
 
 class Peer:
-    """One process, as the controller sees it."""
+    """The controller's end of the conversation with one process."""
 
     def __init__(
-        self, name: str, channel: ControllerChannel, *, token: str, on_spans: Callable[[Sequence[Span]], None]
+        self, name: str, channel: OrdersEnd, *, token: str, on_spans: Callable[[Sequence[Span]], None]
     ) -> None:
         self.name = name
         self._channel = channel
@@ -29,50 +29,58 @@ class Peer:
         self._num_calls = 0
         self._expected: dict[tuple[int, type], asyncio.Future[Any]] = {}
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self.last_words: HeadraceError | None = None
-        """Why it could not go on, in its own words."""
-        self.spoke = asyncio.Event()
-        """Set with :attr:`last_words`."""
+        """The report with which the process says that it is ready."""
+        self.reported_error: HeadraceError | None = None
+        """The error with which the process reported that it cannot go on; ``None``: it has reported none."""
+        self.reported = asyncio.Event()
+        """Set when :attr:`reported_error` is."""
         self.halted = ""
-        """What keeps its process from going on, as in ``is stopped (SIGSTOP)``; empty where nothing does, as far as it
-        is known."""
+        """The reason why the process is halted, as in ``is stopped (SIGSTOP)``; empty if it is not, as far as is
+        known."""
+        self.waits_while_halted = True
+        """Whether an answer is waited for beyond its deadline while the process is stopped. An engine among several is
+        replaced instead, because the others cannot go on without its answer."""
+        self.protocol_violation = ""
+        """The message by which a process with user code broke the protocol; empty if it did not."""
         self.clock_ahead_s = 0.0
-        """By how much the monotonic clock of its machine is ahead of ours."""
+        """Seconds by which the monotonic clock of its machine is ahead of ours."""
 
     def next_call(self) -> int:
-        """A number for one order, by which its answers are known."""
+        """Return the number of a new order, which the answers to it carry."""
         self._num_calls += 1
         return self._num_calls - 1
 
     def send(self, message: Any) -> None:
-        """Give an order; never waits. To one that has just ended it says nothing: whoever watches it does."""
+        """Send an order without waiting. If the process has just ended, nothing happens here: its supervisor reports
+        the death."""
         self._channel.send(message)
 
     def expect(self, call: int, kind: type[A]) -> asyncio.Future[A]:
-        """The answer of that kind to order ``call``; fails with the error that the part reports instead."""
+        """Return the future for an answer of type ``kind`` to order ``call``. It fails with the error that the process
+        reports."""
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._expected[call, kind] = future
 
         def forget(done: asyncio.Future[A]) -> None:
             self._expected.pop((call, kind), None)
             if not done.cancelled():
-                done.exception()  # where whoever asked has left, asyncio need not tell the user
+                done.exception()  # marks the error as retrieved: asyncio would log it if no task waits any more
 
         future.add_done_callback(forget)
         return future
 
     @property
-    def owes(self) -> bool:
-        """Whether an answer of it is waited for."""
+    def awaits_answer(self) -> bool:
+        """Whether an answer of the process is expected."""
         return bool(self._expected)
 
     async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
-        """Wait for an answer; :class:`~headrace.base.errors.DeadlineError` names the part and what it was asked. A part
-        that
-        is stopped has another ``deadline_s``, for as long as the stall watchdog allows."""
+        """Wait for an answer. Raises :class:`~headrace.base.errors.DeadlineError`, with the name of the process and of
+        the order, after ``deadline_s``. While the process is stopped the wait is repeated, for as long as the stall
+        watchdog allows, where :attr:`waits_while_halted` says so."""
         try:
             while not (await asyncio.wait([future], timeout=deadline_s))[0]:
-                if self.halted:
+                if self.halted and self.waits_while_halted:
                     continue
                 raise DeadlineError(
                     f"{self.name} has not answered for {deadline_s:g} s: {what}",
@@ -82,9 +90,10 @@ class Peer:
         finally:
             future.cancel()
 
-    async def arrives(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
-        """Wait until it is ready, or ``dying`` says that it never will be; whether it is. Raises
-        :class:`~headrace.base.errors.DeadlineError`, with a ``hint`` at what may keep it, after ``deadline_s``."""
+    async def wait_until_ready(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
+        """Wait until the process is ready, or until ``dying`` is done because it has died; return whether it is ready.
+        Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s``, with a ``hint`` at the possible
+        cause."""
         first: set[asyncio.Future[Any]] = {dying, self.ready}
         done, _ = await asyncio.wait(first, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
@@ -95,19 +104,20 @@ class Peer:
         return self.ready.done()
 
     async def listen(self) -> None:
-        """Route everything it says; ends only by cancellation."""
+        """Route every message of the process; this ends only by cancellation."""
         while True:
             for message in await self._channel.receive():
                 self._route(message)
 
     def close(self) -> None:
-        """Close the channel; whoever still waits for an answer is cancelled."""
+        """Close the channel, and cancel the answers that are expected."""
         for future in list(self._expected.values()):
             future.cancel()
         self._channel.close()
 
     def handle(self, message: Any) -> None:
-        """What is said without having been asked; a client overrides this."""
+        """Handle a message that is not an answer. Clients override this; here it raises
+        :class:`~headrace.base.errors.RunError`."""
         raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
 
     def _route(self, message: Any) -> None:
@@ -117,41 +127,48 @@ class Peer:
         if isinstance(message, Timed):
             self._on_spans(earlier(message.spans, self.clock_ahead_s))
         if isinstance(message, Ready):
-            self._greet(message)
+            self._accept_ready(message)
         elif isinstance(message, Failure):
             self._fail(message)
         elif isinstance(message, Answer) and 0 <= message.call < self._num_calls:
             future = self._expected.get((message.call, type(message)))
-            if future is not None and not future.done():  # else whoever asked has left
+            if future is not None and not future.done():  # no task waits for a future that is done
                 future.set_result(message)
         else:
             self.handle(message)
 
-    def _greet(self, message: Ready) -> None:
+    def _accept_ready(self, message: Ready) -> None:
         if not hmac.compare_digest(message.token, self._token):
             raise RunError(f"a process that is not of this run claims to be {self.name}", remedy="start the run again")
         if not self.ready.done():
             self.ready.set_result(message)
 
     def _fail(self, message: Failure) -> None:
-        kind = getattr(errors, message.kind, RunError)  # gate: getattr - the name is the other process's word
-        known = isinstance(kind, type) and issubclass(kind, HeadraceError)
-        error: HeadraceError = (kind if known else RunError)(message.problem, remedy=message.remedy)
+        error = error_of(message)
         if message.call is None:
-            self.last_words = error
-            self.spoke.set()
+            self.reported_error = error
+            self.reported.set()
             return
         for (call, _), future in list(self._expected.items()):
             if call == message.call and not future.done():
                 future.set_exception(error)
 
 
-class ForeignPeer(Peer):
-    """A process that runs code of the user. Once it is ready nothing that it says ends the run: one that talks nonsense
-    is to be ended like one that has died."""
+def error_of(failure: Failure) -> HeadraceError:
+    """Return the error that a part has reported, as an exception of its class; as a
+    :class:`~headrace.base.errors.RunError` if there is no class of that name."""
+    kind = getattr(errors, failure.kind, RunError)  # gate: getattr - the other process names the class
+    known = isinstance(kind, type) and issubclass(kind, HeadraceError)
+    error: HeadraceError = (kind if known else RunError)(failure.problem, remedy=failure.remedy)
+    return error
 
-    nonsense = ""
-    """What it said; empty where it keeps to the protocol."""
+
+class ForeignPeer(Peer):
+    """The controller's end of a process that runs user code. Once the process is ready, none of its messages ends the
+    run; a process that breaks the protocol is killed, like one that has died."""
+
+    protocol_violation = ""
+    """The message by which the process broke the protocol; empty if it did not."""
 
     async def listen(self) -> None:
         try:
@@ -159,10 +176,10 @@ class ForeignPeer(Peer):
         except RunError as error:
             if not self.ready.done():
                 raise
-            self.nonsense = error.problem
-            self.spoke.set()
+            self.protocol_violation = error.problem
+            self.reported.set()
 
     def _fail(self, message: Failure) -> None:
-        if self.ready.done():  # else its file cannot be used
+        if self.ready.done():  # an error before that says that the user's file cannot be used
             raise RunError(f"{self.name} says that it cannot go on: {message.problem}", remedy="look at its log")
         super()._fail(message)

@@ -1,56 +1,267 @@
-"""The scoring stage of a run: a pool of workers for each component of the reward, and what adds them up."""
+"""The pools of scoring workers, one for each component of the reward. User code may hang in a call, or kill its worker.
+
+The time of a call is measured from the moment when its worker begins it (``Started``). A call that has not returned by
+its deadline fails its own episode only: the worker is killed and replaced, and its other calls are made again. If it is
+unknown which call blocked the others or killed the worker, each is tried alone (suspects.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from headrace.base.clock import RealClock
+import msgspec
+
+from headrace.base.clock import RealClock, being_cancelled
+from headrace.base.types.messages.controller import Scored, Started
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.base.types.task import Task
 from headrace.base.types.trace import Span
-from headrace.launch.clients.scorer import ScorerPool, ScorerPoolConfig, ScoringProcess
-from headrace.rollout.scoring import AnyReward
+from headrace.launch.clients.pool import CallLoss, PoolCall, PoolConfig, Worker, WorkerGroup, WorkerPool, WorkerProcess
+from headrace.launch.clients.suspects import OneByOne
+from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Scores, ScoringContext
 from headrace.rollout.scoring.rubric import Rubric, RubricPart
+
+NUM_CHECKS = 16
+"""Number of checks of a worker's processor time and calls, at most, during the time limit of a call."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScoreCall(PoolCall):
+    """One call of a reward function."""
+
+    request: ScoreCompletions
+
+
+@dataclass(slots=True, eq=False)
+class ScoringWorker(Worker[ScoreCall]):
+    """A process that calls the reward function."""
+
+    begun: int = 0
+    """Number of calls that it has begun and that have not returned."""
+    num_begun: int = 0
+    """Number of calls that it has begun since it started."""
+    answered: bool = False
+    """Whether any call has returned. Side effects of such a call may kill the worker later."""
+    judged: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when ``frozen`` and ``crowded`` are known, after a call was late."""
+    crowded: bool = False
+    """Whether the process computed for most of the time, so that any of its calls may have blocked the others."""
+    frozen: bool = False
+    """Whether it was killed because it was stopped from outside or began no call for long, so that no call is to
+    blame."""
+    read_s: float = -math.inf
+    """The time at which its processor time was read, by the clock of the event loop."""
+    computed_s: float = 0.0
+    """Its processor time at that moment, in seconds."""
+
+    async def recently_computed_s(self, every_s: float) -> float:
+        """Return its processor time in seconds, read at most ``every_s`` ago, since reading it takes as long as a short
+        call."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self.read_s >= every_s:
+            self.read_s = now_s
+            self.computed_s = await self.process.computed_s()
+        return self.computed_s
+
+    def count_death(self) -> int:
+        blamed = self.begun or self.answered or self.process.peer.protocol_violation
+        self.group.idle_deaths += not blamed  # one of its calls may be to blame: each will be tried alone
+        return self.group.idle_deaths
+
+    def loss(self, *, begun: bool) -> CallLoss:
+        """Return the reason why it has lost a call; ``begun`` says whether it had begun the call."""
+        if self.frozen:
+            return CallLoss.INNOCENT
+        if not self.replaced:
+            return CallLoss.DIED
+        return CallLoss.CROWDED if self.crowded and begun else CallLoss.INNOCENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerPoolConfig(PoolConfig):
+    """The settings of a pool of scoring workers."""
+
+    timeout_s: float
+    """Seconds that a call may take after it has begun."""
+
+
+class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
+    """Computes one component of the reward in worker processes."""
+
+    worker_name = "scoring worker"
+    lost_calls = "its calls are made again"
+    slow_start = "is the reward's file slow to import?"
+    death_remedy = "the reward function kills its process: look at logs/{name}.log in the run directory"
+
+    def __init__(
+        self,
+        start_worker: Callable[[], Awaitable[WorkerProcess]],
+        config: ScorerPoolConfig,
+        *,
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(start_worker, config, OneByOne(), warn=warn)
+        self.by_group = False
+        self.wants: frozenset[str] = frozenset()
+        self._timeout_s = config.timeout_s
+
+    async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
+        return await self._answer(self._request(task, completions, context))
+
+    async def score_turn(
+        self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
+    ) -> Scores:
+        """Score one turn of an episode from its text and from ``history``, all that the model had read before it."""
+        request = self._request(task, (text,), context)
+        return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
+
+    def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
+        request = ScoreCompletions(call=0, prompt=task.prompt, completions=completions, row=task.row)
+        if "completion_ids" in self.wants:
+            request = msgspec.structs.replace(request, completion_ids=context.completion_ids)
+        return msgspec.structs.replace(request, trainer=context.trainer) if "trainer" in self.wants else request
+
+    async def _answer(self, request: ScoreCompletions) -> Scores:
+        found = await self.make(ScoreCall(request=request))
+        if isinstance(found, CallLoss):
+            return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
+        return found
+
+    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
+        return ScoringWorker(process, group)
+
+    def on_ready(self, facts: dict[str, str | int | float]) -> None:
+        self.by_group, self.wants = bool(facts["by_group"]), frozenset(str(facts["wants"]).split())
+
+    async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
+        peer = worker.process.peer
+        begun, scored = peer.expect(number, Started), peer.expect(number, Scored)
+        scored.add_done_callback(partial(_mark_begun, begun))
+        try:
+            peer.send(msgspec.structs.replace(call.request, call=number))
+            await begun
+            worker.begun, worker.num_begun = worker.begun + 1, worker.num_begun + 1
+            try:  # most answers come together with the report that they were begun, and need no timer
+                answer = scored.result() if scored.done() else await self._in_time(worker, scored)
+            finally:
+                worker.begun -= 1
+        except TimeoutError:
+            if worker.frozen or worker.crowded:
+                return worker.loss(begun=True)
+            return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._timeout_s:g} s")
+        except asyncio.CancelledError:
+            if not scored.cancelled() or being_cancelled():
+                raise
+            return worker.loss(begun=not begun.cancelled())
+        except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+            return Scores(rewards=(), failure=f"reward_error: the row cannot travel: {error!a}")
+        finally:
+            begun.cancel()
+            scored.cancel()
+        worker.group.idle_deaths, worker.answered = 0, True
+        return Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
+
+    async def _in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
+        """Return the answer. If it does not come in time, kill the worker and raise ``TimeoutError``."""
+        before_s = await worker.recently_computed_s(self._timeout_s / NUM_CHECKS)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await scored
+        except TimeoutError:
+            try:
+                await self._find_blame(worker, before_s)
+            finally:
+                await worker.process.kill()
+            raise
+
+    async def _find_blame(self, worker: ScoringWorker, before_s: float) -> None:
+        """Find out, before the worker is killed, whether another call may have blocked the one that has not
+        returned."""
+        if worker.replaced:
+            await worker.judged.wait()
+            return
+        worker.replaced = True
+        try:
+            halted = await worker.process.halted()
+            worker.frozen = bool(halted)
+            computed_s = await worker.process.computed_s() - before_s
+            worker.crowded = worker.begun > 1 and computed_s > self._timeout_s / 2
+        finally:
+            worker.judged.set()
+        why = f", and its calls are made again, for its process {halted}" if halted else ""
+        self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{why}")
+
+    async def watch(self, worker: ScoringWorker) -> str:
+        """Wait until a worker has calls, has begun none of them, and begins none for as long as a call may take. That
+        time is counted in checks, so that a standstill of this event loop counts as one check only."""
+        quiet_checks, num_begun = 0, 0
+        while quiet_checks < NUM_CHECKS:
+            await asyncio.sleep(self._timeout_s / NUM_CHECKS)
+            progressing = worker.begun or not worker.calls or worker.num_begun != num_begun
+            quiet_checks, num_begun = 0 if progressing else quiet_checks + 1, worker.num_begun
+        if worker.replaced:
+            return ""
+        worker.frozen = True
+        return (
+            f"a scoring worker has begun with no call for {self._timeout_s:g} s ({worker.process.peer.name} "
+            f"{await worker.process.halted() or 'does not answer'}): it is replaced, its calls are made again"
+        )
+
+
+def _mark_begun(begun: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
+    """Mark a call that is done as begun, whether its worker reported that or not."""
+    if not begun.done():
+        begun.set_result(None)
 
 
 class ScoringStage:
-    """Components side by side, each with its own queue, workers and deadline: none waits for another."""
+    """The components of the reward side by side, each with its own queue, workers and deadline, so that none waits for
+    another."""
 
     def __init__(
         self,
         rewards: Sequence[AnyReward],
-        start_worker: Callable[[AnyReward], Awaitable[ScoringProcess]],
+        start_worker: Callable[[AnyReward], Awaitable[WorkerProcess]],
         *,
         start_timeout_s: float,
         warn: Callable[[str], None],
         on_span: Callable[[Span], None],
     ) -> None:
-        self._pools: list[ScorerPool] = []
-        for reward in rewards:
-            terms = ScorerPoolConfig(
-                num_workers=reward.workers,
-                concurrency=reward.concurrency,
-                timeout_s=reward.timeout_s,
-                start_timeout_s=start_timeout_s,
+        self._pools = [
+            ScorerPool(
+                partial(start_worker, reward),
+                ScorerPoolConfig(
+                    num_workers=reward.workers,
+                    concurrency=reward.concurrency,
+                    timeout_s=reward.timeout_s,
+                    start_timeout_s=start_timeout_s,
+                ),
+                warn=warn,
             )
-            self._pools.append(ScorerPool(partial(start_worker, reward), terms, warn=warn))
+            for reward in rewards
+        ]
         components = [
             RubricPart(section=reward, graders=pool) for reward, pool in zip(rewards, self._pools, strict=True)
         ]
         self.rubric = Rubric(components, clock=RealClock(), on_span=on_span)
 
     def send_warnings_to(self, warn: Callable[[str], None]) -> None:
-        """From now on, tell ``warn`` what people should know."""
+        """Send all later warnings for users to ``warn``."""
         for pool in self._pools:
             pool.send_warnings_to(warn)
 
     async def run(self) -> None:
-        """Keep every pool filled; ends only by cancellation, or as :meth:`ScorerPool.run` does."""
+        """Keep every pool filled; this ends only by cancellation, or with an error of :meth:`ScorerPool.keep`."""
         async with asyncio.TaskGroup() as group:
             for pool in self._pools:
-                group.create_task(pool.run())
+                group.create_task(pool.keep())
 
     async def started(self) -> None:
-        """Until every worker is there."""
+        """Wait until every worker is up."""
         for pool in self._pools:
             await pool.started()

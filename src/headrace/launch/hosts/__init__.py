@@ -1,8 +1,8 @@
-"""What runs inside each process of a run: its loop, one file per role."""
+"""The code that runs inside each process of a run: its loop, one file per role."""
 
-SPOKE = 86
-"""Exit code of a process that has said why it could not go on; one that nothing else is likely to end with."""
+EXIT_REPORTED = 86
+"""Exit code of a process that has reported why it could not go on; unlikely to be used by anything else."""
 
-LOST = 87
-"""Exit code of a rank of the learner that could not go on without another: a consequence, of which that one is the
+EXIT_RANK_LOST = 87
+"""Exit code of a rank of the learner that could not go on because another rank had ended; that other rank has the
 cause."""

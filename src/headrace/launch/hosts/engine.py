@@ -1,29 +1,41 @@
-"""The engine's process: a plain synchronous step loop. Between two steps it reads its orders; staging has a thread.
+"""The process of an engine: a plain synchronous step loop, which reads its orders between two steps. Staging has a
+thread.
 
-A commit is answered when it has happened: some modes let sequences finish first.
+A commit is answered when it has taken effect, since some modes let sequences finish first.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
+from torch import Tensor
 
-from headrace.base.clock import RealClock
+from headrace.base.clock import Clock, RealClock
 from headrace.base.environ import run_token
-from headrace.base.errors import ComponentDied, ConfigError, HeadraceError, ModelError, RequestError
-from headrace.base.heap import settled_heap
-from headrace.base.types.episode import EpisodeKey
+from headrace.base.errors import ComponentDied, HeadraceError, RequestError
+from headrace.base.heap import gc_frozen
+from headrace.base.types.episode import EpisodeKey, TokenChunk
 from headrace.base.types.messages.codec import Shutdown
-from headrace.base.types.messages.controller import Chunk, Chunks, Committed, Failure, Paused, Ready, ScoresAre, Staged
+from headrace.base.types.messages.controller import (
+    Chunks,
+    Committed,
+    Failure,
+    Paused,
+    Ready,
+    ScoresReply,
+    Staged,
+    StageOutcome,
+)
 from headrace.base.types.messages.engine import (
+    ANNOUNCED,
     Abort,
+    Announce,
     Commit,
     Generate,
     GenerateRequest,
@@ -33,120 +45,116 @@ from headrace.base.types.messages.engine import (
     ScoreTokens,
     Stage,
 )
+from headrace.base.types.tokens import Tokens
 from headrace.base.types.trace import Span
+from headrace.base.types.weights import WeightUpdate
 from headrace.engine import EngineConfig, EngineCore
-from headrace.engine.native import NativeEngine
-from headrace.launch.channel import PartChannel
+from headrace.engine.config import ENGINES, EngineSetup
+from headrace.launch.channel import PartChannel, PartEnd
 from headrace.launch.hosts.facts import machine_facts
-from headrace.launch.hosts.interleaving import DeliveryRecorder, Names, ReplayGate
+from headrace.launch.hosts.interleaving import DeliveryRecorder, ReplayGate, RequestNames
 from headrace.launch.interleaving import read_interleaving
 from headrace.launch.lending import AnyCores, OwnCores, cores
-from headrace.launch.starts import EngineStart, Repeated
+from headrace.launch.starts import EngineStart, RecordedEngine
 from headrace.models.config import ModelConfig
-from headrace.models.devices import use
-from headrace.models.load import load_model, load_tokenizer
-from headrace.models.weights import weight_tensors
 from headrace.rollout.runner import episode_seed
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 
 IDLE_S = 0.5
-"""How long an idle engine waits for orders at a time."""
+"""Seconds for which an idle engine waits for orders at a time."""
 REPORT_S = 0.25
-"""A busy engine reports its counters and spans at least this often."""
+"""Seconds after which a busy engine reports its counters and spans, at the latest."""
 
 
 def run_engine(start: EngineStart, channel: PartChannel) -> None:
-    """Load, report, serve until told to shut down."""
+    """Load the engine, report that it is ready, and serve orders until it is ordered to shut down."""
     torch.set_num_threads(start.num_threads)
     config = EngineConfig.model_validate(start.engine)
-    if config.kind != "native":
-        from headrace.launch.hosts.served import run_served
+    with ENGINES.load(config.kind).open(_setup(start, config)) as opened:
+        facts = {"device": opened.device, "weights_address": opened.address, **machine_facts(start.num_threads)}
+        channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **opened.facts}))
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager, gc_frozen():
+            EngineHost(opened.core, channel, stager, _terms(start)).serve()
 
-        run_served(start, config, channel)
-        return
-    device = use("engine.device", config.device)
-    model = load_model(ModelConfig.model_validate(start.model), str(device))
-    tensors = weight_tensors(model)
+
+def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
     route = Route(address=start.memory) if start.own_weights else start.route
-    receiver = make_receiver(route, tensors, run_token())
-    try:
-        core = NativeEngine(
-            model,
-            config,
-            max_context=start.max_context,
-            receiver=receiver,
-            clock=RealClock(),
-            decode=_decoder(start.model["path"]),
-        )
-    except MemoryError as error:
-        raise ConfigError(
-            f"engine.max_sequences={config.max_sequences} with a context of {start.max_context} tokens does not fit "
-            f"the memory: {error}",
-            remedy="lower engine.max_sequences or engine.max_context",
-        ) from None
-    if start.own_weights:
+
+    def adopt(core: EngineCore, tensors: Mapping[str, Tensor]) -> None:
         publisher = make_publisher(route, tensors)
         publisher.copy(0)
         core.stage(publisher.announce(0, 0))
         core.commit(0)
         core.take_swaps()
         publisher.close()
-    facts = {"device": str(device), "weights_address": receiver.address, **machine_facts(start.num_threads)}
-    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **core.facts()}))
-    with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager:
-        EngineHost(core, channel, stager, _terms(start)).serve()
+
+    return EngineSetup(
+        config=config,
+        model=ModelConfig.model_validate(start.model),
+        max_context=start.max_context,
+        deadline_s=start.route.deadline_s,
+        record_kept=start.record_kept,
+        record_routing=start.record_routing,
+        sleeps=start.sleeps,
+        own_weights=start.own_weights,
+        receive=lambda tensors: make_receiver(route, tensors, run_token()),
+        adopt=adopt,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTerms:
-    """How an engine's process differs from one that simply serves."""
+class EngineHostConfig:
+    """The additions of a recorded or replayed run to an engine's loop, and the cores and the clock that it uses."""
 
-    scribe: DeliveryRecorder | None = None
-    """Writes down what the engine is told."""
+    recorder: DeliveryRecorder | None = None
+    """Records the messages that the engine handles; ``None``: they are not recorded."""
     gate: ReplayGate | None = None
-    """Holds it back, in a replay."""
+    """Holds messages back until their recorded step, in a replay; ``None``: they are handled when they come."""
     cores: AnyCores = field(default_factory=OwnCores)
-    """What it computes with."""
+    """The cores with which the engine computes."""
+    clock: Clock = field(default_factory=RealClock)
 
 
 class EngineHost:
-    """Drives one engine core from one channel."""
+    """Drives one engine core by the orders of one channel."""
 
     def __init__(
         self,
         core: EngineCore,
-        channel: PartChannel,
+        channel: PartEnd,
         stager: ThreadPoolExecutor,
-        terms: HostTerms,
+        config: EngineHostConfig,
     ) -> None:
         self._core = core
         self._channel = channel
         self._stager = stager
-        self._scribe = terms.scribe
-        self._gate = terms.gate
-        self._cores = terms.cores
+        self._recorder = config.recorder
+        self._gate = config.gate
+        self._cores = config.cores
         self._steps = 0
-        self._clock = RealClock()
+        self._clock = config.clock
         self._commits: dict[int, int] = {}
-        """The call that asked for each version that is not in use yet."""
+        """The calls that ordered the commit of each version that is not in use yet."""
         self._broken: ComponentDied | None = None
-        """Why nothing more can be staged."""
+        """The reason why no more versions can be staged; the engine then ends."""
         self._busy_since: float | None = None
         self._reported_s = 0.0
-        self._told_prefill_s = 0.0
-        self._worked_s = 0.0
-        """All that spans have told, commits aside."""
+        self._reported_prefill_s = 0.0
+        self._reported_busy_s = 0.0
+        """The seconds of work in all spans that were sent, without commits."""
         self._spans: list[Span] = []
 
     def serve(self) -> None:
-        """Orders, step, report, again; returns when told to shut down."""
+        """Read orders, make a step and send reports, again and again; return on the order to shut down."""
+        # what the core committed before it had a host was nobody's order, so that no call waits for it
+        self._core.take_swaps()
         while self._broken is None:
-            chunks: list[Chunk] = []
+            chunks: list[TokenChunk] = []
             for message in self._receive():
                 if isinstance(message, Shutdown):
                     return
-                chunks += self._obey(message)
+                chunks += self._handle(message)
             if self._may_step():
                 if self._busy_since is None:
                     self._busy_since = self._clock.now()
@@ -155,17 +163,17 @@ class EngineHost:
                 self._steps += 1
             elif self._gate is not None:
                 self._gate.refuse_idleness(self._steps)
-            if self._scribe is not None:
-                self._scribe.ended(chunks)
+            if self._recorder is not None:
+                self._recorder.ended(chunks)
             self._report(chunks)
             self._answer_commits()
         raise self._broken
 
     def _receive(self) -> list[Message]:
-        """What the engine is told now; waits a while for it where there is nothing to do."""
+        """Return the orders that the engine must handle now; wait a moment for one if there is nothing to do."""
         idle = not self._core.has_work()
-        if self._gate is not None and self._gate.holds(self._steps):
-            idle = self._gate.lacks(self._steps)
+        if self._gate is not None and self._gate.must_wait(self._steps):
+            idle = self._gate.waits_at(self._steps)
         if idle:
             self._cores.rest()
             if self._channel.wait(IDLE_S) and self._busy_since is None:
@@ -173,23 +181,25 @@ class EngineHost:
         messages: list[Message] = self._channel.receive(0)
         if self._gate is not None:
             messages = self._gate.release(messages, self._steps)
-        if self._scribe is not None:
-            self._scribe.write(messages, self._steps)
+        if self._recorder is not None:
+            self._recorder.write(messages, self._steps)
         return messages
 
     def _may_step(self) -> bool:
         if self._gate is None:
             return self._core.has_work()
-        return not self._gate.holds(self._steps) and self._core.has_work()
+        return not self._gate.must_wait(self._steps) and self._core.has_work()
 
-    def _obey(self, message: Message) -> list[Chunk]:
+    def _handle(self, message: Message) -> list[TokenChunk]:
         match message:
             case Generate(requests=requests):
                 return [refused for request in requests for refused in self._add(request)]
             case Abort(request_ids=request_ids):
                 return self._core.abort(request_ids)
             case Stage():
-                self._stager.submit(self._stage, message)
+                self._stager.submit(self._stage_ordered, message)
+            case Announce():
+                self._stager.submit(self._stage_announced, message)
             case Commit():
                 self._commit(message)
             case ScoreTokens():
@@ -202,42 +212,53 @@ class EngineHost:
                 self._channel.send(Paused(call=call))
         return []
 
-    def _add(self, request: GenerateRequest) -> list[Chunk]:
+    def _add(self, request: GenerateRequest) -> list[TokenChunk]:
         try:
             self._core.add(request)
         except RequestError as error:
-            none = np.zeros(0, np.int32)
-            return [
-                Chunk(
-                    request_id=request.request_id,
-                    ids_T=none,
-                    logprobs_T=none.astype(np.float32),
-                    versions_T=none,
-                    error=f"{error.problem}; {error.remedy}",
-                    error_kind=type(error).__name__,
-                )
-            ]
+            return [TokenChunk(request_id=request.request_id, tokens=Tokens.observed([])).failed(error)]
         return []
 
-    def _stage(self, message: Stage) -> None:
-        start_s = self._clock.now()
-        try:
-            self._core.stage(message.update)
-        except ComponentDied as error:
-            self._broken = error  # this process ends of it, which is the answer
-        except HeadraceError as error:
-            self._channel.send(_failure(message.call, error))
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever waits for it must hear of it
-            words = f"staging version {message.update.version} failed: {type(error).__name__}: {error}"
-            self._channel.send(Failure(call=message.call, kind="WeightsError", problem=words, remedy="see the log"))
-        else:
+    def _stage_ordered(self, message: Stage) -> None:
+        """Stage a version that the controller has ordered."""
+        version, start_s = message.update.version, self._clock.now()
+        failure = self._stage_in_core(message.update, message.call)
+        if self._broken is None:
             seconds = self._clock.now() - start_s
-            self._channel.send(Staged(call=message.call, version=message.update.version, seconds=seconds))
+            self._channel.send(failure or Staged(call=message.call, version=version, seconds=seconds))
+
+    def _stage_announced(self, message: Announce) -> None:
+        """Stage a version that the learner has announced, report it to the controller, and queue its commit if the
+        announcement says so."""
+        version, start_s = message.update.version, self._clock.now()
+        failure = self._stage_in_core(message.update, None)
+        if self._broken is not None:
+            return
+        seconds, commits = self._clock.now() - start_s, failure is None and message.commit is not None
+        self._channel.send(StageOutcome(version=version, seconds=seconds, failure=failure, commits=commits))
+        if failure is None and message.commit is not None:
+            # The commit goes through the queue of orders so that it is recorded and replayed like any other.
+            self._channel.send_to_self(Commit(call=ANNOUNCED, version=version, mode=message.commit))
+
+    def _stage_in_core(self, update: WeightUpdate, call: int | None) -> Failure | None:
+        """Stage ``update`` in the core, and return the failure if there is one. This runs in the thread that stages."""
+        try:
+            self._core.stage(update)
+        except ComponentDied as error:
+            self._broken = error  # the step loop raises it, and its end is the answer
+        except HeadraceError as error:
+            return _failure(call, error)
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: the failure is the answer
+            words = f"staging version {update.version} failed: {type(error).__name__}: {error}"
+            return Failure(call=call, kind="WeightsError", problem=words, remedy="see the log")
+        return None
 
     def _commit(self, message: Commit) -> None:
         try:
             self._core.commit(message.version, message.mode)
         except HeadraceError as error:
+            if message.call == ANNOUNCED:  # no task waits for the answer to this call
+                self._broken = ComponentDied(error.problem, remedy=error.remedy)
             self._channel.send(_failure(message.call, error))
         else:
             self._commits[message.version] = message.call
@@ -245,29 +266,32 @@ class EngineHost:
 
     def _answer_commits(self) -> None:
         for report in self._core.take_swaps():
-            self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
             now_s = self._clock.now()
             self._spans.append(
                 Span(lane="engine", name="commit", start_s=now_s - report.gap_s, end_s=now_s, step=report.version)
             )
-            self._report([], now=True)
+            self._report(
+                [], now=True
+            )  # before the answer, so that the counters show the new version when the commit is answered
+            self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
 
     def _score(self, message: ScoreTokens) -> None:
         try:
             if message.top_k:
                 top = self._core.top_scores(message)
-                scores = ScoresAre(
+                scores = ScoresReply(
                     call=message.call, logprobs_T=top.logprobs_T, ids_TK=top.ids_TK, logs_TK=top.logs_TK
                 )  # fmt: skip
             else:
-                scores = ScoresAre(call=message.call, logprobs_T=self._core.score(message))
+                scores = ScoresReply(call=message.call, logprobs_T=self._core.score(message))
         except HeadraceError as error:
             self._channel.send(_failure(message.call, error))
         else:
             self._channel.send(scores)
 
-    def _report(self, chunks: list[Chunk], *, now: bool = False) -> None:
-        """Send chunks at once; counters and spans with them, or after a while, or when the work is done."""
+    def _report(self, chunks: list[TokenChunk], *, now: bool = False) -> None:
+        """Send chunks at once. Counters and spans go with them or, without chunks, after some time or at the end of the
+        work."""
         time_s = self._clock.now()
         idle = self._busy_since is not None and not self._core.has_work()
         due = self._busy_since is not None and time_s - self._reported_s >= REPORT_S
@@ -276,19 +300,20 @@ class EngineHost:
         stats = self._core.stats()
         spans, self._spans = self._spans, []
         if self._busy_since is not None and (idle or due):
-            spans += worked(self._busy_since, time_s, stats.prefill_s - self._told_prefill_s)
-            self._worked_s += time_s - self._busy_since
+            spans += busy_spans(self._busy_since, time_s, stats.prefill_s - self._reported_prefill_s)
+            self._reported_busy_s += time_s - self._busy_since
             self._busy_since = None if idle else time_s
-            self._reported_s, self._told_prefill_s = time_s, stats.prefill_s
+            self._reported_s, self._reported_prefill_s = time_s, stats.prefill_s
         begun_s = 0.0 if self._busy_since is None else time_s - self._busy_since
-        stats = msgspec.structs.replace(stats, busy_s=self._worked_s + begun_s)
+        stats = msgspec.structs.replace(stats, busy_s=self._reported_busy_s + begun_s)
         self._channel.send(Chunks(chunks=tuple(chunks), stats=stats, spans=tuple(spans)))
 
 
-def worked(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
-    """What the engine did all that time: of many passes, those on prompts stand before the others.
+def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
+    """Return the spans of the time from ``start_s`` to ``end_s``. They stand for many passes, so all prefill time is
+    put first.
 
-    >>> [(span.name, span.end_s - span.start_s) for span in worked(1.0, 1.25, 0.125)]
+    >>> [(span.name, span.end_s - span.start_s) for span in busy_spans(1.0, 1.25, 0.125)]
     [('prefill', 0.125), ('generate', 0.125)]
     """
     turn_s = min(end_s, start_s + prefill_s)
@@ -296,27 +321,28 @@ def worked(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
     return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
 
 
-def _terms(start: EngineStart) -> HostTerms:
+def _terms(start: EngineStart) -> EngineHostConfig:
     mine = cores(start.lending)
     if not start.interleaving:
-        return HostTerms(cores=mine)
-    names = Names()
-    scribe = DeliveryRecorder(Path(start.interleaving), names)
-    if start.repeats is None:
-        return HostTerms(scribe=scribe, cores=mine)
-    repeats = start.repeats
+        return EngineHostConfig(cores=mine)
+    names = RequestNames()
+    recorder = DeliveryRecorder(Path(start.interleaving), names)
+    if start.recorded is None:
+        return EngineHostConfig(recorder=recorder, cores=mine)
+    recorded = start.recorded
     gate = ReplayGate(
-        read_interleaving(Path(repeats.interleaving)),
+        read_interleaving(Path(recorded.interleaving)),
         names,
         RealClock(),
-        deadline_s=repeats.deadline_s,
-        whose=lambda seed: _whose(seed, repeats),
+        deadline_s=recorded.deadline_s,
+        name_request=lambda seed: _name_request(seed, recorded),
     )
-    return HostTerms(scribe=scribe, gate=gate, cores=mine)
+    return EngineHostConfig(recorder=recorder, gate=gate, cores=mine)
 
 
-def _whose(seed: int, run: Repeated) -> str:
-    """The request of that seed, in words. Tried one after the other: asked for only where a replay has failed."""
+def _name_request(seed: int, run: RecordedEngine) -> str:
+    """Return the name of the request with this seed, for an error text. It tries all requests of the run, which is
+    slow, but is called only after a replay has failed."""
     for group in range(run.num_groups):
         for place in range(run.group_size):
             if episode_seed(run.seed, EpisodeKey(group, place)) == seed:
@@ -324,14 +350,5 @@ def _whose(seed: int, run: Repeated) -> str:
     return f"the request of seed {seed}"
 
 
-def _failure(call: int, error: HeadraceError) -> Failure:
+def _failure(call: int | None, error: HeadraceError) -> Failure:
     return Failure(call=call, kind=type(error).__name__, problem=error.problem, remedy=error.remedy)
-
-
-def _decoder(path: str) -> Callable[[list[int]], str] | None:
-    """The text of ids as it is, for stop strings; ``None`` for a directory without a tokenizer."""
-    try:
-        tokenizer = load_tokenizer(path)
-    except ModelError:
-        return None
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,16 +1,14 @@
-"""An environment worker's process: many episodes of one environment at once.
+"""The process of an environment worker, which runs many episodes of one environment at the same time.
 
-ears ──orders──▶ loop: every episode is a task; async code of the user runs here
-hands            plain functions of the user, a thread each
-watch            tells the controller that this process lives, and which episode keeps the loop from turning
+receiver ──orders──▶ loop: every episode is a task; async user code runs here
+threads              plain functions of the user, a thread for each
+watchdog             reports that this process lives, and which episode blocks the event loop
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
-import signal
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,94 +18,84 @@ from typing import Any
 
 from headrace.base.clock import Clock, RealClock, being_cancelled
 from headrace.base.config.user_code import where
-from headrace.base.environ import forget_token, run_token
 from headrace.base.errors import BudgetSpent, EpisodeError, RequestError
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
 from headrace.base.types.messages import environment as orders
-from headrace.base.types.messages.codec import Shutdown
-from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery, Ready
+from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery
 from headrace.base.types.tokens import IntColumn
 from headrace.launch.channel import PartChannel
+from headrace.launch.hosts.worker import end_now, serve
 from headrace.launch.starts import EnvironmentStart
 from headrace.rollout.environments.base import AS_THE_RUN
-from headrace.rollout.environments.entry import Rollout, load_entry
+from headrace.rollout.environments.bridges import load_environment
+from headrace.rollout.environments.entry import Rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
-from headrace.wings.bridges import load_bridge
 
-WAIT_S = 60.0
-"""How long to wait for orders at a time."""
 ALIVE_S = 0.5
-"""How often this process tells that it lives."""
+"""Seconds between two reports that this process lives."""
 MAX_WORDS = 2000
-"""Characters of a cause that are told."""
+"""Number of characters that are sent of a failure's cause."""
 MAX_CHARS = 1 << 26
-"""Of the messages of one question: no model reads more, and the controller shall not have to."""
+"""Number of characters that the messages of one model query may have. No model reads more, and the controller must not
+have to."""
 _EPISODE: contextvars.ContextVar[int] = contextvars.ContextVar("episode", default=-1)
-"""Whose code is running."""
+"""The call number of the episode whose code is running; −1: no episode's code."""
 
 
 def run_environment(start: EnvironmentStart, channel: PartChannel) -> None:
-    """Import the environment, report, serve until told to shut down."""
+    """Import the environment, report that the worker is ready, and serve orders until it is ordered to shut down."""
     asyncio.run(_serve(start, channel))
 
 
 async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
-    loop = asyncio.get_running_loop()
-    ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
-    hands = ThreadPoolExecutor(max_workers=start.concurrency, thread_name_prefix="environment")
-    watch = _LoopWatchdog(loop, channel, RealClock(), block_s=start.block_s)
-    if start.kind == "bridge":
-        rollout = load_bridge(start.entry, start.options, hands)
-    else:
-        rollout = load_entry(start.kind, start.entry, hands)
-    desk = _RequestDispatcher(channel=channel, rollout=rollout, hands=hands, source=start.entry.rpartition(":")[0])
-    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={}))  # before anything else is said
-    forget_token()
-    watch.begin()
-    async with asyncio.TaskGroup() as episodes:
-        while True:
-            for order in await loop.run_in_executor(ears, channel.receive, WAIT_S):
-                desk.obey(order, episodes)
+    threads = ThreadPoolExecutor(max_workers=start.concurrency, thread_name_prefix="environment")
+    watch = _LoopWatchdog(asyncio.get_running_loop(), channel, RealClock(), block_s=start.block_s)
+    rollout = load_environment(start.kind, start.entry, start.options, threads, own_namespace=start.own_namespace)
+    source = start.entry.rpartition(":")[0]
+    dispatcher = _RequestDispatcher(channel=channel, rollout=rollout, threads=threads, source=source)
+    await serve(channel, dispatcher.handle, on_ready=watch.begin)
 
 
 @dataclass(slots=True, kw_only=True)
 class _RequestDispatcher:
-    """The episodes that run here, and what they have asked."""
+    """Carries out the controller's orders. It has the episodes that run here, and their model queries that wait for an
+    answer."""
 
     channel: PartChannel
     rollout: Rollout
-    hands: ThreadPoolExecutor
+    threads: ThreadPoolExecutor
     source: str
-    """The user's file."""
+    """The path of the user's file."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    asks: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
-    num_asks: int = 0
+    """The tasks of the episodes that run, by call."""
+    queries: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+    """The answers that are expected, by the number of their query."""
+    num_queries: int = 0
+    """Number of model queries so far."""
     given_up: set[int] = field(default_factory=set)
-    """Episodes that nobody waits for any more."""
+    """The calls of the episodes that the controller has cancelled."""
 
-    def obey(self, order: orders.Message, episodes: asyncio.TaskGroup) -> None:
+    def handle(self, order: orders.Message, episodes: asyncio.TaskGroup) -> None:
         match order:
             case orders.RunEpisode():
                 context = contextvars.copy_context()
                 context.run(_EPISODE.set, order.call)
                 self.running[order.call] = episodes.create_task(self.run(order), context=context)
             case orders.Replied():
-                self._settle(order.ask, order.reply)
+                self._set_answer(order.ask, order.reply)
             case orders.AnswerRefused():
                 kind = BudgetSpent if order.spent else EpisodeError
-                self._settle(order.ask, kind(order.problem, remedy=order.remedy, reason=order.reason))
+                self._set_answer(order.ask, kind(order.problem, remedy=order.remedy, reason=order.reason))
             case orders.Cancel():
                 if order.call in self.running:
                     self.given_up.add(order.call)
                     self.running[order.call].cancel()
-            case Shutdown():
-                _end()
 
     async def run(self, order: orders.RunEpisode) -> None:
-        """One episode, to its end; whatever happens becomes one message."""
+        """Run one episode to its end, and send its result or the cause of its failure."""
         remote = _Remote(self, order)
         policy = EpisodePolicy(
-            remote, prompt_ids=order.prompt_ids_T.tolist(), variables=order.variables, executor=self.hands
+            remote, prompt_ids=order.prompt_ids_T.tolist(), variables=order.variables, executor=self.threads
         )
         try:
             ended = await self.rollout(order.row, policy)
@@ -117,32 +105,33 @@ class _RequestDispatcher:
             self._fail(order.call, reason, error.problem)
         except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
             if _is_cancelled(error) and order.call not in self.given_up:
-                _end()  # by code of another episode, or with the loop: nobody knows whose
+                end_now()  # code of an unknown episode cancelled this task, so all of them are made again
             self._fail(order.call, "env_error", _in_words(error, self.source))
         finally:
             self.running.pop(order.call, None)
             self.given_up.discard(order.call)
-            for unheard in remote.open:
-                unheard.cancel()
+            for answer in remote.open:
+                answer.cancel()
 
-    async def ask(self, asked: ModelQuery, episode: set[asyncio.Future[Reply]]) -> Reply:
-        """Wait for the answer of the model; meanwhile the wait is one of those of its ``episode``."""
-        length = sum(len(message.content) + len(message.reasoning) for message in asked.messages)
+    async def ask(self, query: ModelQuery, episode: set[asyncio.Future[Reply]]) -> Reply:
+        """Send a model query and wait for the answer, which is added to the open ones of its ``episode`` in the
+        meantime."""
+        length = sum(len(message.content) + len(message.reasoning) for message in query.messages)
         if length > MAX_CHARS:
             raise EpisodeError(f"messages of {length} characters", remedy=f"send at most {MAX_CHARS}")
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self.asks[asked.ask] = future
+        self.queries[query.ask] = future
         episode.add(future)
         try:
-            self.channel.send(asked)
+            self.channel.send(query)
             return await future
         finally:
             episode.discard(future)
-            del self.asks[asked.ask]
+            del self.queries[query.ask]
 
-    def _settle(self, ask: int, answer: Reply | EpisodeError) -> None:
-        future = self.asks.get(ask)
-        if future is None or future.done():  # whoever asked has left
+    def _set_answer(self, ask: int, answer: Reply | EpisodeError) -> None:
+        future = self.queries.get(ask)
+        if future is None or future.done():  # the episode does not wait for it any more
             return
         if isinstance(answer, Reply):
             future.set_result(answer)
@@ -155,42 +144,43 @@ class _RequestDispatcher:
 
 
 class _Remote:
-    """The :class:`~headrace.rollout.environments.base.OpenEpisode` of an episode, as far as user code uses it."""
+    """The methods of :class:`~headrace.rollout.environments.base.OpenEpisode` that user code calls, over the
+    channel."""
 
-    def __init__(self, desk: _RequestDispatcher, order: orders.RunEpisode) -> None:
+    def __init__(self, dispatcher: _RequestDispatcher, order: orders.RunEpisode) -> None:
         self.seed = order.seed
         self.open: set[asyncio.Future[Reply]] = set()
-        """Waits for answers."""
-        self._desk = desk
+        """The answers that the episode waits for."""
+        self._dispatcher = dispatcher
         self._call = order.call
 
     async def reply(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions = AS_THE_RUN
     ) -> Reply:
-        asked = self._asked(messages=tuple(messages), tools=tuple(tools), options=options)
-        return await self._desk.ask(asked, self.open)
+        query = self._query(messages=tuple(messages), tools=tuple(tools), options=options)
+        return await self._dispatcher.ask(query, self.open)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
-        return await self._desk.ask(self._asked(prompt_ids_T=prompt_ids_T, options=options), self.open)
+        return await self._dispatcher.ask(self._query(prompt_ids_T=prompt_ids_T, options=options), self.open)
 
-    def _asked(self, **what: Any) -> ModelQuery:
-        self._desk.num_asks += 1
-        return ModelQuery(episode=self._call, ask=self._desk.num_asks, **what)
+    def _query(self, **what: Any) -> ModelQuery:
+        self._dispatcher.num_queries += 1
+        return ModelQuery(episode=self._call, ask=self._dispatcher.num_queries, **what)
 
 
 class _LoopWatchdog:
-    """A thread that sees whether the loop turns, and knows whose task it is at where it does not."""
+    """A thread that notices when the event loop is blocked, and which episode has the task that blocks it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, channel: PartChannel, clock: Clock, *, block_s: float) -> None:
         self._loop = loop
         self._channel = channel
         self._clock = clock
         self._block_s = block_s
-        self._turned_s = clock.now()
+        self._last_turn_s = clock.now()
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
 
     def begin(self) -> None:
-        """From now on."""
+        """Start the thread, and note from now on which episode each task belongs to."""
         self._loop.set_task_factory(self._make_task)
         threading.Thread(target=self._run, daemon=True, name="watch").start()
 
@@ -203,22 +193,22 @@ class _LoopWatchdog:
 
     def _run(self) -> None:
         nap = threading.Event()
-        told = False
+        reported = False
         while True:
-            self._loop.call_soon_threadsafe(self._turn)
+            self._loop.call_soon_threadsafe(self._note_turn)
             nap.wait(ALIVE_S)
-            blocked = self._clock.now() - self._turned_s > self._block_s
+            blocked = self._clock.now() - self._last_turn_s > self._block_s
             task = asyncio.current_task(self._loop) if blocked else None
             culprit = self._owners.get(task, -1) if task is not None else -1
-            if culprit >= 0 and not told:
-                told = True
+            if culprit >= 0 and not reported:
+                reported = True
                 self._channel.send(Alive(blocked_by=culprit))
             elif not blocked:
-                told = False
+                reported = False
                 self._channel.send(Alive())
 
-    def _turn(self) -> None:
-        self._turned_s = self._clock.now()
+    def _note_turn(self) -> None:
+        self._last_turn_s = self._clock.now()
 
 
 def _done(call: int, ended: Episode) -> EpisodeDone:
@@ -233,13 +223,8 @@ def _done(call: int, ended: Episode) -> EpisodeDone:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether this task was cancelled, and not only code of it raised what that raises."""
+    """Return whether this task was cancelled: user code may raise ``CancelledError`` too."""
     return isinstance(error, asyncio.CancelledError) and being_cancelled()
-
-
-def _end() -> None:
-    """End this process, and what it has started: code that never returns must not keep it alive."""
-    os.killpg(0, signal.SIGKILL)
 
 
 def _in_words(error: BaseException, source: str) -> str:

@@ -1,4 +1,4 @@
-"""What results depend on, to the last bit, beside settings and seeds."""
+"""The properties of a machine on which results depend, to the last bit, beside settings and seeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def machine_facts(num_threads: int) -> dict[str, str | int | float]:
-    """Of this process, which computes with ``num_threads``."""
+    """Return the properties of this process, which computes with ``num_threads``: threads, versions and processors."""
     return {
         "threads": num_threads,
         "torch": str(torch.__version__),

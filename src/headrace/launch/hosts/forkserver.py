@@ -1,9 +1,10 @@
-"""The process that parts are forked from: ``python -m headrace.launch.hosts.forkserver CONTROL LIFELINE ROOM``.
+"""The process from which parts are forked: ``python -m headrace.launch.hosts.forkserver CONTROL LIFELINE TITLE``.
 
-It imports what engines and learners need, and does nothing else: one thread, no computation, no GPU, no code of the
-user's, no randomness that two parts could share. Then it forks on request, and tells how each fork ends.
+It imports what engines and learners need and does nothing else: it has one thread, computes nothing, uses no GPU and no
+user code, and draws no random number that two parts could share. Then it forks on request, and reports how each fork
+ends.
 
-CONTROL and LIFELINE are file descriptors; ROOM is room for the command lines of its forks.
+CONTROL and LIFELINE are file descriptors; TITLE reserves space in which its forks show their command lines.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.environ import become_part, no_cuda_calls
-from headrace.base.heap import growing_heap
-from headrace.launch.forking import MAX_BYTES, MODULE, ForkExit, ForkOrder, ForkReply, Report, Unforked
+from headrace.base.environ import apply_part_environment, no_cuda_calls
+from headrace.base.heap import gc_disabled
+from headrace.launch.forking import MAX_BYTES, MODULE, ForkExit, ForkOrder, ForkRefused, ForkReply, Report
 from headrace.launch.hosts import main as part
 from headrace.models.devices import has_gpu_driver
 
@@ -32,13 +33,13 @@ IMPORTED = (
     *("transformers.modeling_layers", "transformers.modeling_utils", "transformers.generation.utils"),
     *("numpy.ctypeslib", "numpy.ma"),
 )
-"""What an engine and a learner import whatever their model is."""
+"""The modules that an engine and a learner import for every model."""
 FOR_GPUS = "triton"
-"""torch imports it wherever it is installed: 100 MB that serve nobody where there is no GPU."""
+"""A module that torch imports wherever it is installed: 100 MB that have no use on a machine without a GPU."""
 
 
 def serve(control: socket.socket, lifeline: int) -> None:
-    """Fork on request, until the controller has gone."""
+    """Fork on request, until the controller has ended."""
     children: dict[int, int] = {}
     """The pid of each fork, by its pidfd."""
     poller = select.poll()
@@ -48,84 +49,88 @@ def serve(control: socket.socket, lifeline: int) -> None:
             if descriptor in children:
                 poller.unregister(descriptor)
                 os.close(descriptor)
-                _say(control, _reaped(children.pop(descriptor)))
+                _send(control, _reap(children.pop(descriptor)))
                 continue
-            data, given, _, _ = socket.recv_fds(control, MAX_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+            data, received_fds, _, _ = socket.recv_fds(control, MAX_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 return
-            pidfd, pid = _asked(control, msgspec.json.decode(data, type=ForkOrder), given, (lifeline, *children))
-            for each in given:
+            pidfd, pid = _answer_order(
+                control, msgspec.json.decode(data, type=ForkOrder), received_fds, (lifeline, *children)
+            )
+            for each in received_fds:
                 os.close(each)
             if pid:
                 children[pidfd] = pid
                 poller.register(pidfd, select.POLLIN)
 
 
-def _asked(control: socket.socket, asked: ForkOrder, given: list[int], mine: tuple[int, ...]) -> tuple[int, int]:
-    """Fork, and say so: the pidfd and the pid; zeros where the system refuses."""
+def _answer_order(
+    control: socket.socket, order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]
+) -> tuple[int, int]:
+    """Fork a part and answer the order. Return the pidfd and the pid; zeros if the operating system refuses."""
     try:
-        pid = _forked(asked, given, (control.fileno(), *mine))
+        pid = _fork(order, received_fds, (control.fileno(), *own_fds))
     except OSError as error:
-        _say(control, Unforked(call=asked.call, number=error.errno or 0))
+        _send(control, ForkRefused(call=order.call, number=error.errno or 0))
         return 0, 0
     pidfd = os.pidfd_open(pid)
-    _say(control, ForkReply(call=asked.call, pid=pid), pidfd)
+    _send(control, ForkReply(call=order.call, pid=pid), pidfd)
     return pidfd, pid
 
 
-def _say(control: socket.socket, report: Report, *descriptors: int) -> None:
+def _send(control: socket.socket, report: Report, *descriptors: int) -> None:
     socket.send_fds(control, [msgspec.json.encode(report)], descriptors)
 
 
-def _reaped(pid: int) -> ForkExit:
+def _reap(pid: int) -> ForkExit:
     _, status = os.waitpid(pid, 0)
     return ForkExit(pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def _forked(asked: ForkOrder, given: list[int], mine: tuple[int, ...]) -> int:
-    """A fork, and its pid. When this returns it is a session of its own, which can be ended with all that it starts,
-    and bears its name."""
-    waiting, apart = os.pipe()
+def _fork(order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]) -> int:
+    """Fork a part and return its pid. When this returns, the part leads a session of its own, so that it can be killed
+    with everything it starts, and shows its own command line."""
+    waiting, started = os.pipe()
     try:
         pid = os.fork()
         if not pid:
-            part.end_with(lambda: _part(asked, given, (*mine, waiting), apart))
+            part.exit_with(lambda: _run_part(order, received_fds, (*own_fds, waiting), started))
     finally:
-        os.close(apart)
+        os.close(started)
         with open(waiting, "rb") as pipe:
-            pipe.read()  # until it has closed its end, or has died
+            pipe.read()  # returns when the part has closed its end or has died
     return pid
 
 
-def _part(asked: ForkOrder, given: list[int], not_mine: tuple[int, ...], apart: int) -> int:
-    """The life of the part, from its fork on; its exit code."""
+def _run_part(order: ForkOrder, received_fds: list[int], fds_to_close: tuple[int, ...], started: int) -> int:
+    """Run a part in this new fork, and return its exit code."""
     os.setsid()
-    for each in not_mine:
+    for each in fds_to_close:
         os.close(each)
-    lifeline, log = given
+    lifeline, log = received_fds
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
-    become_part(asked.environment)
-    _entitle(f"{sys.executable} -m headrace.launch.hosts.main {asked.directory} {asked.name} {lifeline}")
-    os.close(apart)
-    _draw_anew()
-    return part.main(Path(asked.directory), asked.name, lifeline)
+    apply_part_environment(order.environment)
+    _set_command_line(f"{sys.executable} -m headrace.launch.hosts.main {order.directory} {order.name} {lifeline}")
+    os.close(started)
+    _reseed_numpy()
+    return part.main(Path(order.directory), order.name, lifeline)
 
 
-def _draw_anew() -> None:
-    """numpy has drawn the seed of its global generator when it was imported: two parts of which one's code uses it must
-    not draw the same. Python's own is seeded anew by every fork, and torch's is the same in every process."""
+def _reseed_numpy() -> None:
+    """Seed numpy's global generator anew: numpy seeded it when it was imported, so all forks would draw the same
+    numbers. Python's generator is seeded anew by every fork, and torch's is the same in every process."""
     import numpy as np
 
-    np.random.seed()  # noqa: NPY002 - whoever uses the old generator would draw from it
+    np.random.seed()  # noqa: NPY002 - user code may draw from the old global generator
 
 
-def _entitle(words: str) -> None:
-    """What ``ps`` shows as this process's command line: ``words``, over those that the fork server was started with.
+def _set_command_line(words: str) -> None:
+    """Let ``ps`` show ``words`` as the command line of this process.
 
-    The kernel reads them from the process's memory; where the last byte is not zero, up to the first zero (proc(5),
-    fs/proc/base.c).
+    The words overwrite those that the fork server was started with, in the process's memory. The kernel reads them from
+    there; if the last byte is not zero, it reads up to the first zero (proc(5), fs/proc/base.c).
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: 48 and 49, counted from 1 with the pid
@@ -135,7 +140,7 @@ def _entitle(words: str) -> None:
 
 
 def _import() -> None:
-    blocked: dict[str, Any] = {} if has_gpu_driver() else {FOR_GPUS: None}  # importlib's word for: there is none
+    blocked: dict[str, Any] = {} if has_gpu_driver() else {FOR_GPUS: None}  # a module that is None counts as missing
     sys.modules.update(blocked)
     for name in IMPORTED:
         importlib.import_module(name)
@@ -144,12 +149,12 @@ def _import() -> None:
 
 
 def main() -> None:
-    """Import, then serve."""
+    """Import the modules, then fork on request."""
     control, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    part.bind_to(lifeline)
-    _entitle(f"{sys.executable} -m {MODULE} {sys.argv[3].rstrip('.')}")
-    with no_cuda_calls(), growing_heap():
+    part.kill_group_on_close(lifeline)
+    _set_command_line(f"{sys.executable} -m {MODULE} {sys.argv[3].rstrip('.')}")
+    with no_cuda_calls(), gc_disabled():
         _import()
     serve(control, lifeline)
 

@@ -1,5 +1,5 @@
-"""The learner's process, or one of its ranks: orders one after the other; snapshots are hashed in a thread while the
-next batch trains.
+"""The process of the learner, or of one of its ranks: it carries out orders one after the other. Snapshots are hashed
+in a thread while the next batch trains.
 
     controller ──▶ rank 0 ──▶ all ranks: the same order ──▶ each computes its part ──▶ rank 0 answers
 """
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -26,11 +27,11 @@ from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.environ import run_token
 from headrace.base.errors import ComponentDied, HeadraceError, RankLost, WeightsError
-from headrace.base.heap import settled_heap
+from headrace.base.heap import gc_frozen
 from headrace.base.types.messages.codec import MessageCodec, Shutdown
 from headrace.base.types.messages.controller import (
     Failure,
-    LogprobsAre,
+    LogprobsReply,
     Published,
     Ready,
     Saved,
@@ -38,17 +39,20 @@ from headrace.base.types.messages.controller import (
     Trained,
     Working,
 )
+from headrace.base.types.messages.engine import Announce
 from headrace.base.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Train
 from headrace.base.types.trace import Span
+from headrace.base.types.weights import WeightUpdate
 from headrace.launch.channel import PartChannel
-from headrace.launch.hosts import LOST
+from headrace.launch.hosts import EXIT_RANK_LOST
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.lending import AnyCores, cores
 from headrace.launch.starts import LearnerStart
 from headrace.learner import LearnerConfig
-from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.learner.base import LearnerContext
+from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
-from headrace.learner.parallel.mesh import Alone, AnyRanks, Ranks, joined, named_loss
+from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, joined
 from headrace.learner.parallel.shards import wholes
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
@@ -60,59 +64,62 @@ from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher
 
 WAIT_S = 60.0
-"""How long to wait for orders at a time."""
+"""Seconds of one wait for orders."""
 HEARTBEAT_S = 1.0
-"""How often the controller is told that this process lives, and what it is at."""
+"""Seconds between two reports to the controller on the unit of work that this process is busy with."""
 
 
 def run_learner(start: LearnerStart, channel: PartChannel) -> None:
-    """Load, report, serve until told to shut down."""
+    """Load the model, report that the learner is ready, and serve orders until it is ordered to shut down."""
     torch.set_num_threads(start.num_threads)
     config = LearnerConfig.model_validate(start.learner)
     device = use("learner.device", config.device)
     with joined(config.parallel, start.place, device, start.rendezvous) as ranks:
         try:
-            with named_loss(start.rank):
-                _run(start, config, Line(channel, ranks))
+            with explained_rank_loss(start.rank):
+                _run(start, config, OrderStream(channel, ranks))
         except RankLost:
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(LOST)  # the other's end is what the user must hear of; whatever waits for it here waits for ever
+            os._exit(
+                EXIT_RANK_LOST
+            )  # threads that wait for the lost rank never end; the user needs that rank's error, not this one's
 
 
-def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
-    asked = ModelConfig.model_validate(start.model)
-    model = load_for(asked.at(start.snapshot) if start.snapshot else asked, line.ranks)
+def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> None:
+    model_config = ModelConfig.model_validate(start.model)
+    model = load_for(model_config.at(start.snapshot) if start.snapshot else model_config, orders.ranks)
     clock = RealClock()
     context = LearnerContext(
         temperature=start.temperature,
         total_steps=start.total_steps,
-        model_dir=Path(asked.path),
+        model_dir=Path(model_config.path),
         clock=clock,
         progress=Progress(clock),
     )
     objective = Objective.build(AlgoConfig.model_validate(start.algo))
-    core = LearnerCore(model, config, objective, context, line.ranks)
+    core = LearnerCore(model, config, objective, context, orders.ranks)
     if start.snapshot:
-        core.restore(Path(start.snapshot), weights=asked.lora is not None)
-    weights = PublishedBuffers(model, start.route, line.ranks)
+        core.restore(Path(start.snapshot), weights=model_config.lora is not None)
+    weights = PublishedBuffers(model, start.route, orders.ranks)
     facts: dict[str, str | int | float] = {
         **machine_facts(start.num_threads),
-        "device": str(line.ranks.device),
+        "device": str(orders.ranks.device),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weights_bytes": plan(weight_tensors(model)).total_bytes,
     }
-    line.channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
-    with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
-        host = LearnerHost(core, weights, line, announcer, cores(start.lending))
-        with heartbeat(line.channel, context.progress):
+    orders.channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
+    with gc_frozen(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
+        host = LearnerHost(core, weights, orders, announcer, cores(start.lending))
+        with heartbeat(orders.channel, context.progress):
             host.serve(context.progress)
     weights.close()
 
 
 @contextmanager
 def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
-    """Within this the controller is told every :data:`HEARTBEAT_S` seconds what the learner is at."""
+    """Report to the controller every :data:`HEARTBEAT_S` seconds which unit of work the learner is busy with, during
+    the body."""
     clock, over = RealClock(), threading.Event()
 
     def beat() -> None:
@@ -136,49 +143,50 @@ def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
         beating.join()
 
 
-class Line:
-    """The controller's orders, heard by every rank, and the answers, which the first gives for all."""
+class OrderStream:
+    """The controller's orders, which every rank receives, and the answers, which rank 0 sends for all."""
 
     def __init__(self, channel: PartChannel, ranks: AnyRanks) -> None:
         self.channel = channel
         self.ranks = ranks
         self._codec = MessageCodec(Message)
 
-    def orders(self) -> Iterator[Message]:
-        """One after the other, on every rank the same; never ends."""
+    def receive(self) -> Iterator[Message]:
+        """Yield the orders one after the other, the same on every rank; this never ends."""
         while True:
-            if isinstance(self.ranks, Alone):
+            if isinstance(self.ranks, SingleRank):
                 yield from self.channel.receive(WAIT_S)
-            elif self.ranks.leads:
+            elif self.ranks.is_leader:
                 yield from self._pass_on(self.ranks)
-            elif words := self.ranks.hear(None):
+            elif words := self.ranks.broadcast(None):
                 yield self._codec.decode(words)
 
-    def say(self, message: Any) -> None:
-        """Answer the controller."""
-        if self.ranks.leads:
+    def answer(self, message: Any) -> None:
+        """Answer the controller; only rank 0 does."""
+        if self.ranks.is_leader:
             self.channel.send(message)
 
     def _pass_on(self, ranks: Ranks) -> Iterator[Message]:
-        """While there are no orders the others are told so from time to time: none of them waits for long."""
+        """Yield orders and pass them on to the other ranks. While there are none, send empty messages so that no rank
+        waits beyond its deadline."""
         messages = self.channel.receive(min(WAIT_S, ranks.config.timeout_s / 2))
         for message in messages:
-            ranks.hear(self._codec.encode(message))
+            ranks.broadcast(self._codec.encode(message))
             yield message
         if not messages:
-            ranks.hear(b"")
+            ranks.broadcast(b"")
 
 
 class PublishedBuffers:
-    """The buffers, filled with what lies on all ranks. All of them must call :meth:`copy`."""
+    """The weight buffers, which are filled with the tensors of all ranks. All ranks must call :meth:`copy`."""
 
     def __init__(self, model: PreTrainedModel, route: Route, ranks: AnyRanks) -> None:
         self._tensors = weight_tensors(model)
-        self._whole = isinstance(ranks, Alone)
-        self.publisher = make_publisher(route, self._tensors, run_token()) if ranks.leads else None
+        self._whole = isinstance(ranks, SingleRank)
+        self.publisher = make_publisher(route, self._tensors, run_token()) if ranks.is_leader else None
 
     def copy(self, slot: int) -> None:
-        """Into ``slot``."""
+        """Copy the weights into the buffer ``slot``."""
         if self._whole and self.publisher is not None:
             self.publisher.copy(slot)
             return
@@ -189,42 +197,47 @@ class PublishedBuffers:
             deque(gathered, maxlen=0)
 
     def close(self) -> None:
-        """Remove them."""
+        """Remove the buffers."""
         if self.publisher is not None:
             self.publisher.close()
 
 
 class LearnerHost:
-    """Drives one learner core, or one rank of it."""
+    """Drives one learner core, or one rank of it, by the controller's orders."""
 
     def __init__(
-        self, core: LearnerCore, weights: PublishedBuffers, line: Line, announcer: ThreadPoolExecutor, cores: AnyCores
+        self,
+        core: LearnerCore,
+        weights: PublishedBuffers,
+        orders: OrderStream,
+        announcer: ThreadPoolExecutor,
+        cores: AnyCores,
     ) -> None:
         self._core = core
         self._weights = weights
-        self._line = line
+        self._orders = orders
         self._announcer = announcer
         self._cores = cores
         self._clock = RealClock()
 
     def serve(self, progress: Progress) -> None:
-        """One order after the other, each told to ``progress``; returns when told to shut down."""
+        """Carry out orders one after the other, each shown in ``progress``; return on the order to shut down."""
         self._cores.rest()
-        for message in self._line.orders():
+        for message in self._orders.receive():
             if isinstance(message, Shutdown):
                 return
-            told = progress.at(type(message).__name__, _in_words(message))
-            with told, self._cores.unit(message.batch.num_tokens if isinstance(message, Train) else None):
-                self._answer(message.call, partial(self._obey, message))
+            unit = progress.at(type(message).__name__, _in_words(message))
+            with unit, self._cores.unit(message.batch.num_tokens if isinstance(message, Train) else None):
+                self._answer(message.call, partial(self._handle, message))
             self._cores.rest()
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Train(call=call, batch=batch):
                 report = self._core.train(batch)
-                self._line.say(Trained(call=call, report=report, spans=self._core.take_spans()))
+                self._orders.answer(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
-                self._line.say(LogprobsAre(call=call, logprobs_N=self._core.logprobs(batch)))
+                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(batch)))
             case Publish():
                 self._publish(message)
             case Resend():
@@ -233,14 +246,14 @@ class LearnerHost:
                 start_s = self._clock.now()
                 self._core.save(Path(directory))
                 seconds = self._clock.now() - start_s
-                self._line.say(Saved(call=call, seconds=seconds, spans=self._core.take_spans()))
+                self._orders.answer(Saved(call=call, seconds=seconds, spans=self._core.take_spans()))
 
     def _publish(self, message: Publish) -> None:
         start_s = self._clock.now()
         self._weights.copy(message.slot)
         end_s = self._clock.now()
         span = Span(lane="learner", name="snapshot", start_s=start_s, end_s=end_s, step=message.version)
-        self._line.say(SnapshotTaken(call=message.call, seconds=end_s - start_s, spans=(span,)))
+        self._orders.answer(SnapshotTaken(call=message.call, seconds=end_s - start_s, spans=(span,)))
         self._announce_soon(message)
 
     def _announce_soon(self, message: Publish | Resend) -> None:
@@ -254,25 +267,37 @@ class LearnerHost:
             update = (publisher.resend if again else publisher.announce)(message.version, message.slot, message.to)
         except HeadraceError:
             raise
-        except Exception as error:  # the edge of a thread: whoever waits for it must hear of it
+        except Exception as error:  # the edge of a thread: the controller waits for the answer
             traceback.print_exc()
             words = f"publishing version {message.version} failed: {type(error).__name__}: {error}"
             raise WeightsError(words, remedy="the traceback is in logs/learner.log of the run directory") from error
-        self._line.say(Published(call=message.call, update=update))
+        if isinstance(message, Publish):
+            update = self._announce_to_engines(update, message)
+        self._orders.answer(Published(call=message.call, update=update))
+
+    def _announce_to_engines(self, update: WeightUpdate, order: Publish) -> WeightUpdate:
+        """Order the engines to stage ``update``; return it with the names of those that were ordered to. Engines that
+        its bytes have not reached are left to the controller."""
+        reached = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed)
+        update = msgspec.structs.replace(update, announced_to=reached)
+        for orders in reached:
+            self._orders.channel.send_to(orders, Announce(update=update, commit=order.commit))
+        return update
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
-        """Do it; where it fails, whoever asked hears of it and the learner goes on, unless a rank cannot."""
+        """Do ``work`` for the order ``call``. If it fails, the controller gets the error as the answer and the learner
+        goes on; only the loss of a rank ends it."""
         try:
             work()
         except ComponentDied:
             raise
         except HeadraceError as error:
             kind, problem, remedy = type(error).__name__, error.problem, error.remedy
-            self._line.say(Failure(call=call, kind=kind, problem=problem, remedy=remedy))
+            self._orders.answer(Failure(call=call, kind=kind, problem=problem, remedy=remedy))
 
 
 def _in_words(order: Message) -> str:
-    """What the learner is at while it carries out that order."""
+    """Describe an order as the work that the learner is busy with."""
     match order:
         case Train(batch=batch):
             return f"step {batch.step}"

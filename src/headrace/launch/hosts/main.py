@@ -1,8 +1,8 @@
-"""The entry of every process of a run: ``python -m headrace.launch.hosts.main DIRECTORY PART LIFELINE``, or a fork that
-becomes the same (forkserver.py).
+"""The entry point of every process of a run: ``python -m headrace.launch.hosts.main DIRECTORY PART LIFELINE``, or a
+fork that calls the same function (forkserver.py).
 
-It lives as long as the pipe LIFELINE (a file descriptor) is open at the other end: when the controller dies, so does
-it, and what it has started.
+The process lives as long as the pipe LIFELINE (a file descriptor) is open at the other end. When the controller dies,
+the process dies too, with everything it has started.
 """
 
 from __future__ import annotations
@@ -19,44 +19,46 @@ from typing import Any, NoReturn
 
 from headrace.base.environ import read_token
 from headrace.base.errors import HeadraceError
-from headrace.base.heap import growing_heap
+from headrace.base.heap import gc_disabled
 from headrace.base.types.messages import engine, environment, learner, scorer
 from headrace.base.types.messages.controller import Failure
 from headrace.launch.channel import PartChannel
-from headrace.launch.hosts import SPOKE
+from headrace.launch.hosts import EXIT_REPORTED
 from headrace.launch.starts import EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start, read_briefing
 
 
 def main(directory: Path, part: str, lifeline: int) -> int:
-    """Be the part that ``directory``/``part``.json describes, until told to shut down; the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
-    read_token(lifeline)  # before anything of it is taken for the controller's end
+    """Read the briefing ``directory``/``part``.json and run that part until it is ordered to shut down. Return the exit
+    code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
+    read_token(lifeline)  # before the thread that takes any byte for the controller's end
     _die_with_controller(lifeline)
-    with growing_heap():
+    with gc_disabled():
         briefing = read_briefing(directory / f"{part}.json")
         receives, run = _role(briefing.start)
     try:
-        channel = PartChannel(briefing.ends, receives)
-    except HeadraceError as error:  # nobody can be told but whoever reads the log
+        channel = PartChannel(briefing.addresses, receives)
+    except HeadraceError as error:  # without a channel, the error can only go to the log
         sys.stderr.write(f"{error}\n")
         return 1
     try:
         run(channel)
     except HeadraceError as error:
         channel.send(_failure(type(error).__name__, error.problem, error.remedy))
-        return SPOKE
+        return EXIT_REPORTED
     except Exception as error:  # noqa: BLE001 - the edge of the process: the controller tells the user
         traceback.print_exc()
         words = f"{part} failed: {type(error).__name__}: {error}"
         channel.send(_failure("ComponentDied", words, f"the traceback is in logs/{part}.log of the run directory"))
-        return SPOKE
+        return EXIT_REPORTED
     finally:
         channel.close()
     return 0
 
 
 def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
-    """Messages it receives, and its loop; heavy imports only for the role that needs them."""
+    """Return the type of the messages that the part receives, and its loop. Heavy modules are imported only for the
+    roles that need them."""
     match start:
         case EngineStart():
             from headrace.launch.hosts.engine import run_engine
@@ -77,13 +79,15 @@ def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:
-    problem, remedy = (text.encode("utf-8", "replace").decode() for text in (problem, remedy))  # whatever was raised
+    problem, remedy = (
+        text.encode("utf-8", "replace").decode() for text in (problem, remedy)
+    )  # the text of an exception may be invalid Unicode
     return Failure(call=None, kind=kind, problem=problem, remedy=remedy)
 
 
 def _die_with_controller(lifeline: int) -> None:
     """Kill this process group when the other end of ``lifeline`` is closed."""
-    bind_to(lifeline)
+    kill_group_on_close(lifeline)
 
     def wait() -> None:
         os.read(lifeline, 1)  # returns only when the other end is closed
@@ -92,19 +96,20 @@ def _die_with_controller(lifeline: int) -> None:
     threading.Thread(target=wait, daemon=True, name="lifeline").start()
 
 
-def bind_to(lifeline: int) -> None:
-    """On Linux the kernel kills this process group: foreign code that holds the interpreter's lock cannot delay it."""
+def kill_group_on_close(lifeline: int) -> None:
+    """Let the kernel kill this process group when the other end of ``lifeline`` is closed (on Linux). User code that
+    holds the interpreter's lock cannot delay that."""
     if sys.platform == "linux":
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def end_with(life: Callable[[], int]) -> NoReturn:
-    """Live it, and end this process with the exit code that it comes to."""
+def exit_with(entry: Callable[[], int]) -> NoReturn:
+    """Call ``entry``, and end this process with the exit code that it returns."""
     code = 1
     try:
-        code = life()
+        code = entry()
     except BaseException:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
     sys.stdout.flush()
@@ -113,4 +118,4 @@ def end_with(life: Callable[[], int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end_with(lambda: main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    exit_with(lambda: main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

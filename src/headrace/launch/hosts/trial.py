@@ -1,7 +1,8 @@
-"""What runs in an environment worker while an environment is checked: the user's code, watched from inside.
+"""The rollout that runs in an environment worker while an environment is checked: the user's code, observed from
+inside.
 
-It is a rollout itself, so that whatever the user's code does is told as in a run; what only this process can see goes
-to the check as a question of the agent :data:`~headrace.rollout.environments.scripted.REPORT`.
+It is a rollout itself, so that problems of the user's code are reported as in a run. Observations that only this
+process can make go to the check as a message to the agent :data:`~headrace.rollout.environments.scripted.REPORT`.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from headrace.base.clock import RealClock
 from headrace.base.config.user_code import where
 from headrace.base.errors import EpisodeError, HeadraceError
 from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.environments.bridges import load_bridge
 from headrace.rollout.environments.entry import Rollout, load_entry
 from headrace.rollout.environments.interface import Env
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.scripted import REPORT
 from headrace.rollout.scoring.reward import RewardFunction, load_reward
-from headrace.wings.bridges import load_bridge
 
 UNUSABLE = "unusable"
-"""Reason of an attempt whose file, or what it names there, cannot be used."""
-LOOK_S = 0.01
-"""How often it is looked whether the loop turns."""
+"""The reason of an attempt whose file, or the object that it names, cannot be used."""
+CHECK_S = 0.01
+"""Seconds between two measurements of the event loop's delay."""
 
 
 class TrialReport(msgspec.Struct, kw_only=True):
-    """What can be seen from inside."""
+    """The observations that only the worker process can make."""
 
     load_s: float = 0.0
-    """How long the import of the file took; 0 where it was there."""
+    """Seconds that the import of the file took; 0 if it was imported already."""
     lag_s: float = 0.0
-    """The longest that code kept the loop from turning."""
+    """Longest time, in seconds, for which user code blocked the event loop."""
     uncopyable: list[str] = []
-    """Attributes of the environment that cannot be copied, and why."""
+    """The attributes of the environment that cannot be copied, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class _Loaded:
 
 
 async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """One attempt at ``task["row"]`` with what ``task["kind"]``, ``task["entry"]`` and ``task["options"]`` name."""
+    """Make one attempt at ``task["row"]`` with the environment that ``task["kind"]``, ``task["entry"]`` and
+    ``task["options"]`` name."""
     clock, report = RealClock(), TrialReport()
     kind, entry = task["kind"], task["entry"]
     began_s = clock.now()
@@ -63,20 +65,21 @@ async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         loaded = await asyncio.to_thread(_load, kind, entry, json.dumps(task["options"]))
         report.load_s = clock.now() - began_s
         async with asyncio.TaskGroup() as group:
-            looking = group.create_task(_look(report))
+            measuring = group.create_task(_measure_lag(report))
             ended = await loaded.rollout(task["row"], policy)
-            looking.cancel()
+            measuring.cancel()
         report.uncopyable = sorted(set(loaded.uncopyable))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
-        ended = _told(error, entry)
+        ended = _as_episode_error(error, entry)
     await policy.chat(msgspec.json.encode(report).decode(), agent=REPORT)
     if isinstance(ended, EpisodeError):
         raise ended
     return ended
 
 
-def _told(error: BaseException, entry: str) -> EpisodeError:
-    """What went wrong, with the line of the user's file."""
+def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
+    """Return an error of user code as an :class:`~headrace.base.errors.EpisodeError`, with the line of the user's
+    file."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EpisodeError):
@@ -92,26 +95,26 @@ def _told(error: BaseException, entry: str) -> EpisodeError:
 
 @functools.cache
 def _load(kind: str, entry: str, options: str) -> _Loaded:
-    """``options``: of a bridge, as JSON."""
-    hands = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
+    """Load the environment once; ``options`` are those of a bridge, as JSON."""
+    threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
     if kind == "bridge":
-        return _Loaded(rollout=load_bridge(entry, json.loads(options), hands))
+        return _Loaded(rollout=load_bridge(entry, json.loads(options), threads))
     if kind == "reward":
-        return _Loaded(rollout=_scoring(load_reward(entry, hands)))
+        return _Loaded(rollout=_scoring(load_reward(entry, threads)))
     uncopyable: list[str] = []
-    rollout = load_entry(kind, entry, hands, adapt=lambda found: _watched(found, uncopyable))
+    rollout = load_entry(kind, entry, threads, adapt=lambda found: _watched(found, uncopyable))
     return _Loaded(rollout=rollout, uncopyable=uncopyable)
 
 
 def _scoring(function: RewardFunction) -> Rollout:
-    """A reward as a rollout: it asks the row's prompt, and scores the answer."""
+    """Return a rollout that tests a reward function: it sends the row's prompt to the model, and scores the answer."""
 
     async def attempt(row: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         prompt = row.get("prompt", "")
-        said = (await policy.chat(prompt or "answer")).message.content
+        answer = (await policy.chat(prompt or "answer")).message.content
         # no tokenizer is needed for a check: a byte stands for a token
-        ids = (np.frombuffer(said.encode(), dtype=np.uint8).astype(np.int32),)
-        request = ScoreCompletions(call=0, prompt=prompt, completions=(said,), row=dict(row), completion_ids=ids)
+        ids = (np.frombuffer(answer.encode(), dtype=np.uint8).astype(np.int32),)
+        request = ScoreCompletions(call=0, prompt=prompt, completions=(answer,), row=dict(row), completion_ids=ids)
         scores = await function.score(request)
         if scores.failure:
             reason, _, words = scores.failure.partition(": ")
@@ -122,7 +125,8 @@ def _scoring(function: RewardFunction) -> Rollout:
 
 
 def _watched(found: Any, uncopyable: list[str]) -> Any:
-    """An environment whose objects are looked at before they are closed; anything else as it is."""
+    """Return a subclass of an :class:`Env` that examines each object before it is closed; return anything else
+    unchanged."""
     if not (isinstance(found, type) and issubclass(found, Env)):
         return found
 
@@ -143,32 +147,33 @@ def _uncopyable(env: Env) -> Iterator[str]:
             yield f"self.{name}, a {type(value).__name__} ({type(error).__name__}: {error})"[:300]
 
 
-async def _look(report: TrialReport) -> None:
-    """Until cancelled: whether this loop turns. How late a thread is at the same time is not the loop's fault."""
+async def _measure_lag(report: TrialReport) -> None:
+    """Measure until cancelled how long the event loop is blocked. The delay of a thread in the same time is subtracted,
+    since it is not the loop's fault."""
     with _LatenessWatch() as watch:
         loop = _Lateness()
         while True:
-            await asyncio.sleep(LOOK_S)
-            report.lag_s = max(0.0, loop.look() - watch.lateness.worst_s)
+            await asyncio.sleep(CHECK_S)
+            report.lag_s = max(0.0, loop.measure() - watch.lateness.worst_s)
 
 
 class _Lateness:
-    """How much later than :data:`LOOK_S` after one look the next one came, at worst."""
+    """The largest delay beyond :data:`CHECK_S` between two measurements."""
 
     def __init__(self) -> None:
         self._clock = RealClock()
-        self._looked_s = self._clock.now()
+        self._measured_s = self._clock.now()
         self.worst_s = 0.0
 
-    def look(self) -> float:
-        """Now; the worst so far."""
-        before_s, self._looked_s = self._looked_s, self._clock.now()
-        self.worst_s = max(self.worst_s, self._looked_s - before_s - LOOK_S)
+    def measure(self) -> float:
+        """Measure now, and return the largest delay so far."""
+        before_s, self._measured_s = self._measured_s, self._clock.now()
+        self.worst_s = max(self.worst_s, self._measured_s - before_s - CHECK_S)
         return self.worst_s
 
 
 class _LatenessWatch:
-    """A thread that looks beside the loop: where it is late too, the machine is busy."""
+    """A thread that measures beside the event loop. If the thread is late too, the machine is busy."""
 
     def __init__(self) -> None:
         self.lateness = _Lateness()
@@ -183,5 +188,5 @@ class _LatenessWatch:
         self._over.set()
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
-            self.lateness.look()
+        while not self._over.wait(CHECK_S):
+            self.lateness.measure()

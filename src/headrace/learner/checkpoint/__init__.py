@@ -1,4 +1,4 @@
-"""Snapshots of a run: one directory each, whole or not there."""
+"""Snapshots of a run, one directory each, which is either complete or absent."""
 
 from headrace.learner.checkpoint.snapshot import (
     SnapshotState,

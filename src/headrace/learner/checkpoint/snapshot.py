@@ -1,4 +1,4 @@
-"""One snapshot is one directory, and it appears at once.
+"""Snapshots of a run. Each is one directory, which appears under its final name only when it is complete.
 
     begin ──▶ step-000010.tmp-<pid>/ ──▶ commit ──▶ step-000010/
                 │  the learner writes                 │  model.safetensors, config.json, tokenizer files, …:
@@ -8,9 +8,9 @@
                                                       │      and the size of every file
                                                       ▼  checksums.xxh3: the hash of every file
 
-Files and directories are flushed before the rename, so a directory with the final name is whole, whenever the machine
-stopped. One that has changed since then (a copy broken off, a bad disk) is known by its sizes and hashes and is refused
-by name; an older one is used only when the user says so. Nothing here needs torch.
+Files and directories are flushed before the rename, so a directory with the final name is complete, whenever the
+machine stopped. A directory that has changed since then (an interrupted copy, a bad disk) is detected by its sizes and
+hashes, and is refused with its name; an older one is used only when the user says so. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import CheckpointError, DataError
-from headrace.learner.checksums import CHECKSUMS_FILE, seal, verify
-from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
+from headrace.learner.disk import CHECKSUMS_FILE, SLACK_BYTES, flush_one, seal, verify, whole_or_nothing
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -37,27 +36,27 @@ _UNFINISHED = re.compile(r"step-\d{6,}\.tmp-.+")
 
 
 class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller must remember, beside what the learner wrote."""
+    """The state of a run at a snapshot, beside the files of the learner."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     version: int
-    """The version of the weights in it."""
+    """Version of the weights in the snapshot."""
     config_fingerprint: str
-    """Of the configuration that the run had; the controller compares it."""
+    """Hash of the configuration of the run, which the controller compares on resume."""
     controller: dict[str, Any]
-    """Ledger position, data position, seeds, in the controller's own words; plain JSON."""
+    """State of the controller as plain JSON: ledger position, data position, seeds."""
     files: dict[str, int] = {}
-    """Size in bytes of every other file, by path within the snapshot; filled in by :func:`commit`."""
+    """Size in bytes of every other file, by its path in the snapshot; :func:`commit` fills it in."""
     sealed: bool = False
-    """Whether every file has a checksum; filled in by :func:`commit`. Older programs wrote none."""
+    """Whether every file has a checksum; :func:`commit` sets it. Older programs wrote no checksums."""
     format: int = FORMAT
-    """Raised when an older reader could no longer make sense of it."""
+    """Version of the format, which is raised when older programs cannot read it any more."""
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A fresh directory in which to write the snapshot of ``step``; ``directory`` is made if it is missing, but not
-    what it is in: a run directory that was removed does not come back as an empty one."""
+    """Return a new directory in which to write the snapshot of ``step``. ``directory`` is created if it is missing, but
+    its parent is not: a run directory that was removed does not come back as an empty one."""
     unfinished = directory / f"{_name(step)}.tmp-{os.getpid()}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -72,14 +71,14 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(unfinished: Path, state: SnapshotState) -> Path:
-    """Add ``state`` to what was written, flush, and give the snapshot its name; the path it has from now on.
+    """Add ``state`` to the written files, flush them, rename the snapshot to its final name, and return its path.
 
-    A snapshot of the same step, left by an earlier life of the run, makes room. On failure ``unfinished`` is removed
-    and :class:`~headrace.base.errors.CheckpointError` raised.
+    An existing snapshot of the same step is replaced. On failure ``unfinished`` is removed and
+    :class:`~headrace.base.errors.CheckpointError` is raised.
     """
     final = unfinished.with_name(_name(state.step))
     with whole_or_nothing(unfinished, SLACK_BYTES):
-        seal(unfinished)  # the learner has hashed what it wrote; what is missing is hashed here
+        seal(unfinished)  # the learner has hashed its files; this hashes the others
         written = [path for path in _files(unfinished) if path.name != CHECKSUMS_FILE]
         sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in written}
         state = msgspec.structs.replace(state, files=sizes, sealed=True)
@@ -97,12 +96,13 @@ def commit(unfinished: Path, state: SnapshotState) -> Path:
 
 
 def abandon(unfinished: Path) -> None:
-    """Remove what :func:`begin` made; nothing happens if it is gone."""
+    """Remove the directory that :func:`begin` made, if it still exists."""
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove what an earlier life of the run left unfinished; the paths removed. Call it before the first ``begin``."""
+    """Remove unfinished snapshots of an earlier process, and return their paths. Call it before the first
+    :func:`begin`."""
     stale = [path for path in _entries(directory) if _UNFINISHED.fullmatch(path.name)]
     for path in stale:
         with _explained(path, "removed"):
@@ -111,12 +111,13 @@ def sweep(directory: Path) -> list[Path]:
 
 
 def latest(directory: Path) -> Path | None:
-    """The snapshot with the highest step, whole or not; ``None`` if there is none."""
+    """Return the snapshot with the highest step, complete or not; ``None`` if there is none."""
     return next(iter(_named(directory)), None)
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest whole snapshots; the paths removed. The newest whole one always stays."""
+    """Remove all but the ``keep`` newest complete snapshots, and return the removed paths. The newest complete one
+    always stays."""
     surplus = _whole(directory)[max(1, keep) :]
     for path in surplus:
         with _explained(path, "removed"):
@@ -125,19 +126,21 @@ def retain(directory: Path, keep: int) -> list[Path]:
 
 
 def read_state(snapshot: Path) -> SnapshotState:
-    """The state of a snapshot, every file of which is what was written.
+    """Return the state of a snapshot after checking every file.
 
-    Raises :class:`~headrace.base.errors.CheckpointError`, which names the file, if it is not whole, has changed, or is
-    of another format. An unsealed one of an older program is compared by the sizes of its files only.
+    Raises :class:`~headrace.base.errors.CheckpointError`, which names the file, if a file is missing, has changed, or
+    has another format. For a snapshot without checksums, from an older program, only the sizes of the files are
+    compared.
     """
     problem = _defect(snapshot) or _change(snapshot)
     if problem:
-        raise CheckpointError(f"snapshot {snapshot} cannot be used: {problem}", remedy=_way_out(snapshot))
+        raise CheckpointError(f"snapshot {snapshot} cannot be used: {problem}", remedy=_remedy(snapshot))
     return _decode(snapshot)
 
 
-def _way_out(damaged: Path) -> str:
-    """What to do about a damaged snapshot: the older one is offered, and never taken without a word."""
+def _remedy(damaged: Path) -> str:
+    """Return the remedy for a damaged snapshot: it offers an older one, which is never used without the user's
+    consent."""
     again = "copy it again from where it is whole"
     older = next((path for path in _older(damaged) if _usable(path)), None)
     if older is None:
@@ -160,7 +163,7 @@ def _decode(snapshot: Path) -> SnapshotState:
 
 
 def _change(snapshot: Path) -> str:
-    """Which file is not what was written; empty if there is none."""
+    """Return a description of a file that has changed since it was written; empty if there is none."""
     state = _decode(snapshot)
     try:
         found = verify(snapshot, [STATE_FILE, *state.files])
@@ -170,9 +173,9 @@ def _change(snapshot: Path) -> str:
 
 
 def _defect(snapshot: Path) -> str:
-    """Why a snapshot is not whole, as far as that can be told without reading it all; empty if it is."""
+    """Return why a snapshot is not complete, judged without reading all of it; empty if it is."""
     try:
-        verify(snapshot, [STATE_FILE])  # before what it says is believed
+        verify(snapshot, [STATE_FILE])  # check the state file before reading it
         state = _decode(snapshot)
         sizes = {name: (snapshot / name).stat().st_size for name in state.files}
     except FileNotFoundError as error:
@@ -188,13 +191,13 @@ def _defect(snapshot: Path) -> str:
 
 
 def _named(directory: Path) -> list[Path]:
-    """Everything with the name of a snapshot, newest first."""
+    """Return all directories with the name of a snapshot, newest first."""
     named = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(named, reverse=True)]
 
 
 def _whole(directory: Path) -> list[Path]:
-    """Whole snapshots, newest first."""
+    """Return the complete snapshots, newest first."""
     return [path for path in _named(directory) if not _defect(path)]
 
 
@@ -210,7 +213,7 @@ def _explained(path: Path, action: str) -> Iterator[None]:
 
 
 def _remove(snapshot: Path) -> None:
-    """Take the name away first: a snapshot half removed must not pass for one."""
+    """Rename the snapshot before deleting it, so that a half-deleted directory does not count as a snapshot."""
     if snapshot.exists():
         doomed = snapshot.rename(snapshot.with_name(f"{snapshot.name}.tmp-removed-{os.getpid()}"))
         shutil.rmtree(doomed)

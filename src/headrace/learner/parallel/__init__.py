@@ -1,7 +1,7 @@
-"""The learner over several ranks: torch's sharding through transformers, exact whatever the cut.
+"""The learner over several ranks: torch's sharding through transformers, with results that do not depend on the ranks.
 
-A run file asks for them (``[learner.parallel]``) and ``headrace train`` starts them. A loop of one's own is started by
-``torchrun --nproc-per-node=2 loop.py``; every rank does the same::
+A run file configures the ranks (``[learner.parallel]``) and ``headrace train`` starts them. A user's own loop is
+started by ``torchrun --nproc-per-node=2 loop.py``; every rank does the same::
 
     config = LearnerConfig.model_validate({"parallel": {"data": 2}})
     with joined(config.parallel, rank_place(), torch.device("cpu")) as ranks:       # mesh.py, environ.py

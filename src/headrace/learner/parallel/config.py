@@ -17,20 +17,23 @@ Ways = Annotated[int, Field(ge=1)]
 
 
 class ParallelConfig(Section):
-    """Over how many ranks a learner is spread, and how. The result does not depend on it."""
+    """The settings of the ranks over which a learner is spread. The result does not depend on them."""
 
     data: Ways = 1
-    """Ranks with different micro-batches, which hold each parameter in as many parts (FSDP2)."""
+    """Number of ranks with different micro-batches, over which each parameter is sharded (FSDP2)."""
     replicate: Ways = 1
-    """Whole copies of those ``data`` ranks, each with its own micro-batches (HSDP); one per machine, say."""
+    """Number of complete copies of those ``data`` ranks, each with its own micro-batches (HSDP), for example one per
+    machine."""
     context: Ways = 1
-    """Ranks that share the tokens of one micro-batch, for long sequences; parameters are parted over them, too."""
+    """Number of ranks that share the tokens of one micro-batch, for long sequences; parameters are sharded over them,
+    too."""
     tensor: Ways = 1
-    """Ranks that share the matrices and attention heads of one micro-batch; within one machine."""
+    """Number of ranks that share the matrices and attention heads of one micro-batch, within one machine."""
     expert: Ways = 1
-    """Ranks that hold different experts of a mixture of experts; they are among the other ranks, not beside them."""
+    """Number of ranks that hold different experts of a mixture of experts; they are among the other ranks, not
+    additional."""
     timeout_s: float = Field(default=1800.0, gt=0)
-    """How long one rank waits for the others before it gives up."""
+    """Seconds that one rank waits for the others before it gives up."""
 
     @model_validator(mode="after")
     def _experts_fit(self) -> ParallelConfig:
@@ -53,21 +56,22 @@ class ParallelConfig(Section):
 
     @property
     def world(self) -> int:
-        """Ranks altogether."""
+        """The number of all ranks."""
         return self.replicate * self.data * self.context * self.tensor
 
     @property
     def num_shares(self) -> int:
-        """Parts that a batch's micro-batches are dealt to."""
+        """The number of shares into which a batch's micro-batches are divided."""
         return self.replicate * self.data
 
     @property
     def averaged(self) -> int:
-        """Ranks whose gradients torch's sharding averages."""
+        """The number of ranks whose gradients torch's sharding averages."""
         return self.replicate * self.data * self.context
 
     def refuse_world(self, launched: int) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` unless exactly ``launched`` ranks are asked for."""
+        """Raise :class:`~headrace.base.errors.ConfigError` unless these settings describe exactly ``launched``
+        ranks."""
         if launched == self.world:
             return
         rest = self.replicate * self.context * self.tensor
@@ -81,7 +85,7 @@ class ParallelConfig(Section):
         )
 
     def refuse_settings(self, model: ModelConfig) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for what only a learner in one process can do."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings that only a learner in one process supports."""
         for setting, chosen in (("lora", model.lora is not None), ("deterministic", model.deterministic)):
             if chosen and self.world > 1:
                 raise ConfigError(
@@ -90,8 +94,8 @@ class ParallelConfig(Section):
                 )
 
     def refuse_model(self, path: str, model: Any) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for a ``model`` configuration that cannot be cut like
-        this."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for a ``model`` configuration that cannot be sharded over
+        these ranks."""
         needs = (
             ("tensor", self.tensor, ("num_attention_heads",)),
             ("tensor", self.tensor, ("num_key_value_heads",)),
@@ -109,27 +113,29 @@ class ParallelConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What is kept, where, and in which number format. None of it but ``masters`` changes a result."""
+    """The settings that say which tensors are kept, on which device, and in which number format. Only ``masters``
+    changes a result."""
 
     recompute: bool = False
-    """Keep only each layer's input of the forward pass and compute the rest again in the backward pass."""
+    """Whether only each layer's input is kept from the forward pass, and the rest is computed again in the backward
+    pass."""
     offload_activations: bool = False
-    """Keep what the backward pass needs of the forward pass in the host's memory."""
+    """Whether the activations for the backward pass are kept in host memory."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state, and float32 copies of the weights, in the host's memory and update them there."""
+    """Whether the optimizer's state, and float32 copies of the weights, are kept in host memory and updated there."""
     masters: bool = True
-    """Where model.dtype is bfloat16: update float32 copies of the weights, and round those. Without it, updates below
-    1/256 of a weight are lost."""
+    """Whether float32 copies of the weights are updated and then rounded, where model.dtype is bfloat16. Without it,
+    updates below 1/256 of a weight are lost."""
 
 
 class OptimizerConfig(Section):
-    """Which optimizer; rates, decay and clipping are the learner's."""
+    """The settings of the kind of optimizer; rates, decay and clipping are settings of the learner."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """``muon``: orthogonal updates for the matrices between embeddings and head, scaled to the size of AdamW's (so that
-    the same ``lr`` serves); AdamW for the rest."""
+    """The optimizer. ``muon`` makes orthogonal updates for the matrices between embeddings and head, scaled to the size
+    of AdamW's updates, so that the same ``lr`` can be used; the other parameters use AdamW."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon's; AdamW has ``betas``."""
+    """The momentum of Muon; AdamW has ``betas``."""
 
     @model_validator(mode="after")
     def _momentum_is_muons(self) -> OptimizerConfig:

@@ -3,9 +3,9 @@
     tokens   0 ──────────────────────────── M       cut into 2·C pieces; of C = 2 ranks the first computes
              └── 0 ──┴── 1 ──┴── 1 ──┴── 0 ──┘      pieces 0 and 3, the second 1 and 2: equal work under causality
 
-Outside attention a token needs nothing of the others. In every layer each rank gathers the keys and values of
-all ranks (Llama 3, §3.3.2, "all-gather based"); in the backward pass their gradients are summed and go back to where
-the tokens are.
+Outside attention, tokens do not depend on each other. In every layer each rank gathers the keys and values of all ranks
+(Llama 3, §3.3.2, "all-gather based"); in the backward pass their gradients are summed and returned to the ranks that
+computed the tokens.
 
 Shape legend: M tokens of a micro-batch, L tokens of it on this rank (the same number on every rank, padded), C ranks,
 P tokens that carry loss and are computed here, H query heads, K key-value heads, D head size.
@@ -29,7 +29,7 @@ from headrace.models.attention import Rule, attend_masked
 Index = npt.NDArray[np.int64]
 
 MASKED_ROWS = 2048
-"""Queries of one call where a mask has to be written out."""
+"""Greatest number of queries in one call that needs an explicit mask."""
 
 # gate: getattr - torch 2.13 renamed them and warns of the old names
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,7 +37,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pieces:
-    """Which tokens of a micro-batch each of ``num_ranks`` ranks computes.
+    """The assignment of the tokens of a micro-batch to ``num_ranks`` ranks.
 
     >>> pieces = Pieces(7, 2)
     >>> pieces.of(0).tolist(), pieces.of(1).tolist()
@@ -51,11 +51,11 @@ class Pieces:
 
     @property
     def per_rank(self) -> int:
-        """L: places of one rank, the last of which may hold no token."""
+        """L, the number of positions of each rank; the last of them may hold no token."""
         return 2 * self._size
 
     def of(self, rank: int) -> Index:
-        """Places in the micro-batch of the tokens that ``rank`` computes, ascending."""
+        """Return the indices in the micro-batch of the tokens that ``rank`` computes, ascending."""
         both = [self._piece(rank), self._piece(2 * self.num_ranks - 1 - rank)]
         return np.concatenate(both)
 
@@ -66,14 +66,14 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Neighbouring tokens of one sequence that are computed on this rank."""
+    """Consecutive tokens of one sequence that are computed on this rank."""
 
     rows: slice
-    """Where they lie on this rank."""
+    """The rows of these tokens on this rank."""
     first: int
-    """Position of the first of them in its sequence."""
+    """Position of the first token in its sequence."""
     start: int
-    """Place of the sequence in the micro-batch."""
+    """Index of the first token of the sequence in the micro-batch."""
 
     @property
     def length(self) -> int:
@@ -125,7 +125,7 @@ class ContextPlan:
 
 
 def _masked(run: _Run, rule: Rule) -> bool:
-    """Whether the run needs a mask that is written out."""
+    """Return whether the run needs an explicit mask."""
     return not rule.plain or (rule.window is not None and rule.window < run.first + run.length)
 
 
@@ -152,15 +152,16 @@ def _runs(mine: Index, starts_M: Index) -> list[_Run]:
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, one after the other along the first axis. Each rank's gradients are its own: backward sums
-    what all ranks' losses say of a tensor."""
+    """Return the tensors of all ranks, concatenated along the first axis, for ranks with different losses: the backward
+    pass sums the gradients of all ranks."""
     apply: Any = _Gather.apply
     gathered: Tensor = apply(tensor.contiguous(), group)
     return gathered
 
 
 def gather_shared(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same, for tensors from which every rank computes the same loss: backward hands each rank its part of it."""
+    """Return the tensors of all ranks, concatenated along the first axis, for ranks that compute the same loss from
+    them: the backward pass gives each rank the gradient of its part."""
     apply: Any = _GatherShared.apply
     gathered: Tensor = apply(tensor.contiguous(), group)
     return gathered

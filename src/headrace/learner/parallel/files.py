@@ -1,10 +1,11 @@
-"""Snapshots of a sharded learner: the same files as of one that is not, so that any number of ranks reads them.
+"""Snapshots of a sharded learner, with the same files as those of a single process, so that any number of ranks can
+read them.
 
     every rank, together:  weight by weight, moment by moment:  gather it ──▶ one rank keeps it, in turn by size
-    each rank, by itself:  write what it kept: model-0000r-of-0000R.safetensors, optimizer-0000r-of-0000R.safetensors
+    each rank, by itself:  write its share: model-0000r-of-0000R.safetensors, optimizer-0000r-of-0000R.safetensors
 
-On the disk every tensor is whole, under the name the files of the model have always had; reading cuts it again, for
-whatever ranks there are. Nothing is pickled. A rank needs room in the host's memory for its share of the snapshot.
+On disk every tensor is whole, under its usual name in the model's files; reading shards it again for any number of
+ranks. Nothing is pickled. A rank needs host memory for its share of the snapshot.
 """
 
 from __future__ import annotations
@@ -24,45 +25,44 @@ from transformers import PreTrainedModel
 
 from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner import snapshot
-from headrace.learner.checksums import checksums_of, seal
-from headrace.learner.companions.base import AuxiliaryModel
-from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush, free_bytes
+from headrace.learner.auxiliary.base import AuxiliaryModel
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, flush, free_bytes, seal
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.shards import local, whole
 from headrace.models.config import ModelConfig
-from headrace.models.weights import is_adapted, kept_as, weight_tensors
+from headrace.models.weights import in_file_format, is_adapted, weight_tensors
 
 _STEP, _UPDATES = "step", "updates"
 _RANDOM_STATE = "random_state.cpu"
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has written."""
+    """The report of one rank about the files that it has written."""
 
     names: list[str]
-    """The weights in its file."""
+    """Names of the weights in its file."""
     sums: dict[str, str]
-    """The checksum of each of its files: the rank that wrote a file hashes it."""
+    """Checksums of its files: the rank that wrote a file hashes it."""
     problem: str
-    """Why it could not write; empty where it could."""
+    """Why it could not write; empty if it could."""
 
 
 class Snapshot:
-    """Writes and reads the snapshots of one model and its optimizer."""
+    """The snapshots of one model and its optimizer, which it writes and reads."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         optimizer: ShardOptimizer,
         ranks: AnyRanks,
-        companions: Sequence[AuxiliaryModel] = (),
+        auxiliary: Sequence[AuxiliaryModel] = (),
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._ranks = ranks
-        self._companions = companions
+        self._auxiliary = auxiliary
 
     def save(self, directory: Path, step: int, model_dir: Path) -> None:
         """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
@@ -92,7 +92,7 @@ class Snapshot:
                 save_file(tensors, directory / file)
             sums = checksums_of(directory, [directory / self._file(kind) for kind in ("model", "optimizer")])
             sums |= checksums_of(directory, [directory / file for file in beside])
-            if self._ranks.leads:
+            if self._ranks.is_leader:
                 self._small_files(directory, model_dir)
         except (OSError, SafetensorError) as error:
             problem = f"rank {self._ranks.rank}: {error}"
@@ -100,16 +100,16 @@ class Snapshot:
         self._finish(directory, [msgspec.json.decode(one, type=_Written) for one in said])
 
     def restore_weights(self, directory: Path) -> None:
-        """Copy the weights that were saved into the model, in place.
+        """Copy the saved weights into the model, in place.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` if they are of another model.
+        Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
         """
         if isinstance(self._ranks, Ranks):
             self._restore_parts(directory, self._ranks)
         else:
             snapshot.restore_weights(directory, self._model)
         for one in self._optimizer.trained:
-            one.reread()
+            one.refresh_master()
 
     @torch.no_grad()
     def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
@@ -130,9 +130,10 @@ class Snapshot:
             local(tensor.detach()).copy_(local(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
-        """Moments, float32 copies and random state as they were saved, cut for these ranks; the step.
+        """Restore moments, float32 copies and random state, sharded for these ranks, and return the step.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or of another model.
+        Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
+        model.
         """
         if is_adapted(self._model):
             assert self._optimizer.adamw is not None  # refused at load
@@ -149,23 +150,24 @@ class Snapshot:
                 remedy="resume with the model that the snapshot was made from, from an older snapshot, or train anew",
             ) from None
 
-    def restore_companions(self, directory: Path) -> None:
-        """What they kept, as it was saved.
+    def restore_auxiliary(self, directory: Path) -> None:
+        """Restore the saved states of the auxiliary models.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged, or of other settings.
+        Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged, or from other
+        settings.
         """
-        for companion in self._companions:
-            if not companion.keeps:
+        for model in self._auxiliary:
+            if not model.has_state:
                 continue
-            files = sorted(directory.glob(f"{companion.name}*.safetensors"))
+            files = sorted(directory.glob(f"{model.name}*.safetensors"))
             try:
                 if not files or len(files) != _written(files[0]):
-                    raise OSError(f"of {companion.name}*.safetensors there are {len(files)} files, and not all")
-                companion.set_state({name: tensor for path in files for name, tensor in load_file(path).items()})
+                    raise OSError(f"of {model.name}*.safetensors there are {len(files)} files, and not all")
+                model.set_state({name: tensor for path in files for name, tensor in load_file(path).items()})
             except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
                 raise CheckpointError(
-                    f"snapshot {directory} holds no {companion.name} that these settings can use: {error}",
-                    remedy=f"resume with the learner.{companion.name} of the run that wrote it, or begin a run of its "
+                    f"snapshot {directory} holds no {model.name} that these settings can use: {error}",
+                    remedy=f"resume with the learner.{model.name} of the run that wrote it, or begin a run of its "
                     "own from those weights",
                 ) from None
 
@@ -190,12 +192,12 @@ class Snapshot:
         return f"{kind}-{self._ranks.rank + 1:05d}-of-{self._ranks.config.world:05d}.safetensors"
 
     def _weights(self) -> dict[str, Tensor]:
-        """The weights that this rank writes, under the names of the model's own files."""
-        return kept_as(self._model, self._kept(iter(weight_tensors(self._model).items())))
+        """Return the weights that this rank writes, under the names of the model's own files."""
+        return in_file_format(self._model, self._kept(iter(weight_tensors(self._model).items())))
 
     def _beside(self) -> dict[str, dict[str, Tensor]]:
-        """What this rank writes of the companions, by file."""
-        return {self._file(one.name): self._kept(iter(one.state())) for one in self._companions if one.keeps}
+        """Return the tensors of the auxiliary models that this rank writes, by file."""
+        return {self._file(one.name): self._kept(iter(one.state())) for one in self._auxiliary if one.has_state}
 
     def _moments(self) -> dict[str, Tensor]:
         states = (
@@ -204,10 +206,10 @@ class Snapshot:
             for key, tensor in self._optimizer.state(one).items()
         )
         kept = self._kept(states)
-        return kept | {_RANDOM_STATE: torch.get_rng_state()} if self._ranks.leads else kept
+        return kept | {_RANDOM_STATE: torch.get_rng_state()} if self._ranks.is_leader else kept
 
     def _kept(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """This rank's share of the tensors, whole, in the host's memory. All ranks go through them together."""
+        """Return this rank's share of the tensors, as whole tensors in host memory. All ranks must iterate together."""
         loads = [0] * self._ranks.config.world
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -227,9 +229,9 @@ class Snapshot:
                 shutil.copyfile(path, directory / path.name)
 
     def _finish(self, directory: Path, said: list[_Written]) -> None:
-        """The index, the checksums and the flush, or the removal; every rank waits for it."""
+        """Write the index and the checksums and flush, or remove the directory; every rank waits for the result."""
         problems = [one.problem for one in said if one.problem]
-        if self._ranks.leads and not problems:
+        if self._ranks.is_leader and not problems:
             try:
                 if len(said) > 1:
                     _write_index(directory, [one.names for one in said])
@@ -237,9 +239,9 @@ class Snapshot:
                 flush(directory)
             except OSError as error:
                 problems.append(str(error))
-        if self._ranks.leads and problems:
+        if self._ranks.is_leader and problems:
             shutil.rmtree(directory, ignore_errors=True)
-        if self._ranks.most(len(problems)):
+        if self._ranks.largest(len(problems)):
             raise CheckpointError(
                 f"snapshot {directory} cannot be written: {'; '.join(problems) or 'the first rank failed'}",
                 remedy=f"free space at {directory.parent} (df -h), keep fewer snapshots, or choose another run "
@@ -248,7 +250,7 @@ class Snapshot:
 
 
 def _write_index(directory: Path, said: list[list[str]]) -> None:
-    """Which file of which rank holds which weight."""
+    """Write the index that says which file contains which weight."""
     sizes = [path.stat().st_size for path in directory.glob("model-*.safetensors")]
     files = {
         name: f"model-{rank + 1:05d}-of-{len(said):05d}.safetensors"
@@ -260,7 +262,7 @@ def _write_index(directory: Path, said: list[list[str]]) -> None:
 
 
 def _written(path: Path) -> int:
-    """How many files the ranks wrote of which ``path`` is one.
+    """Return how many files the ranks wrote of which ``path`` is one.
 
     >>> _written(Path("optimizer-00001-of-00004.safetensors")), _written(Path("optimizer.safetensors"))
     (4, 1)

@@ -1,4 +1,4 @@
-"""A model whose parameters lie on the ranks from the start: none is ever whole on one of them."""
+"""Loading of a model whose parameters are sharded from the start, so that no rank ever holds a whole one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headrace.base.errors import ConfigError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
-from headrace.learner.parallel.halves import reshard
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
+from headrace.learner.parallel.split import reshard
 from headrace.models import attention, check, load
 from headrace.models.config import ModelConfig
 
 
 def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
-    """The model of a learner: whole in one process, else cut over ``ranks``."""
+    """Return the model of a learner: whole in one process, otherwise sharded over ``ranks``."""
     if not isinstance(ranks, Ranks):
         return load.load_model(config, str(ranks.device))
     ranks.config.refuse_settings(config)
@@ -26,11 +26,11 @@ def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
 
 
 def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
-    """What :func:`headrace.models.load.load_model` gives, with the same refusals, cut over ``ranks`` as they are
-    configured. All ranks must call it together; each reads its own part of the files.
+    """Return the same model as :func:`headrace.models.load.load_model`, with the same refusals, sharded over ``ranks``.
+    All ranks must call it together; each reads its own part of the files.
 
-    Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` where the model
-    cannot be cut like this.
+    Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` if the model cannot
+    be sharded in this way.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -71,8 +71,8 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
 
 
 def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The same in transformers' words. Ranks of one context are to it ranks with different data: their gradients are
-    summed, too."""
+    """Return transformers' settings for the ranks. Ranks that share a context count as ranks with different data there,
+    because their gradients are summed, too."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.distributed import DistributedConfig
 
@@ -91,7 +91,7 @@ def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dt
 
 
 def refuse_libraries() -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the installed libraries cannot cut a model."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the installed libraries cannot shard a model."""
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -109,8 +109,8 @@ def refuse_libraries() -> None:
 
 
 def keep_inputs_only(model: PreTrainedModel) -> None:
-    """Keep each layer's input only, and compute the layer again in the backward pass. The model stays in evaluation
-    mode: only the layers themselves, not what is in them, are told that they train."""
+    """Keep only each layer's input, and compute the layer again in the backward pass. The model stays in evaluation
+    mode: only the layers themselves, not their submodules, are set to training."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     newer = getattr(model, "activation_checkpointing_enable", None)  # gate: getattr - renamed in transformers 5.23

@@ -1,4 +1,4 @@
-"""The ranks of one learner, and how they speak with each other.
+"""The ranks of one learner, and their communication.
 
     samples   ranks with different micro-batches             (replicate · data)
     context   ranks with different tokens of the same one
@@ -25,21 +25,21 @@ from headrace.learner.parallel.config import ParallelConfig
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 SAMPLES, CONTEXT, TENSOR = "samples", "context", "tensor"
 LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "gloo/transport")
-"""What the messages of torch's libraries say where another rank has gone away."""
+"""Parts of the messages of torch's libraries that mean that another rank has gone away."""
 
 
-class Alone:
-    """The only rank of a learner in one process. It has nobody to wait for: no method costs anything."""
+class SingleRank:
+    """The only rank of a learner in one process, whose methods return at once."""
 
-    leads = True
+    is_leader = True
     rank = share = part = 0
 
     def __init__(self, device: torch.device) -> None:
         self.config = ParallelConfig()
         self.device = device
 
-    def most(self, number: int) -> int:
-        """See :meth:`Ranks.most`; likewise the others."""
+    def largest(self, number: int) -> int:
+        """Return ``number``; see :meth:`Ranks.largest`. The other methods correspond in the same way."""
         return number
 
     def sum(self, number: float) -> float:
@@ -48,11 +48,11 @@ class Alone:
     def join_shares(self, column_N: Tensor) -> Tensor:
         return column_N
 
-    def gather(self, words: bytes) -> list[bytes]:
-        return [words]
+    def gather(self, message: bytes) -> list[bytes]:
+        return [message]
 
-    def gather_parts(self, words: bytes) -> list[bytes]:
-        return [words]
+    def gather_parts(self, message: bytes) -> list[bytes]:
+        return [message]
 
     def wait(self) -> None:
         return
@@ -62,7 +62,7 @@ class Alone:
 
 
 class Ranks:
-    """This process among the ranks of its learner. All of them must call each method, in the same order."""
+    """This process as one of the ranks of its learner. All ranks must call each method, in the same order."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
         self.config = config
@@ -71,91 +71,92 @@ class Ranks:
         shape = (config.num_shares, config.context, config.tensor)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=(SAMPLES, CONTEXT, TENSOR))
         self.share = mesh.get_local_rank(SAMPLES)
-        """Whose micro-batches this rank computes."""
+        """Index of the share of the micro-batches that this rank computes."""
         self.part = mesh.get_local_rank(CONTEXT)
-        """Which tokens of them."""
+        """Index of the part of their tokens that this rank computes."""
         self.context_group = mesh.get_group(CONTEXT)
         self._samples_group = mesh.get_group(SAMPLES)
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the rank that speaks with the rest of the run."""
+    def is_leader(self) -> bool:
+        """Return whether this rank communicates with the rest of the run."""
         return self.rank == 0
 
-    def most(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
         return int(_reduced(torch.tensor([number]), dist.ReduceOp.MAX)[0])
 
     def sum(self, number: float) -> float:
-        """The sum of the ranks' numbers; the same bits on every rank."""
+        """Return the sum of the ranks' numbers, with the same bits on every rank."""
         return float(_reduced(torch.tensor([number], dtype=torch.float64), dist.ReduceOp.SUM)[0])
 
     def join_shares(self, column_N: Tensor) -> Tensor:
-        """The sum over the shares of columns of the host's memory in which each token has a value in one share only."""
+        """Return the sum over the shares of columns in host memory, in which each token has a value in one share
+        only."""
         dist.all_reduce(column_N, group=self._samples_group)
         return column_N
 
-    def gather(self, words: bytes) -> list[bytes]:
-        """What each rank says, in order."""
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the bytes of each rank, in order of rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.config.world)]
-        dist.all_gather(sizes, torch.tensor([len(words)]))
+        dist.all_gather(sizes, torch.tensor([len(message)]))
         longest = max(int(size) for size in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(words)] = _tensor(words)
+        mine[: len(message)] = _tensor(message)
         theirs = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(theirs, mine)
         return [bytes(one[: int(size)].numpy()) for one, size in zip(theirs, sizes, strict=True)]
 
-    def gather_parts(self, words: bytes) -> list[bytes]:
-        """What the first rank of each part of each share says, in order."""
-        return self.gather(words)[:: self.config.tensor]
+    def gather_parts(self, message: bytes) -> list[bytes]:
+        """Return the bytes of the first rank of each part of each share, in order."""
+        return self.gather(message)[:: self.config.tensor]
 
-    def hear(self, words: bytes | None) -> bytes:
-        """What the leading rank says; the others hand in ``None``."""
-        size = torch.tensor([0 if words is None else len(words)])
+    def broadcast(self, message: bytes | None) -> bytes:
+        """Return the bytes of the leading rank; the others pass ``None``."""
+        size = torch.tensor([0 if message is None else len(message)])
         dist.broadcast(size, src=0)
-        said = torch.empty(int(size), dtype=torch.uint8) if words is None else _tensor(words)
-        dist.broadcast(said, src=0)
-        return bytes(said.numpy())
+        received = torch.empty(int(size), dtype=torch.uint8) if message is None else _tensor(message)
+        dist.broadcast(received, src=0)
+        return bytes(received.numpy())
 
     def wait(self) -> None:
-        """Until every rank is here."""
-        self.most(0)
+        """Wait until every rank has called this method."""
+        self.largest(0)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what the ranks compute together. Where this rank fails by itself it cannot go on: the others wait for
-        its part. Raises :class:`~headrace.base.errors.ComponentDied`, with its rank."""
+        """Wrap a computation in which the ranks depend on each other. If this rank fails alone it cannot continue,
+        because the others wait for its part. Raises :class:`~headrace.base.errors.ComponentDied` with its rank."""
         try:
-            with named_loss(self.rank):
+            with explained_rank_loss(self.rank):
                 yield
         except ComponentDied:
             raise
-        except Exception as error:  # whatever it is, it must end this process
-            said, remedy = f"{type(error).__name__}: {error}", "the traceback is in its log"
+        except Exception as error:  # any error must end this process
+            received, remedy = f"{type(error).__name__}: {error}", "the traceback is in its log"
             if isinstance(error, HeadraceError):
-                said, remedy = error.problem, error.remedy
+                received, remedy = error.problem, error.remedy
             raise ComponentDied(
-                f"rank {self.rank} of the learner failed while the others computed: {said}", remedy=remedy
+                f"rank {self.rank} of the learner failed while the others computed: {received}", remedy=remedy
             ) from error
 
 
-AnyRanks = Ranks | Alone
-"""What a learner is told of the processes it is spread over."""
+AnyRanks = Ranks | SingleRank
+"""The processes over which a learner is spread: several ranks, or one alone."""
 
 
 @contextmanager
 def joined(
     config: ParallelConfig, place: RankPlace, device: torch.device, rendezvous: str = "env://"
 ) -> Iterator[AnyRanks]:
-    """Meet the other ranks at ``rendezvous``, if there are any; let go of them at the end.
+    """Join the other ranks at ``rendezvous``, if there are any, and leave them at the end of the ``with`` block.
 
     ``rendezvous`` is torch's ``init_method``: ``env://`` under torchrun or Ray, ``file://`` on one machine. Raises
-    :class:`~headrace.base.errors.ConfigError` if there are more or fewer ranks than the configuration asks for.
+    :class:`~headrace.base.errors.ConfigError` if the number of ranks differs from the configuration.
     """
     config.refuse_world(place.world)
     if config.world == 1:
-        yield Alone(device)
+        yield SingleRank(device)
         return
     dist.init_process_group(
         BACKENDS[device.type],
@@ -171,8 +172,8 @@ def joined(
 
 
 @contextmanager
-def named_loss(rank: int) -> Iterator[None]:
-    """Say in words that another rank went away: :class:`RankLost`."""
+def explained_rank_loss(rank: int) -> Iterator[None]:
+    """Turn torch's error about another rank that went away into :class:`RankLost`."""
     try:
         yield
     except RuntimeError as error:  # torch raises nothing narrower for every backend
@@ -189,5 +190,5 @@ def _reduced(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
     return tensor
 
 
-def _tensor(words: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(words), dtype=torch.uint8) if words else torch.empty(0, dtype=torch.uint8)
+def _tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Tensors that lie on several ranks."""
+"""Functions for tensors that are sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part; shares its memory. A tensor that is whole on every rank is its own part."""
+    """Return this rank's part of ``tensor``, which shares its memory. A tensor that is whole on every rank is its own
+    part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """``part`` as this rank's part of a tensor that lies on the ranks as ``tensor`` does."""
+    """Return ``part`` as this rank's part of a tensor that is sharded like ``tensor``."""
     if not isinstance(tensor, DTensor):
         return part
     return DTensor.from_local(
@@ -25,19 +26,19 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def placed(tensor: Tensor, other: Tensor) -> Tensor:
-    """``tensor``, cut as ``other`` is; both lie on the same ranks."""
+    """Return ``tensor`` sharded like ``other``; both are on the same ranks."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor.placements == other.placements:
         return tensor
     return tensor.redistribute(placements=other.placements)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank that holds a part."""
+    """Return the whole tensor, on every rank that holds a part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(full: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's part of ``full``, cut as ``tensor`` is; nothing is sent."""
+    """Return this rank's part of ``full``, sharded like ``tensor``; nothing is sent."""
     if not isinstance(tensor, DTensor):
         return full
     full = full.to(tensor.device_mesh.device_type)
@@ -45,7 +46,7 @@ def part_of(full: Tensor, tensor: Tensor) -> Tensor:
 
 
 def copies(tensor: Tensor) -> int:
-    """How many ranks hold the same part of it."""
+    """Return how many ranks hold the same part of ``tensor``."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not isinstance(tensor, DTensor):
         return world
@@ -57,9 +58,9 @@ def copies(tensor: Tensor) -> int:
 
 
 def wholes(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor whole, one at a time, under its name. All ranks must go through it together, to its end.
+    """Yield every tensor whole, one at a time, with its name. All ranks must iterate together, to the end.
 
-    With ``dtype``, floating-point numbers are rounded to it before they travel.
+    With ``dtype``, floating-point numbers are rounded to it before they are sent.
     """
     for name, tensor in named:
         part = tensor.detach()

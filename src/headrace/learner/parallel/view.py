@@ -1,4 +1,4 @@
-"""A micro-batch as one rank computes it: all of it, or some of its tokens, or none.
+"""A micro-batch as one rank computes it: all of it, some of its tokens, or none.
 
 Shape legend: M tokens of the micro-batch, R rows that are computed here (there may be padding), P tokens that carry
 loss and whose logits are computed here.
@@ -17,17 +17,17 @@ from torch import Tensor
 from headrace.base.types.tokens import IntColumn
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.context import ContextPlan, Pieces, gather_shared
-from headrace.learner.parallel.mesh import Alone, AnyRanks
+from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.models.attention import PLAN, PackedPlan, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ColumnParts:
-    """How columns come together of which other ranks computed parts."""
+    """The parts of a column that several ranks computed, and how they are joined."""
 
     group: dist.ProcessGroup
     places: list[Index]
-    """For each rank, where in the micro-batch the loss tokens lie whose logits it computes."""
+    """For each rank, the indices in the micro-batch of the loss tokens whose logits it computes."""
 
     def join(self, column_P: Tensor) -> tuple[Index, Tensor]:
         most = max(len(places) for places in self.places)
@@ -39,26 +39,26 @@ class _ColumnParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """What one rank computes of a micro-batch, and how it becomes columns of that."""
+    """The part of a micro-batch that one rank computes, and how it is turned into columns of the micro-batch."""
 
     micro: MicroBatch
     plan: Plan
     rows_R: Index
-    """Place in the micro-batch of the token of each row; none where a rank computes because others do."""
+    """Index in the micro-batch of the token of each row; empty if a rank computes only because others do."""
     before_P: Index
-    """Among the rows: where the logits of the loss tokens come from. A token came from the logits of the one before."""
+    """Indices of the rows whose logits predict the loss tokens. The logits of a token come from the token before it."""
     places_P: Index
-    """Where in the micro-batch those tokens lie; ascending."""
+    """Indices of those tokens in the micro-batch, ascending."""
     parts: _ColumnParts | None
-    """``None`` where all of it is computed here."""
+    """The parts of the other ranks; ``None`` if everything is computed here."""
 
     @property
     def rows_in_batch(self) -> Index:
-        """Where the token of each row lies in the batch's columns."""
+        """Return the index of the token of each row in the batch's columns."""
         return self.micro.places_M[self.rows_R]
 
     def inputs(self, ids_N: IntColumn) -> dict[str, Any]:
-        """What the model is called with; ``ids_N``: of the whole batch."""
+        """Return the keyword arguments of the model's forward pass. ``ids_N`` are the ids of the whole batch."""
         positions_R = self.plan.positions_N
         ids_R = np.zeros(len(positions_R), np.int64)
         ids_R[: len(self.rows_R)] = ids_N[self.rows_in_batch]
@@ -66,7 +66,7 @@ class RankView:
         return {"input_ids": ids[None], "position_ids": positions_R[None], PLAN: self.plan}
 
     def join(self, column_P: Tensor) -> Tensor:
-        """What was computed of the loss tokens, a number or a row of each, as a column of the micro-batch (M, ...), on
+        """Return ``column_P``, a number or a row for each loss token, as a column of the micro-batch ``[M, ...]`` on
         every rank; 0 elsewhere."""
         places, column = (self.places_P, column_P) if self.parts is None else self.parts.join(column_P)
         at = torch.from_numpy(places).to(column.device)
@@ -74,12 +74,12 @@ class RankView:
 
 
 def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[PackedPlan] = PackedPlan) -> RankView:
-    """``loss_P``: where in ``micro`` all of its loss tokens lie. An empty micro-batch is computed as one token that
-    nothing is asked of: ranks gather their parameters together. ``packed``: how a micro-batch attends of
-    which all is computed here."""
+    """Return the view of ``micro`` on this rank. ``loss_P`` are the indices in ``micro`` of all its loss tokens. An
+    empty micro-batch is computed as one unused token, because ranks gather their parameters together. ``packed`` is the
+    attention of a micro-batch that is computed on one rank."""
     idle = not len(micro.places_M)
     lengths_K = np.ones(1, np.int64) if idle else micro.lengths_K
-    if not isinstance(ranks, Alone) and ranks.config.context > 1:
+    if not isinstance(ranks, SingleRank) and ranks.config.context > 1:
         pieces = Pieces(int(lengths_K.sum()), ranks.config.context)
         mine = pieces.of(ranks.part)
         places = [loss_P[np.isin(loss_P - 1, pieces.of(part))] for part in range(ranks.config.context)]
@@ -103,7 +103,7 @@ def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[Pack
         )
     rows_M = np.arange(len(micro.places_M)) if micro.rows_M is None else micro.rows_M
     followed_M = np.ones(len(micro.places_M), np.bool_)
-    followed_M[np.cumsum(lengths_K) - 1] = False  # what would follow the last token of a sample, nobody asks
+    followed_M[np.cumsum(lengths_K) - 1] = False  # nothing follows the last token of a sample
     rows_R, first_R, rows_T = np.unique(rows_M[followed_M], return_index=True, return_inverse=True)
     return RankView(
         micro=micro,

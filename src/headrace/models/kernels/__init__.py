@@ -1,5 +1,5 @@
-"""Compiled kernels for models in float32 on a CPU: batch-invariant, with torch's own operations to fall back to.
+"""Compiled kernels for models in float32 on a CPU: batch-invariant, with torch's own operations as a fallback.
 
-:mod:`.fuse` puts them into an engine's model, :mod:`.deterministic` into a learner's; :mod:`.ops` holds the functions,
+:mod:`.fuse` installs them in an engine's model, :mod:`.deterministic` in a learner's; :mod:`.ops` has the functions,
 :mod:`.build` compiles them.
 """

@@ -1,8 +1,8 @@
-"""Compile the kernels once, keep the library in the user's cache, and load it; or say in words why not.
+"""Compile the kernels once, keep the library in the user's cache, and load it; or return the reason why not.
 
-The library's name is a hash of all that decides its contents: sources, flags, processor. It ends with its own
-checksum, so that a file cut short or made by something else is built again. Nothing is ever written into a file that a
-process may have loaded: a library is made beside the cache's files and renamed.
+The library's name is a hash of all that determines its contents: sources, flags, processor. The file ends with its own
+checksum, so that an incomplete or foreign file is built again. A file that a process may have loaded is never written:
+a library is built in a temporary folder and renamed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from pathlib import Path
 from headrace.base.environ import cache_root
 
 COMPILERS = ("g++", "c++", "clang++")
-"""Tried in this order; the first that is installed compiles."""
+"""The C++ compilers to try, in this order; the first that is installed is used."""
 
 NO_COMPILER = "no C++ compiler is installed"
 INSTALL = "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
 
 NATIVE = ("-march=native",)
-"""For the processor of this machine."""
+"""The compiler options that select the processor of this machine."""
 
 _HERE = Path(__file__).parent
 _MAIN = "kernels.cpp"
 _SOURCES = {name: (_HERE / name).read_bytes() for name in (_MAIN, "linear.h", "paged.h", "team.h", "vec.h")}
-"""Read when the functions that call them are imported: sources that are replaced later might not fit those."""
+"""The sources. They are read when this module is imported, together with the Python functions that call them: files
+that are replaced later might not fit."""
 _FLAGS = ("-std=gnu++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-w", "-shared", "-Wl,-z,defs")
 _DEADLINE_S = 120.0
 _building = threading.Lock()
@@ -45,7 +46,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
-    """Why there are no kernels here; torch's own operations serve instead."""
+    """The reason why there are no compiled kernels; torch's own operations are used instead."""
 
     reason: str
 
@@ -55,37 +56,37 @@ class Unavailable:
 
 
 class _CannotBuild(Exception):
-    """The reason, in words."""
+    """The error that the kernels cannot be built. Its text is the reason."""
 
 
 def kernel_cache() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of the compiled kernels."""
     return cache_root() / "kernels"
 
 
 def build_ahead() -> None:
-    """Begin to compile, if there is something to compile, in a thread: who opens the library later waits for the rest
-    of it. For programs that have modules to import meanwhile."""
+    """Start to compile in a thread, if the library has to be built. A later call of :func:`open_library` waits for
+    the rest. It is meant for programs that have modules to import meanwhile."""
     threading.Thread(target=open_library, args=(kernel_cache(),), name="kernels").start()
 
 
 def find_compiler(compilers: Sequence[str] = COMPILERS) -> str | None:
-    """The path of the first of ``compilers`` that is installed; ``None`` where none is."""
+    """Return the path of the first of ``compilers`` that is installed; ``None`` if none is."""
     return next(filter(None, map(shutil.which, compilers)), None)
 
 
 def open_library(
     cache: Path, compilers: Sequence[str] = COMPILERS, target: Sequence[str] = NATIVE
 ) -> ctypes.CDLL | Unavailable:
-    """The compiled kernels, from ``cache`` or built into it (a few seconds). Many processes may do so at once.
+    """Return the compiled kernels, from ``cache`` or built into it (a few seconds). Many processes may do so at once.
 
-    ``target``: the compiler's options that say for which processor.
+    ``target`` are the compiler options that select the processor.
     """
     try:
         compiler = find_compiler(compilers)
         if compiler is None:
             raise _CannotBuild(f"{NO_COMPILER} (looked for {', '.join(compilers)})")
-        _own(cache)
+        _refuse_shared_directory(cache)
         command = (compiler, *_FLAGS, *target)
         file = cache / f"{_name(command)}.so"
         with _building:
@@ -96,33 +97,35 @@ def open_library(
 
 
 def _ensure(command: Sequence[str], file: Path) -> None:
-    if _sound(file):
+    if _is_complete(file):
         return
-    with _alone(file.parent):
-        if not _sound(file):
+    with _one_process(file.parent):
+        if not _is_complete(file):
             _build(command, file)
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """One process compiles, for a limited time; the others wait for it. A file system without locks has all compile."""
+def _one_process(directory: Path) -> Iterator[None]:
+    """Let one process compile while the others wait, for a limited time. On a file system without locks all of them
+    compile."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # ends with the descriptor, and with the process
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # released when the descriptor is closed or the process ends
         yield
     finally:
         os.close(descriptor)
 
 
-def _own(directory: Path) -> None:
-    """Refuse a directory where another user could put a library: whoever writes there runs code here."""
+def _refuse_shared_directory(directory: Path) -> None:
+    """Raise :class:`_CannotBuild` for a directory in which another user could put a library: its code would run
+    here."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     resolved = directory.resolve()
     for place in (resolved, *resolved.parents):
         facts = place.stat()
         shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        sticky = place != resolved and facts.st_mode & stat.S_ISVTX  # others' entries cannot be renamed there
+        sticky = place != resolved and facts.st_mode & stat.S_ISVTX  # where nobody renames others' entries
         if facts.st_uid not in {os.geteuid(), 0} or (shared and not sticky):
             raise _CannotBuild(f"{place} can be written by other users, so no code is loaded from {directory}")
 
@@ -143,8 +146,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _sound(file: Path) -> bool:
-    """Whether the file is whole: its last bytes are the checksum of the others."""
+def _is_complete(file: Path) -> bool:
+    """Return whether the file is complete: its last bytes are the checksum of the others."""
     if not file.is_file() or file.stat().st_uid != os.geteuid():
         return False
     content = file.read_bytes()

@@ -1,10 +1,10 @@
-"""A whole decoder layer in one call, where a layer is two norms, attention and a gated MLP around two residuals.
+"""One call for a whole decoder layer, if the layer is two norms, attention and a gated MLP around two residuals.
 
-The call does what the layer's fused modules do, operation by operation, and gives their bits; what it saves is the way
-through Python and the waiting of threads for each other. It serves passes over a paged cache; others, and those that
-want gradients, go through the modules.
+The call computes what the layer's fused modules compute, operation by operation, with the same bits. It saves the time
+of Python calls and of threads that wait for each other. It is used for passes over a paged cache; other passes, and
+those with gradients, call the modules.
 
-Shape legend: N tokens, D hidden size, K key-value heads, S places of a block, E head size, R rows, B blocks.
+Shape legend: N tokens, D hidden size, K key-value heads, S tokens of a block, E head size, R rows, B blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from headrace.models.attention import PLAN, forward
 from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm
-from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, norm_of, point, turn_of
+from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, norm_args, point, rotary_args
 from headrace.models.kernels.panels import Product
-from headrace.models.paged.base import Geometry, PagedCache, PagedPlan
+from headrace.models.paged.base import Geometry, PagedCache, PagedPlan, cache_shapes
 from headrace.models.paged.compiled import CompiledAttention
-from headrace.models.shapes import cache_shapes
 
 _PARTS = {
     "input_layernorm": FusedNorm,
@@ -31,27 +30,27 @@ _PARTS = {
     "mlp": FusedGated,
 }
 _GAP = 16
-"""As in kernels.cpp."""
+"""The padding, in numbers, between the rows of the MLP's inner activations; the same value as in kernels.cpp."""
 _PROBE = (2, 15)
-"""New tokens of the two rows of the probe; the second reaches into its second block when it goes on."""
+"""The numbers of new tokens of the probe's two rows. The second row reaches its second block when it continues."""
 
 
 class ScratchBuffers:
-    """What the layers of a model write on their way, one after the other: memory that is asked for anew each time is
-    cleared by the system each time."""
+    """Scratch memory that the layers of a model use one after the other. Memory that is allocated anew each time
+    would be cleared by the system each time."""
 
     def __init__(self) -> None:
         self._numbers = torch.empty(0)
 
     def of(self, count: int) -> Tensor:
-        """At least so many numbers, of any value."""
+        """Return a tensor of at least ``count`` numbers with arbitrary values."""
         if len(self._numbers) < count:
             self._numbers = torch.empty(count)
         return self._numbers
 
 
 class FusedDecoder(Fused):
-    """One call for the whole layer."""
+    """The forward of a decoder layer as one kernel call."""
 
     def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
         super().__init__(module, ops)
@@ -81,16 +80,18 @@ class FusedDecoder(Fused):
         tokens = x.numel() // self._hidden
         y, scratch = torch.empty_like(x), self._room.of(tokens * self._scratch)
         step = DecoderTokens(
-            *(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn_of((turn[0][0], turn[1][0]))),
+            *(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), rotary_args((turn[0][0], turn[1][0]))),
             *(tokens, self._hidden),
         )
         attention.decode(step, self._parts(), attention.shape(self._heads, pools, self._attention.rule))
         return y
 
     def _parts(self) -> Decoder:
-        """With every weight where it lies now."""
+        """Return the kernel's arguments with the present address of every weight."""
         parts = Decoder(
-            norm_of(self._before.norm), norm_of(self._after.norm), *(norm_of(norm) for norm in self._attention.norms)
+            norm_args(self._before.norm),
+            norm_args(self._after.norm),
+            *(norm_args(norm) for norm in self._attention.norms),
         )
         for name, product in self._products:
             point(getattr(parts, name), product.weights())
@@ -98,9 +99,9 @@ class FusedDecoder(Fused):
 
 
 def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
-    """Swap the plain decoder layers of a model whose modules are fused, if its logits stay the same bit for bit.
+    """Replace the plain decoder layers of a model whose modules are fused, if its logits stay the same bit for bit.
 
-    Returns how many of each class.
+    Return the number of replaced layers of each class.
     """
     layers = [module for module in model.modules() if _is_plain(module)]
     if not layers:
@@ -111,9 +112,9 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
             module.forward = FusedDecoder(module, ops, room)
         try:
             same = torch.equal(_decoded(model, ops), wanted)
-        except Exception:  # noqa: BLE001 - a foreign layer may be called in any way
+        except Exception:  # noqa: BLE001 - a foreign layer may raise anything
             same = False
-    if not same:  # a layer that does more than its modules
+    if not same:  # the layer does more than its modules
         for module in layers:
             del module.forward
         return {}
@@ -129,8 +130,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _decoded(model: nn.Module, ops: Kernels) -> Tensor:
-    """Logits of a probe that fills a paged cache and then decodes over it."""
-    cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also of layers that attend on torch
+    """Return the logits of a probe that fills a paged cache and then decodes over it."""
+    cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also layers that attend on torch
     tables_RB, starts_R, found = np.array([[0, 1], [2, 3]], np.int32), np.zeros(2, np.int64), []
     for counts in (_PROBE, (1, 1), (1, 1)):
         counts_R = np.array(counts, np.int64)

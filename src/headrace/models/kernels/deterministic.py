@@ -1,8 +1,8 @@
-"""A learner's model whose numbers are an engine's, bit for bit: batch-invariant kernels forward, torch backward.
+"""A learner's model whose numbers equal an engine's, bit for bit: batch-invariant kernels forward, torch backward.
 
 The engine decodes one token at a time, in batches that change with every step; the learner computes whole sequences,
-packed. With kernels that give a token the same bits either way, log π of the learner equals log μ of the engine at
-equal weights. Gradients are those of the same formulas in torch, computed again in the backward pass.
+packed. With kernels that compute the same bits for a token either way, log π of the learner equals log μ of the engine
+at equal weights. Gradients are those of the same formulas in torch, recomputed in the backward pass.
 
 Shape legend: N tokens, H query heads, K key-value heads, E head size, R rows, V vocabulary, T tokens of all sequences
 (N, unless some share rows), S sequences.
@@ -22,7 +22,7 @@ from headrace.base.errors import ModelError
 from headrace.models.attention import PLAN, PackedPlan, Rule, forward
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.fuse import FuseReport, fuse
-from headrace.models.kernels.fused import Fused, FusedAttention, turn_halves
+from headrace.models.kernels.fused import Fused, FusedAttention, rotate_halves
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.kernels.panels import PackedProduct
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache, PagedPlan
@@ -31,19 +31,21 @@ from headrace.models.routing import find_routing
 
 _CPU = torch.device("cpu")
 _PROBE = (19, 2, 33)
-"""Lengths of the sequences that are computed both ways before a model is called deterministic."""
+"""The lengths of the sequences that are computed both ways before a model is called deterministic."""
 
-Several = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class _Recomputed(torch.autograd.Function):
-    """``compiled()`` forward; backward through ``plain``, a function of the tensors that gradients are wanted for."""
+    """An autograd function that computes ``compiled()`` forward, and backward differentiates ``plain``, the same
+    formula in torch."""
 
     @staticmethod
     def forward(
-        ctx: Any, compiled: Callable[..., Several], plain: Callable[..., Several], num_inputs: int, *tensors: Tensor
-    ) -> Several:
-        """The first ``num_inputs`` tensors are the functions' arguments; the others are parameters that they use."""
+        ctx: Any, compiled: Callable[..., Tensors], plain: Callable[..., Tensors], num_inputs: int, *tensors: Tensor
+    ) -> Tensors:
+        """Compute forward. The first ``num_inputs`` tensors are the functions' arguments; the others are parameters
+        that they use."""
         ctx.plain, ctx.num_inputs = plain, num_inputs
         ctx.save_for_backward(*tensors)
         return compiled(*tensors[:num_inputs])
@@ -61,17 +63,18 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _recomputed(
-    compiled: Callable[..., Several], plain: Callable[..., Several], inputs: Several, parameters: Several
-) -> Several:
-    out: Several = _Recomputed.apply(compiled, plain, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    compiled: Callable[..., Tensors], plain: Callable[..., Tensors], inputs: Tensors, parameters: Tensors
+) -> Tensors:
+    out: Tensors = _Recomputed.apply(compiled, plain, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return out
 
 
 def invariant_log_softmax(logits_RV: Tensor) -> Tensor:
-    """``log softmax`` of each row of float32 logits, the same whatever other rows are there; with gradients. Entries of
-    −∞ have no part in it. Needs :func:`kernels`.
+    """Return ``log softmax`` of each row of float32 logits, whose bits do not depend on the other rows, with gradients.
+    Entries of −∞ are left out. Needs :func:`kernels`.
 
-    What log π and log μ are both made of: of logits divided by the temperature, and −∞ outside a kept-set.
+    Both log π and log μ are computed with it, from logits that are divided by the temperature and −∞ outside a
+    kept-set.
     """
     loaded = kernels()
     assert isinstance(loaded, Kernels)
@@ -81,7 +84,7 @@ def invariant_log_softmax(logits_RV: Tensor) -> Tensor:
 
 
 class InvariantPlan(PackedPlan):
-    """Packed sequences whose attention gives the bits that decoding over blocks gives."""
+    """A plan for packed sequences whose attention computes the same bits as decoding over a paged cache."""
 
     def __init__(
         self,
@@ -102,7 +105,8 @@ class InvariantPlan(PackedPlan):
             num_decode=0,
         )
         self._apart: tuple[Tensor, Tensor] | None = None
-        """Of each token of the sequences its row, and of each row one of its tokens; ``None`` where they are one."""
+        """The row of the pass of each token of the sequences, and one of the tokens of each row; ``None`` if they
+        are the same."""
         if rows_T is not None:
             rows = np.asarray(rows_T, np.int64)
             self._apart = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
@@ -114,7 +118,7 @@ class InvariantPlan(PackedPlan):
         shape = LayerShape(heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2])
         plain = super().attend
 
-        def compiled(query: Tensor, key: Tensor, value: Tensor) -> Several:
+        def compiled(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
             pool = PagedCache([shape], self._num_blocks, dtype=torch.float32, device=_CPU)
             if self._apart is None:
                 return (attention.attend((query, key, value), pool.layers[0], rule),)
@@ -127,7 +131,7 @@ class InvariantPlan(PackedPlan):
 
 
 class _Module:
-    """A fused module's forward, with gradients."""
+    """The forward of a fused module, with gradients."""
 
     def __init__(self, fused: Fused) -> None:
         self.fused = fused
@@ -141,7 +145,7 @@ class _Module:
 
 
 class _Attention:
-    """A fused attention module's forward, with gradients."""
+    """The forward of a fused attention module, with gradients."""
 
     def __init__(self, fused: FusedAttention) -> None:
         self.fused = fused
@@ -162,12 +166,12 @@ class _Attention:
         out: Tensor = fused.out.linear(mixed.flatten(1)[None])
         return out, None
 
-    def _parameters(self) -> Several:
+    def _parameters(self) -> Tensors:
         linears = [part.linear for part in self.fused.parts]
         linear = [tensor for part in linears for tensor in (part.weight, part.bias) if tensor is not None]
         return (*linear, *(norm[0] for norm in self.fused.norms if norm is not None))
 
-    def _plain(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Several:
+    def _plain(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensors:
         shaped = []
         for part, size, norm in zip(self.fused.parts, self.fused.sizes, (*self.fused.norms, None), strict=True):
             tensor = nn.functional.linear(x[0], part.linear.weight, part.linear.bias).unflatten(-1, size)
@@ -176,11 +180,11 @@ class _Attention:
                 tensor = tensor * torch.rsqrt(tensor.square().mean(-1, keepdim=True) + eps) * (weight + plus)
             shaped.append(tensor)
         query, key, value = shaped
-        return turn_halves(query, turn), turn_halves(key, turn), value
+        return rotate_halves(query, turn), rotate_halves(key, turn), value
 
 
-class _Products(TorchFunctionMode):
-    """Within it, ``F.linear`` is invariant."""
+class _InvariantProducts(TorchFunctionMode):
+    """A context in which ``F.linear`` is batch-invariant."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not nn.functional.linear:
@@ -192,7 +196,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     loaded = kernels()
     assert isinstance(loaded, Kernels)
 
-    def compiled(*tensors: Tensor) -> Several:
+    def compiled(*tensors: Tensor) -> Tensors:
         x, w, *b = (tensor.contiguous() for tensor in tensors)
         return (loaded.linear(x, PackedProduct(w, *b)),)
 
@@ -200,22 +204,22 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _recomputed(compiled, lambda *tensors: (nn.functional.linear(*tensors),), given, ())[0]
 
 
-class _Mixture:
-    """The own forward of a router, or of experts, on invariant products."""
+class _InvariantForward:
+    """The original forward of a router, or of experts, with batch-invariant matrix products."""
 
     def __init__(self, module: nn.Module) -> None:
         self.original = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Products():
+        with _InvariantProducts():
             return self.original(*args, **kwargs)
 
 
 def make_deterministic(model: nn.Module) -> FuseReport:
-    """Let a float32 model on a CPU compute its forward by invariant kernels, with gradients.
+    """Replace the forward of a float32 model on a CPU by batch-invariant kernels, with gradients.
 
-    Call it with an :class:`InvariantPlan`. Raises :class:`~headrace.base.errors.ModelError` where packed and decoded
-    tokens do not come out the same, such as in architectures with operations that no kernel covers.
+    The model must be called with an :class:`InvariantPlan`. Raises :class:`~headrace.base.errors.ModelError` if
+    packed and decoded tokens do not have the same bits, as in architectures with operations that no kernel covers.
     """
     loaded = kernels()
     if isinstance(loaded, Unavailable):
@@ -240,7 +244,8 @@ def make_deterministic(model: nn.Module) -> FuseReport:
 
 
 def _swap_mixtures(model: nn.Module) -> None:
-    """In a mixture of experts: those parts that no kernel covers and that hold parameters themselves."""
+    """Make the products invariant in those parts of a mixture of experts that no kernel covers and that have
+    parameters of their own."""
     routed = find_routing(model)
     if routed is None:
         return
@@ -248,17 +253,17 @@ def _swap_mixtures(model: nn.Module) -> None:
     for module in model.modules():
         own = next(module.parameters(recurse=False), None)
         if own is not None and own.dim() > 1 and "forward" not in module.__dict__ and type(module) is not nn.Embedding:
-            module.forward = _Mixture(module)
+            module.forward = _InvariantForward(module)
 
 
 def is_deterministic(model: nn.Module) -> bool:
-    """Whether :func:`make_deterministic` has been at it."""
+    """Return whether :func:`make_deterministic` has been applied to the model."""
     return any(isinstance(module.__dict__.get("forward"), _Module | _Attention) for module in model.modules())
 
 
 @torch.inference_mode()
 def _same_both_ways(model: nn.Module) -> bool:
-    """Whether sequences packed give the bits that they give token by token."""
+    """Return whether packed sequences get the same bits as sequences that are decoded token by token."""
     loaded = kernels()
     assert isinstance(loaded, Kernels)
     plan = InvariantPlan(_PROBE)

@@ -1,14 +1,15 @@
-"""Swap the operations inside a loaded model for compiled kernels; modules, names and parameters stay as they are.
+"""Replace the operations inside a loaded model by compiled kernels; modules, names and parameters stay the same.
 
     attention    q, k, v as one product, norm and rotation in place, then the plan; out
     gated MLP    gate and up, SiLU and product, down: one call
     RMSNorm      with weight w or 1 + w
     Linear       all others, the head included
-    layers       where a decoder layer is made of just these, all of it in one call (:mod:`.decoder`)
+    layers       a decoder layer that consists of just these: all of it in one call (:mod:`.decoder`)
 
-What a module computes is not read off its class: a swap stays only if it gives what the module gave on a probe of a few
-tokens, and all swaps stay only if the whole model's logits do. Parameters are looked up at every call, so that weights
-may be exchanged underneath (``parameter.data = view``), and with them what was packed of them (:mod:`.panels`).
+A module's class does not tell what it computes. So a replacement stays only if it computes what the module computed on
+a probe of a few tokens, and all replacements stay only if the whole model's logits are the same. Parameters are looked
+up at every call, so that weights may be exchanged (``parameter.data = view``), and with them their packed copies
+(:mod:`.panels`).
 
 Shape legend: N tokens, H query heads, K key-value heads, E head size, V vocabulary.
 """
@@ -41,25 +42,25 @@ from headrace.models.kernels.fused import (
 from headrace.models.kernels.ops import Kernels, kernels
 
 _PROBE = (3, 9)
-"""Lengths of the sequences of the probe."""
+"""The lengths of the sequences of the probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuseReport:
-    """What became of a model."""
+    """The result of replacing a model's operations by kernels."""
 
     swapped: Mapping[str, int]
-    """How many modules of each class run on kernels."""
+    """The number of modules of each class that run on kernels."""
     kept: Mapping[str, str]
-    """Module or class -> why it runs on torch. The key ``model`` stands for all of them."""
+    """The reason why a module or class runs on torch, by its name. The key ``model`` stands for all modules."""
 
     def __str__(self) -> str:
         done = ", ".join(f"{count} {name}" for name, count in self.swapped.items()) or "nothing"
         return "; ".join([f"compiled kernels run {done}", *(f"{name}: {why}" for name, why in self.kept.items())])
 
 
-class _Watching(PackedPlan):
-    """Notes what every layer asks of it."""
+class _SampleRecorder(PackedPlan):
+    """A plan that records the attention inputs of every layer."""
 
     def __init__(self) -> None:
         super().__init__(_PROBE)
@@ -71,10 +72,10 @@ class _Watching(PackedPlan):
 
 
 def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: bool = True) -> FuseReport:
-    """Swap what can be swapped in a float32 model on a CPU in evaluation mode; what cannot be runs as before.
+    """Replace every supported operation in a float32 model on a CPU in evaluation mode; the others run as before.
 
-    The model takes a plan (:func:`headrace.models.attention.forward`). Where gradients are enabled the swapped modules
-    compute as before, too. Without ``layers`` the decoder layers stay as they are around their modules.
+    The model must be called with a plan (:func:`headrace.models.attention.forward`). With gradients enabled, the
+    replaced modules compute as before. Without ``layers``, decoder layers are not replaced as a whole.
     """
     ops = kernels() if ops is None else ops
     kept: dict[str, str] = {}
@@ -94,7 +95,7 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
         try:
             after_NV = forward(model, _ids(model), PackedPlan(_PROBE))
             wrong = None if close(after_NV, before_NV) else "the logits are not those of the model on torch"
-        except Exception as error:  # noqa: BLE001 - a foreign module may call its parts in any way
+        except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
             wrong = f"a forward pass fails on kernels: {error}"
     if wrong is not None:
         unfuse(model)
@@ -104,7 +105,7 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
 
 
 def unfuse(model: nn.Module) -> None:
-    """Give every module its own forward back."""
+    """Restore the original forward of every module."""
     for module in model.modules():
         module.__dict__.pop("product", None)
         if isinstance(module.__dict__.get("forward"), Fused):
@@ -112,7 +113,7 @@ def unfuse(model: nn.Module) -> None:
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether the kernels are for a model of its number format, on its device."""
+    """Return whether the kernels support the model's number format and device."""
     return all(parameter.dtype == torch.float32 and parameter.device.type == "cpu" for parameter in model.parameters())
 
 
@@ -125,8 +126,8 @@ def _unfit(model: nn.Module) -> str | None:
 
 
 def _watch(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
-    """The model's logits on the probe, and what went through its attention modules, by the modules' id."""
-    plan = _Watching()
+    """Return the model's logits on the probe, and the recorded call of each attention module by its id."""
+    plan = _SampleRecorder()
     found: dict[int, AttentionSample] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -148,8 +149,8 @@ def _ids(model: nn.Module) -> Tensor:
 
 
 def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample]) -> Fused | None:
-    """What might stand in for a module; ``None`` for those that no kernel knows."""
-    if "forward" in module.__dict__:  # someone else's hook
+    """Return a candidate that could replace a module; ``None`` for modules that no kernel computes."""
+    if "forward" in module.__dict__:  # another library has replaced this forward
         return None
     if type(module) is nn.Linear:
         return FusedLinear(module, ops)
@@ -162,7 +163,7 @@ def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample])
 
 
 def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
-    """Swap if it gives what the module gives; else why not."""
+    """Replace a module's forward if the kernels compute the same; otherwise return the reason why not."""
     module = fused.module
     try:
         if seen is not None and seen.kwargs is not None:
@@ -171,7 +172,7 @@ def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
             probe = _probe(fused)
             wanted, given = fused.original(probe), fused.compute(probe)
         right = close(given, wanted)
-    except Exception as error:  # noqa: BLE001 - foreign modules may want anything
+    except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
         return f"it is not computed as expected ({type(error).__name__}: {error})"
     if not right:
         return "the kernels do not compute what it computes"
@@ -180,7 +181,7 @@ def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
 
 
 def _probe(fused: Fused) -> Tensor:
-    """Rows of very different sizes, so that an epsilon shows."""
+    """Return rows of very different sizes, so that a wrong epsilon shows."""
     inner = fused.parts[0].linear if isinstance(fused, FusedGated) else fused.module
     width = inner.in_features if isinstance(inner, nn.Linear) else inner.weight.numel()  # type: ignore[operator]
     rows = torch.randn(3, int(width), generator=torch.Generator().manual_seed(0))

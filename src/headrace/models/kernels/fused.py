@@ -1,4 +1,4 @@
-"""The forwards that stand in for those of a model's modules: they read the module's parameters and call kernels.
+"""Forwards on kernels that replace those of a model's modules: they read the module's parameters at every call.
 
 Shape legend: N tokens, H query heads, E head size.
 """
@@ -19,11 +19,11 @@ from headrace.models.kernels.ops import Kernels, Norm
 from headrace.models.kernels.panels import Product, product_of
 
 TOLERANCE = 1e-4
-"""Largest difference of a probe's numbers, relative to their largest."""
+"""The largest difference of a probe's numbers, relative to the largest number."""
 
 
 class Fused:
-    """A module's forward on kernels. Where gradients are wanted the module's own serves."""
+    """A module's forward on kernels. If gradients are enabled, the module's own forward is used."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
         self.module, self.ops = module, ops
@@ -39,7 +39,7 @@ class Fused:
 
 
 class FusedLinear(Fused):
-    """A linear module."""
+    """The forward of a linear module."""
 
     def __init__(self, module: nn.Linear, ops: Kernels) -> None:
         super().__init__(module, ops)
@@ -51,23 +51,23 @@ class FusedLinear(Fused):
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """How a module norms."""
+    """The parameters of a module's RMS normalisation."""
 
     module: nn.Module
-    """Whose weight it is."""
+    """The module that has the weight."""
     eps: float
-    """What is added to the mean square."""
+    """The constant ε that is added to the mean square."""
     plus: float
-    """What is added to its weight."""
+    """The constant that is added to the weight, 0 or 1."""
 
     def now(self) -> Norm:
-        """With its weight where it lies now."""
+        """Return the kernel's arguments with the present weight."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         return weight, self.eps, self.plus
 
 
 class FusedNorm(Fused):
-    """An RMSNorm."""
+    """The forward of an RMSNorm module."""
 
     def __init__(self, module: nn.Module, ops: Kernels, how: RmsNorm) -> None:
         super().__init__(module, ops)
@@ -75,7 +75,7 @@ class FusedNorm(Fused):
 
     @property
     def norm(self) -> Norm:
-        """As the kernels take it."""
+        """Return the kernel's arguments with the present weight."""
         return self._how.now()
 
     def compute(self, hidden_states: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class FusedNorm(Fused):
 
 
 class FusedGated(Fused):
-    """A gated feed-forward module."""
+    """The forward of a gated feed-forward module."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
         super().__init__(module, ops)
@@ -96,7 +96,8 @@ class FusedGated(Fused):
 
 
 class FusedAttention(Fused):
-    """Queries, keys and values by one product, normed and turned in place; then the plan; then the output's product."""
+    """The forward of an attention module: queries, keys and values by one product, normalised and rotated in place;
+    then the plan's attention; then the output product."""
 
     def __init__(self, module: nn.Module, ops: Kernels, seen: AttentionSample) -> None:
         super().__init__(module, ops)
@@ -108,11 +109,11 @@ class FusedAttention(Fused):
 
     @property
     def norms(self) -> list[Norm | None]:
-        """Of queries and of keys, as the kernels take them."""
+        """Return the kernel's arguments for the norms of queries and keys; ``None`` for a norm that does not exist."""
         return [None if how is None else how.now() for how in self._norms]
 
     def qkv(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Queries ``[N, H, E]``, keys and values, as the plan takes them."""
+        """Return queries ``[N, H, E]``, keys and values, as a plan takes them."""
         joined = self.ops.linears(x, [part.weights() for part in self.parts])[0]
         widths = [heads * size for heads, size in self.sizes]
         apart = joined.split(widths, -1)
@@ -129,8 +130,8 @@ class FusedAttention(Fused):
         return self.ops.linear(mixed.flatten(1)[None], self.out.weights()), None
 
 
-def turn_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """The rotation of the fused attention, in torch: ``x cos + (-second half, first half) sin``."""
+def rotate_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the rotation of the fused attention, computed in torch: ``x cos + (-second half, first half) sin``."""
     cos, sin = (tensor[0][:, None] for tensor in turn)
     size = cos.shape[-1]
     turned, rest = x_NHE[..., :size], x_NHE[..., size:]
@@ -140,27 +141,28 @@ def turn_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass(slots=True)
 class AttentionSample:
-    """What an attention module was given and what it made of it."""
+    """One recorded call of an attention module."""
 
     rule: Rule
-    """How it attends."""
+    """The parameters of the layer's attention."""
     qkv: tuple[Tensor, Tensor, Tensor]
-    """Queries, keys and values that it gave the plan: ``[N, heads, size]``."""
+    """The queries, keys and values that the module passed to the plan: ``[N, heads, size]``."""
     args: tuple[Any, ...] = ()
-    """What it was called with, by position."""
+    """The positional arguments of the call."""
     kwargs: Mapping[str, Any] | None = None
-    """And by name; ``None`` until it has returned."""
+    """The keyword arguments of the call; ``None`` until it has returned."""
     output: Any = None
-    """What it returned."""
+    """The value that the call returned."""
 
 
 def close(given: Tensor, wanted: Tensor) -> bool:
-    """Whether two results are the same, up to rounding."""
+    """Return whether two results are the same up to rounding."""
     return given.shape == wanted.shape and bool((given - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
 
 def find_norm(module: nn.Module | None) -> RmsNorm | None:
-    """How a module norms, if it is an RMSNorm: found out by asking it."""
+    """Return the parameters of a module's normalisation if it is an RMSNorm, found by evaluating it; ``None``
+    otherwise."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if module is None or not type(module).__name__.endswith("RMSNorm") or weight is None or not isinstance(eps, float):

@@ -1,6 +1,7 @@
 """The compiled kernels as functions on tensors: float32 on a CPU, without gradients.
 
-Each is batch-invariant: what one token gets depends on nothing else in the call, nor on the number of threads.
+Each is batch-invariant: the result of one token does not depend on the other tokens of the call, nor on the number of
+threads.
 
 Shape legend: M tokens, K inputs, N outputs, E head size, H heads, V vocabulary.
 """
@@ -20,17 +21,17 @@ from headrace.models.kernels.build import NATIVE, Unavailable, kernel_cache, ope
 from headrace.models.kernels.panels import PackedProduct
 
 Norm = tuple[Tensor, float, float]
-"""Weight, eps, and what is added to the weight."""
+"""The weight, ε, and the constant that is added to the weight."""
 
 
 class Input(ctypes.Structure):
-    """The tokens that a call is about (linear.h)."""
+    """The input tokens of a call (linear.h)."""
 
     _fields_ = (("x", c_void_p), ("ldx", c_long), ("M", c_long), ("K", c_long))
 
 
 class ProductPart(ctypes.Structure):
-    """One of several products with the same tokens (linear.h)."""
+    """One of several products with the same input tokens (linear.h)."""
 
     _fields_ = (
         ("w", c_void_p),
@@ -44,19 +45,19 @@ class ProductPart(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """A weight, and where its panels go (kernels.cpp)."""
+    """A weight and the memory for its panels (kernels.cpp)."""
 
     _fields_ = (("w", c_void_p), ("panels", c_void_p), ("N", c_long), ("K", c_long))
 
 
 class NormOf(ctypes.Structure):
-    """How rows are normed (linear.h)."""
+    """The parameters of an RMS normalisation of rows (linear.h)."""
 
     _fields_ = (("w", c_void_p), ("eps", c_float), ("plus", c_float))
 
 
 class RotaryArgs(ctypes.Structure):
-    """By what heads are turned (linear.h)."""
+    """The rotation of heads (linear.h)."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("size", c_long))
 
@@ -84,7 +85,7 @@ class DecoderTokens(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The rows of a pass (paged.h)."""
+    """The rows of a pass over a paged cache (paged.h)."""
 
     _fields_ = (
         ("tables", c_void_p),
@@ -102,7 +103,7 @@ class Tensor3(ctypes.Structure):
 
 
 class PagedLayer(ctypes.Structure):
-    """One layer's pools and rule (paged.h)."""
+    """The pools of one layer, and its attention parameters (paged.h)."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -132,7 +133,7 @@ _SIGNATURES = {
 
 
 class Kernels:
-    """The functions of a loaded library. Threads: as many as torch uses."""
+    """The functions of a loaded library. They use as many threads as torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, signature in _SIGNATURES.items():
@@ -146,21 +147,21 @@ class Kernels:
         self.paged, self.decoder = library.hr_paged, library.hr_decoder
 
     def panel_numbers(self, weight: Tensor) -> int:
-        """How many numbers the panels of a weight are: those of whole panels."""
+        """Return the number of elements in the panels of a weight, which are whole panels."""
         rows, inputs = weight.shape
         return -(-rows // self._panel) * self._panel * inputs
 
     def pack(self, pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
-        """Fill the second of each pair with the panels of the first, a weight."""
+        """Write the panels of the first tensor of each pair, a weight, into the second."""
         weights = (Weight * len(pairs))(*(Weight(at(w), at(panels), *w.shape) for w, panels in pairs))
         self._pack(weights, len(pairs), threads)
 
     def linear(self, x: Tensor, weights: PackedProduct) -> Tensor:
-        """``x Wᵀ + bias`` over the last dimension of ``x``."""
+        """Return ``x Wᵀ + bias`` over the last dimension of ``x``."""
         return self.linears(x, (weights,))
 
     def linears(self, x: Tensor, several: Sequence[PackedProduct]) -> Tensor:
-        """Several products with one ``x``, side by side in the last dimension of the result."""
+        """Return several products with the same ``x``, side by side in the last dimension."""
         x = x.contiguous()
         total = sum(weights.weight.shape[0] for weights in several)
         y = torch.empty(*x.shape[:-1], total)
@@ -174,7 +175,7 @@ class Kernels:
         return y
 
     def gated(self, x: Tensor, gate: PackedProduct, up: PackedProduct, down: PackedProduct) -> Tensor:
-        """``down(silu(gate(x)) · up(x))`` over the last dimension of ``x``."""
+        """Return ``down(silu(gate(x)) · up(x))`` over the last dimension of ``x``."""
         x = x.contiguous()
         tokens = _input(x)
         hidden, y = torch.empty(2, tokens.M, gate.weight.shape[0]), torch.empty(*x.shape[:-1], down.weight.shape[0])
@@ -186,19 +187,19 @@ class Kernels:
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> Tensor:
-        """``x / rms(x) · (weight + plus)`` over the last dimension."""
+        """Return ``x / rms(x) · (weight + plus)`` over the last dimension."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        self._norm(_input(x), norm_of((weight, eps, plus)), y.data_ptr(), torch.get_num_threads())
+        self._norm(_input(x), norm_args((weight, eps, plus)), y.data_ptr(), torch.get_num_threads())
         return y
 
     def heads_(self, x_MHE: Tensor, norm: Norm | None, turn: tuple[Tensor, Tensor]) -> None:
-        """In place: norm every head, then turn its halves by (cos ``[M, T]``, sin ``[M, T]``)."""
+        """Normalise every head in place, then rotate its halves by (cos ``[M, T]``, sin ``[M, T]``)."""
         shape = (x_MHE.stride(0), *x_MHE.shape)
-        self._heads(x_MHE.data_ptr(), *shape, norm_of(norm), turn_of(turn), torch.get_num_threads())
+        self._heads(x_MHE.data_ptr(), *shape, norm_args(norm), rotary_args(turn), torch.get_num_threads())
 
     def log_softmax(self, logits_MV: Tensor) -> Tensor:
-        """Of the last dimension."""
+        """Return the logarithm of the softmax over the last dimension."""
         x = logits_MV.contiguous()
         y = torch.empty_like(x)
         self._log_softmax(_input(x), y.data_ptr(), torch.get_num_threads())
@@ -206,25 +207,25 @@ class Kernels:
 
 
 def at(tensor: Tensor) -> int:
-    """Where a dense tensor lies."""
+    """Return the address of a dense tensor."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()
 
 
 def point(part: ProductPart, weights: PackedProduct) -> None:
-    """Let a part use them where they lie now."""
+    """Set the weights of a product's argument to their present addresses."""
     weight, bias, panels = weights
     part.w, part.N, part.bias = at(weight), weight.shape[0], None if bias is None else at(bias)
     part.panels = None if panels is None else at(panels)
 
 
-def norm_of(norm: Norm | None) -> NormOf:
-    """With the weight where it lies now."""
+def norm_args(norm: Norm | None) -> NormOf:
+    """Return the kernel's argument for a normalisation, with the weight's present address."""
     return NormOf() if norm is None else NormOf(at(norm[0]), norm[1], norm[2])
 
 
-def turn_of(turn: tuple[Tensor, Tensor]) -> RotaryArgs:
-    """Of cos and sin, ``[M, T]``."""
+def rotary_args(turn: tuple[Tensor, Tensor]) -> RotaryArgs:
+    """Return the kernel's argument for the rotation by cos and sin, ``[M, T]``."""
     cos, sin = turn
     return RotaryArgs(at(cos), at(sin), cos.shape[-1])
 
@@ -235,7 +236,7 @@ def _input(x: Tensor) -> Input:
 
 
 def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unavailable:
-    """The kernels, compiled for ``target`` and checked; or why there are none."""
+    """Return the kernels, compiled for ``target`` and checked, or the reason why there are none."""
     library = open_library(cache, target=target)
     if isinstance(library, Unavailable):
         return library
@@ -245,7 +246,7 @@ def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unava
 
 
 def _check(kernels: Kernels) -> str | None:
-    """What a miscompiled library would get wrong."""
+    """Return what a miscompiled library computes wrong; ``None`` if the results are right."""
     rng = torch.Generator().manual_seed(0)
     x, w, bias = (torch.randn(shape, generator=rng) for shape in ((7, 83), (21, 83), (21,)))
     panels = torch.empty(kernels.panel_numbers(w))
@@ -262,5 +263,5 @@ def _check(kernels: Kernels) -> str | None:
 
 @cache
 def kernels() -> Kernels | Unavailable:
-    """The kernels of this process, from the user's cache."""
+    """Return the kernels of this process, from the user's cache."""
     return open_kernels(kernel_cache())

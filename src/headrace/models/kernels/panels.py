@@ -1,13 +1,13 @@
-"""Weights of products in the order in which kernels read them, beside the ones that everybody else sees.
+"""Weights of matrix products in the order in which kernels read them (*panels*), beside the ordinary weights.
 
-    stage    panels of the version that comes are written, in any thread, into the room that no pass reads
-    commit   parameters point elsewhere, one after the other; each product finds the panels of where its weight points
-             the other room is the one that no pass reads from then on
+    stage    panels of the new version are written, in any thread, into the slot that no pass reads
+    commit   parameters point to new memory, one after the other; each product finds the panels of its present weight,
+             and the other slot is free from then on
 
-The engine keeps the rooms (:mod:`headrace.engine.native.packing`). Weights without panels (those of a learner, copies
-of an older version) are packed on the way, panel by panel, with the same result and more work. A parameter that was
-changed in place has left its panels behind, and they are not used; who writes where torch does not count it (through
-``parameter.data``, or by a fused optimizer) has to point the parameter elsewhere instead.
+The engine keeps the memory of the slots (:mod:`headrace.engine.native.packing`). Weights without panels (of a learner,
+or of an older version) are packed during the call, panel by panel, with the same result and more work. Panels are not
+used after their parameter was changed in place. A change that torch does not count (through ``parameter.data``, or by a
+fused optimizer) goes unnoticed: such code must point the parameter to other memory instead.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch import Tensor, nn
 
 
 class PackedProduct(NamedTuple):
-    """Of one product, as kernels take them."""
+    """The tensors of one product, as kernels take them."""
 
     weight: Tensor
-    """``[N, K]``."""
+    """The weight, ``[N, K]``."""
     bias: Tensor | None = None
-    """``[N]``."""
+    """The bias, ``[N]``; ``None`` for none."""
     panels: Tensor | None = None
-    """The weight, packed."""
+    """The panels of the weight; ``None`` if it is not packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight and its panels."""
+    """The panels of a weight, and the state of the weight when it was packed."""
 
     weight: Tensor
-    """Held, so that nothing else comes to lie where it lies."""
+    """The weight; the reference keeps its memory from being reused at the same address."""
     address: int
-    """Where it lies."""
+    """The address of the weight."""
     panels: Tensor
     changes: int
-    """How often its parameter had been changed in place."""
+    """The in-place version counter of the parameter when it was packed."""
 
 
 class Product:
-    """A linear module's part in what kernels compute."""
+    """The weights of a linear module, with its panels, for kernels."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self.linear = linear
@@ -51,7 +51,7 @@ class Product:
         self._parameters: dict[str, Any] = linear._parameters
 
     def weights(self) -> PackedProduct:
-        """Where they lie now."""
+        """Return the present weights, with panels if they are up to date."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         address = weight.data_ptr()
         for packed in self.rooms:
@@ -61,7 +61,7 @@ class Product:
 
 
 def product_of(linear: nn.Linear) -> Product:
-    """The one of this module."""
+    """Return the product of a linear module; it is made at the first call."""
     known: Product | None = linear.__dict__.get("product")
     if known is None:
         known = linear.__dict__["product"] = Product(linear)
@@ -69,5 +69,5 @@ def product_of(linear: nn.Linear) -> Product:
 
 
 def products_of(model: nn.Module) -> list[Product]:
-    """Of all modules that run on kernels."""
+    """Return the products of all modules that run on kernels."""
     return [module.__dict__["product"] for module in model.modules() if "product" in module.__dict__]

@@ -1,4 +1,4 @@
-"""Attention over a key-value cache in blocks: one contract (:mod:`.base`), and implementations by preference."""
+"""Attention over a key-value cache in blocks: a contract (:mod:`.base`), and implementations in order of preference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.base.errors import ConfigError, nearest
 from headrace.models.paged.base import AttentionMaker
 
 Offer = Callable[[torch.dtype, torch.device], AttentionMaker | None]
-"""An implementation's row in the registry: its maker, or ``None`` where it cannot run."""
+"""An entry of the registry: it returns the implementation's maker, or ``None`` if the implementation cannot run."""
 
 
 def _compiled(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
@@ -37,13 +37,13 @@ def _reference(dtype: torch.dtype, device: torch.device) -> AttentionMaker | Non
 
 
 IMPLEMENTATIONS: dict[str, Offer] = {"compiled": _compiled, "triton": _triton, "reference": _reference}
-"""The ones to prefer stand first; the last runs everywhere."""
+"""The implementations in order of preference; the last one runs everywhere."""
 
 
 def choose(dtype: torch.dtype, device: torch.device, prefer: str | None = None) -> tuple[str, AttentionMaker]:
-    """The name and the maker of the best implementation for caches of ``dtype`` on ``device``, or of ``prefer``.
+    """Return the name and the maker of the best implementation for caches of ``dtype`` on ``device``, or of ``prefer``.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the one that is preferred does not exist or cannot run here.
+    Raises :class:`~headrace.base.errors.ConfigError` if the preferred one does not exist or cannot run here.
 
     >>> choose(torch.float64, torch.device("cpu"))[0]
     'reference'

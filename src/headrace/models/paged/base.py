@@ -1,14 +1,14 @@
 """A key-value cache in blocks, and the plan of a forward pass over it.
 
-A sequence's cache is a list of blocks (Kwon et al. 2023, *PagedAttention*): a *table* row. Blocks may be in the tables
-of several sequences: siblings of one group share their prompt, forks share their prefix. In every layer the keys and
-values of all tokens of the pass are written before any of them attends, so a sequence may share a block that another
-one fills in the same pass.
+A sequence's cache is a list of blocks (Kwon et al. 2023, *PagedAttention*), which is a row of the *table*. A block may
+belong to several sequences: siblings of one group share their prompt, forks share their prefix. In every layer the keys
+and values of all tokens of the pass are written before any of them attends, so a sequence may share a block that
+another one fills in the same pass.
 
     tokens of the pass:   row 0 ──── row 1 ─ row 2 ──────────     each row: counts_R tokens, from position starts_R on
-    table of row r:       block 7, block 2, block 9, …             position p lies in block p // S, at place p % S
+    table of row r:       block 7, block 2, block 9, …             position p is in block p // S, at index p % S
 
-Shape legend: N tokens of the pass, R rows (sequences of the pass), B blocks of the longest table, S places of a block,
+Shape legend: N tokens of the pass, R rows (sequences of the pass), B blocks of the longest table, S tokens of a block,
 P blocks of the pool, K key-value heads, H query heads, E head size.
 """
 
@@ -23,36 +23,39 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from headrace.base.buffers import zeros
-from headrace.models.attention import Rule
+from headrace.base.errors import ModelError
+from headrace.models.attention import PackedPlan, Rule, forward
+from headrace.models.config import SUPPORTED
 
 BLOCK = 16
-"""Places of a block: what a shared prefix is cut into."""
+"""The number of tokens in a block; a prefix is shared in whole blocks."""
 
 Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one layer stores of a token."""
+    """The sizes of the keys and values that one layer stores for a token."""
 
     heads: int
-    """Key-value heads."""
+    """The number of key-value heads."""
     key_size: int
-    """Numbers of one head's key."""
+    """The size of one head's key."""
     value_size: int
-    """Numbers of one head's value."""
+    """The size of one head's value."""
 
     @property
     def numbers(self) -> int:
-        """Keys and values of one token."""
+        """Return the size of one token's keys and values together."""
         return self.heads * (self.key_size + self.value_size)
 
 
 class PagedCache:
-    """The pool: for every layer keys ``[P, K, S, E]`` and values ``[P, K, S, E]``, allocated at once. On a CPU the
-    system hands out a page of it when it is first written."""
+    """The memory pool of a key-value cache: for every layer keys ``[P, K, S, E]`` and values ``[P, K, S, E]``,
+    allocated at once. On a CPU the system provides a memory page when it is first written."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device | str
@@ -65,18 +68,18 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole pool, allocated or released."""
+        """Return the size of the whole pool in bytes, whether it is allocated or released."""
         return self.num_blocks * BLOCK * self._dtype.itemsize * sum(shape.numbers for shape in self.shapes)
 
     def allocate(self) -> None:
-        """Take the memory (again); its contents are zeros."""
+        """Allocate the memory, also after a release; its contents are zeros."""
         self.layers = [
             (self._pool(shape.heads, shape.key_size), self._pool(shape.heads, shape.value_size))
             for shape in self.shapes
         ]
 
     def release(self) -> None:
-        """Give the memory back; its contents are lost."""
+        """Free the memory; its contents are lost."""
         self.layers = []
 
     @torch.inference_mode()
@@ -88,7 +91,7 @@ class PagedCache:
 
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks: what is not finite would reach a later sequence as 0 · NaN."""
+        """Fill blocks with zeros: a value that is not finite would reach a later sequence as 0 · NaN."""
         for pair in self.layers:
             for pool in pair:
                 pool[list(blocks)] = 0
@@ -97,25 +100,26 @@ class PagedCache:
         shape = (self.num_blocks, heads, BLOCK, size)
         if torch.device(self._device).type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        num_bytes = math.prod(shape) * self._dtype.itemsize  # torch.zeros would write all of them, seconds long
+        num_bytes = math.prod(shape) * self._dtype.itemsize  # torch.zeros would write all of them, which takes seconds
         return torch.from_numpy(zeros(num_bytes)).view(self._dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Which tokens a pass computes and where their context lies. Rows of one token (decoding) stand first."""
+    """The layout of a pass: the tokens that it computes and the blocks of their context. Rows with one token
+    (decoding) come first."""
 
     tables_RB: npt.NDArray[np.int32]
-    """Blocks of each row, enough for its context and its new tokens; what lies beyond is never read."""
+    """The blocks of each row, enough for its context and its new tokens; entries beyond are never read."""
     starts_R: Index
-    """Cached tokens before the pass: the position of the row's first new token."""
+    """The number of cached tokens of each row before the pass, which is the position of its first new token."""
     counts_R: Index
-    """New tokens of each row, ≥ 1."""
+    """The number of new tokens of each row, ≥ 1."""
     num_decode: int
-    """The first rows that have exactly one new token."""
+    """The number of rows at the beginning that have exactly one new token."""
 
     def positions_N(self) -> Index:
-        """Position of every token of the pass in its sequence."""
+        """Return the position of every token of the pass in its sequence."""
         if self.num_decode == len(self.counts_R):
             return self.starts_R
         ends_R = np.cumsum(self.counts_R)
@@ -124,7 +128,7 @@ class Geometry:
         return places
 
     def last_R(self) -> Index:
-        """The place in the pass of each row's last token."""
+        """Return the index in the pass of each row's last token."""
         if self.num_decode == len(self.counts_R):
             return np.arange(self.num_decode)
         places: Index = np.cumsum(self.counts_R) - 1
@@ -132,34 +136,71 @@ class Geometry:
 
 
 class PagedAttention(Protocol):
-    """How the attention over one cache is computed: one instance per pass, made from its geometry."""
+    """The attention over a cache for one pass. An instance is made from the geometry of the pass."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Write the keys ``[N, K, E]`` and values of ``qkv`` into the ``layer``'s pools, then attend with its queries
-        ``[N, H, E]``: ``[N, H, E]`` come back. Row r's token at position p sees positions ≤ p of its own table, within
-        the rule's window."""
+        """Write the keys ``[N, K, E]`` and values of ``qkv`` into the ``layer``'s pools, then compute attention for
+        its queries ``[N, H, E]``, and return ``[N, H, E]``. The token of row r at position p attends to positions ≤
+        p of its own table, within the rule's window."""
         ...
 
 
 class AttentionMaker(Protocol):
-    """Makes the attention of one pass; what the registry holds."""
+    """A function that makes the attention of one pass; the registry contains these."""
 
     def __call__(self, geometry: Geometry, device: torch.device) -> PagedAttention: ...
 
 
 class PagedPlan:
-    """The plan of one engine pass (see :class:`headrace.models.attention.Plan`)."""
+    """The plan of one engine pass over a paged cache (see :class:`headrace.models.attention.Plan`)."""
 
     def __init__(self, cache: PagedCache, geometry: Geometry, make: AttentionMaker, device: torch.device) -> None:
         self._cache = cache
         self._attention = make(geometry, device)
         self.positions_N = torch.from_numpy(geometry.positions_N()).to(device)
         self.last_R = torch.from_numpy(geometry.last_R()).to(device)
-        """The place in the pass of each row's last token: those whose logits are needed."""
+        """The index in the pass of each row's last token, whose logits are needed."""
 
     def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
         return self._attention.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
 
     def layer(self, rule: Rule) -> tuple[PagedAttention, tuple[Tensor, Tensor]]:
-        """What attends, and the pools of the rule's layer: for who computes more than attention in one call."""
+        """Return the attention of the pass, and the pools of the rule's layer, for a kernel that computes more than
+        attention in one call."""
         return self._attention, self._cache.layers[rule.layer]
+
+
+NUM_TOKENS = 2
+"""The number of tokens of the pass that :func:`cache_shapes` runs; enough for every layer to be called."""
+
+
+class _ShapeRecorder:
+    """A plan that records the shapes of each layer's keys and values."""
+
+    def __init__(self, plan: PackedPlan) -> None:
+        self.positions_N = plan.positions_N
+        self.shapes: dict[int, LayerShape] = {}
+        self._plan = plan
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        self.shapes[rule.layer] = LayerShape(
+            heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
+        )
+        return self._plan.attend(query_NHD, key_NKD, value_NKD, rule)
+
+
+@torch.inference_mode()
+def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
+    """Return the shape of every layer's keys and values, in the order of the layers.
+
+    Raises :class:`~headrace.base.errors.ModelError` if a layer does not attend through transformers' interface, or
+    keys and values do not have the same number of heads.
+    """
+    watch = _ShapeRecorder(PackedPlan([NUM_TOKENS], model.device))
+    forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)
+    if sorted(watch.shapes) != list(range(len(watch.shapes))) or not watch.shapes:
+        raise ModelError(
+            f"a {type(model).__name__} attends in layers {sorted(watch.shapes)} only: others keep no keys and values",
+            remedy=SUPPORTED,
+        )
+    return tuple(watch.shapes[layer] for layer in range(len(watch.shapes)))

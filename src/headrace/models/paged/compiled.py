@@ -1,6 +1,6 @@
 """Attention over blocks by compiled kernels: float32 on a CPU, batch- and chunk-invariant.
 
-The keys and values of a block are read once for all query heads that share them, straight from the pool.
+The keys and values of a block are read once for all query heads that share them, directly from the pool.
 
 Shape legend: as in :mod:`headrace.models.paged.base`.
 """
@@ -20,13 +20,14 @@ from headrace.models.paged.base import AttentionMaker, Geometry
 
 
 def maker() -> AttentionMaker | None:
-    """The maker of a pass's attention; ``None`` where the kernels are not available. The first call compiles them."""
+    """Return the maker of a pass's attention; ``None`` if the kernels are not available. The first call compiles
+    them."""
     loaded = kernels()
     return None if isinstance(loaded, Unavailable) else partial(CompiledAttention, loaded)
 
 
 class CompiledAttention:
-    """The attention of one pass (see :class:`headrace.models.paged.base.PagedAttention`)."""
+    """The attention of one pass on compiled kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, loaded: Kernels, geometry: Geometry, device: torch.device) -> None:
         assert device.type == "cpu"
@@ -48,11 +49,11 @@ class CompiledAttention:
         return out
 
     def decode(self, step: DecoderTokens, decoder: Decoder, shape: PagedLayer) -> None:
-        """A whole decoder layer, its attention included (kernels.cpp)."""
+        """Compute a whole decoder layer, its attention included (kernels.cpp)."""
         self._loaded.decoder(step, decoder, self._pass, shape, torch.get_num_threads())
 
     def shape(self, heads: int, layer: tuple[Tensor, Tensor], rule: Rule) -> PagedLayer:
-        """One layer's pools and rule, for so many query heads."""
+        """Return the kernel's argument for one layer: its pools and attention parameters, for ``heads`` query heads."""
         keys, values = layer
         sinks = rule.sinks_H
         return PagedLayer(
@@ -63,5 +64,5 @@ class CompiledAttention:
 
 
 def _dense(tensor_NHE: Tensor) -> Tensor:
-    """With a dense last dimension; the others may have any stride."""
+    """Return the tensor with a dense last dimension; the others may have any stride."""
     return tensor_NHE if tensor_NHE.stride(2) == 1 else tensor_NHE.contiguous()

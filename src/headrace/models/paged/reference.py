@@ -1,11 +1,11 @@
 """Attention over blocks in plain torch, on any device: write by index, gather the tables' blocks, attend.
 
-Rows of a pass are of three kinds. *Decoding* rows have one query each: their blocks are gathered side by side for one
-batched call. *Fresh* rows start at 0: all they see is in the pass, so nothing is gathered. *Resumed* rows have some
-context and several queries: rows about as long, with about as many queries, are gathered together.
+A pass has three kinds of rows. *Decoding* rows have one query each: their blocks are gathered for one batched call.
+*Fresh* rows start at position 0: their whole context is in the pass, so nothing is gathered. *Resumed* rows have some
+context and several queries: rows with similar lengths and numbers of queries are gathered together.
 
 Shape legend: N tokens of the pass, F of them after the decoding ones, R rows of one bucket, Q their padded number of
-queries, B their blocks, C = B · S columns, P blocks of the pool, S places of a block, K key-value heads, H query heads,
+queries, B their blocks, C = B · S columns, P blocks of the pool, S tokens of a block, K key-value heads, H query heads,
 G = H / K, E head size.
 """
 
@@ -23,7 +23,7 @@ from headrace.models.paged.base import BLOCK, Geometry, Index
 
 
 class ReferenceAttention:
-    """The attention of one pass (see :class:`headrace.models.paged.base.PagedAttention`)."""
+    """The attention of one pass in plain torch (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self._write = Writer(geometry, device)
@@ -44,7 +44,7 @@ class ReferenceAttention:
 
 
 class Writer:
-    """Puts the keys and values of a pass into their blocks."""
+    """A writer of the keys and values of a pass into their blocks."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         positions_N = geometry.positions_N()
@@ -59,7 +59,7 @@ class Writer:
 
 
 class Prompts:
-    """The rows that come after the decoding ones: their tensors hold only those rows' tokens."""
+    """The attention of the rows after the decoding ones. Its tensors contain the tokens of those rows only."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         rows = np.arange(geometry.num_decode, len(geometry.counts_R))
@@ -84,7 +84,7 @@ class Prompts:
         self._place_F = torch.from_numpy(place_F).to(device)
 
     def attend(self, qkv_F: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """``[F, H, E]``; the keys and values are in the blocks already."""
+        """Compute attention ``[F, H, E]``. The keys and values must already be in the blocks."""
         if self._fresh is not None and not self._resumed:
             return self._fresh.attend(*qkv_F, rule)
         parts = []
@@ -97,17 +97,19 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sight:
-    """The part of some rows' context that one window lets them see."""
+class _VisibleContext:
+    """The part of the context of some rows that is visible within one window."""
 
     blocks_RB: Tensor
-    """A shorter row repeats its own last block: what another sequence left elsewhere might not be finite."""
+    """The visible blocks of each row. A shorter row repeats its own last block: a block of another sequence might
+    contain values that are not finite."""
     mask_RQC: Tensor
-    """Added to the scores: 0 where a query sees a key, else -∞."""
+    """The mask that is added to the scores: 0 where a query sees a key, else −∞."""
 
 
 class _Gathered:
-    """Rows that attend over their gathered blocks in one call; padded queries repeat a row's last."""
+    """The attention of rows over their gathered blocks, in one call. Padded queries repeat the last query of their
+    row."""
 
     def __init__(self, geometry: Geometry, rows_R: Index, device: torch.device) -> None:
         self._tables_RB = geometry.tables_RB[rows_R]
@@ -116,21 +118,22 @@ class _Gathered:
         self._num_queries = int(geometry.counts_R[rows_R].max())
         self._longest = int(self._last_R.max()) + 1
         self._device = device
-        self._sights: dict[tuple[int, torch.dtype], _Sight] = {}
+        self._visible_contexts: dict[tuple[int, torch.dtype], _VisibleContext] = {}
         self._indices: dict[tuple[int, int], Tensor] = {}
         self._gathered: dict[tuple[int, ...], Tensor] = {}
-        """Keys and values of one layer after the other: fresh memory costs more than filling it."""
+        """Buffers for gathered keys and values, which one layer after the other uses: new memory costs more than
+        filling it."""
 
     def attend(self, query_RQHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """``[R, Q, H, E]``."""
+        """Compute attention ``[R, Q, H, E]``."""
         window = self._longest if rule.window is None else min(rule.window, self._longest)
-        sight = self._sight(window, query_RQHE.dtype)
+        sight = self._visible_context(window, query_RQHE.dtype)
         key_RKCE, value_RKCE = (self._gather(which, layer[which], sight, window) for which in (0, 1))
         if not rule.plain:
             query_RHQE = query_RQHE.transpose(1, 2)
             mask = sight.mask_RQC[:, None, None]
             return attend_masked(query_RHQE, key_RKCE, value_RKCE, mask, rule).transpose(1, 2)
-        # the query heads of one key-value head stand as further queries, so that no key or value is repeated
+        # query heads of one key-value head become further queries, so that no key or value is repeated
         groups = query_RQHE.shape[2] // key_RKCE.shape[1]
         query = query_RQHE.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = sight.mask_RQC if self._num_queries == 1 else sight.mask_RQC.repeat(1, groups, 1)
@@ -138,8 +141,8 @@ class _Gathered:
         apart: Tensor = out.unflatten(2, (groups, self._num_queries))
         return apart.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _gather(self, which: int, pool_PKSE: Tensor, sight: _Sight, window: int) -> Tensor:
-        """``[R, K, C, E]`` in one copy, the pool seen as rows ``[P · K, S · E]``."""
+    def _gather(self, which: int, pool_PKSE: Tensor, sight: _VisibleContext, window: int) -> Tensor:
+        """Return the keys or values ``[R, K, C, E]`` in one copy, with the pool viewed as rows ``[P · K, S · E]``."""
         num_heads, size = pool_PKSE.shape[1], pool_PKSE.shape[3]
         if (window, num_heads) not in self._indices:
             heads_K1 = torch.arange(num_heads, device=self._device)[:, None]
@@ -151,12 +154,12 @@ class _Gathered:
         torch.index_select(pool_PKSE.view(-1, BLOCK * size), 0, index, out=self._gathered[key])
         return self._gathered[key].view(len(self._starts_R), num_heads, -1, size)
 
-    def _sight(self, window: int, dtype: torch.dtype) -> _Sight:
-        if (window, dtype) not in self._sights:
-            self._sights[window, dtype] = self._look(window, dtype)
-        return self._sights[window, dtype]
+    def _visible_context(self, window: int, dtype: torch.dtype) -> _VisibleContext:
+        if (window, dtype) not in self._visible_contexts:
+            self._visible_contexts[window, dtype] = self._compute_visible_context(window, dtype)
+        return self._visible_contexts[window, dtype]
 
-    def _look(self, window: int, dtype: torch.dtype) -> _Sight:
+    def _compute_visible_context(self, window: int, dtype: torch.dtype) -> _VisibleContext:
         first_R: Index = np.maximum(self._starts_R - window + 1, 0) // BLOCK
         final_R: Index = self._last_R // BLOCK
         places_RB = first_R[:, None] + np.arange(int((final_R - first_R).max()) + 1)
@@ -167,21 +170,21 @@ class _Gathered:
         column_R1C = torch.from_numpy(first_R * BLOCK)[:, None, None].to(self._device) + columns_C
         hidden_RQC = (column_R1C > position_RQ1) | (column_R1C <= position_RQ1 - window)
         mask_RQC = torch.zeros(hidden_RQC.shape, dtype=dtype, device=self._device)
-        return _Sight(
+        return _VisibleContext(
             blocks_RB=torch.from_numpy(blocks_RB.astype(np.int64)).to(self._device),
             mask_RQC=mask_RQC.masked_fill_(hidden_RQC, -torch.inf),
         )
 
 
 def _runs(begins_R: Index, counts_R: Index) -> Index:
-    """The numbers from each begin on, as many as its count."""
+    """Return the consecutive numbers from each of ``begins_R`` on, as many as its count, concatenated."""
     ends_R = np.cumsum(counts_R)
     numbers: Index = np.arange(int(counts_R.sum())) + np.repeat(begins_R - (ends_R - counts_R), counts_R)
     return numbers
 
 
 def _buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
-    """Rows of about as many queries that are about as long."""
+    """Yield groups of rows with similar numbers of queries and similar lengths."""
     for few in cut(geometry.counts_R[rows]):
         alike = rows[few]
         for chosen in cut(geometry.starts_R[alike] + geometry.counts_R[alike]):

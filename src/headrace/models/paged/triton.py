@@ -1,11 +1,11 @@
-"""Attention over blocks by Triton kernels, on CUDA: writing, and decoding straight from the pool.
+"""Attention over blocks by Triton kernels, on CUDA: writing, and decoding directly from the pool.
 
-One program decodes one row, one key-value head and one share of the context, with the query heads of that head
-together; the shares are joined by their log-sum-exps (Dao et al. 2023, *Flash-Decoding*), where a layer's sinks join
-too. Rows of several tokens are gathered, as in :mod:`.reference`. How many shares there are depends on the batch, so
-the last bits of a result do too.
+One program decodes one row, one key-value head and one part of the context (a *share*), with all query heads of that
+head. The shares are combined by their log-sum-exps (Dao et al. 2023, *Flash-Decoding*), and so are a layer's sinks.
+Rows with several tokens are gathered, as in :mod:`.reference`. The number of shares depends on the batch, so the last
+bits of a result do too.
 
-Shape legend: N tokens of the pass, D decoding rows, B blocks of the longest table, P blocks of the pool, S places of a
+Shape legend: N tokens of the pass, D decoding rows, B blocks of the longest table, P blocks of the pool, S tokens of a
 block, K key-value heads, H query heads, G = H / K, E head size, X shares.
 """
 
@@ -25,20 +25,21 @@ from headrace.models.paged.base import BLOCK, Geometry
 from headrace.models.paged.reference import Prompts, Writer
 
 tl: Any = None
-"""``triton.language``, once a kernel has been made; the kernels find it here."""
+"""The module ``triton.language``, once a kernel has been compiled; the kernels read it from here."""
 
 PROGRAMS = 256
-"""Fewer would leave parts of the device idle: the context is shared out until there are so many."""
+"""The number of programs below which parts of the device would be idle: the context is split until there are as
+many."""
 
 TILE = 64
-"""Columns that a program reads at a time."""
+"""The number of columns that a program reads at a time."""
 
 LEAST = 16
 """The smallest side of a matrix that the device multiplies."""
 
 
 class TritonAttention:
-    """The attention of one pass (see :class:`headrace.models.paged.base.PagedAttention`)."""
+    """The attention of one pass on Triton kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         split = geometry.num_decode
@@ -50,7 +51,7 @@ class TritonAttention:
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        with torch.cuda.device_of(qkv[0]):  # triton launches on the thread's device, whatever it is given
+        with torch.cuda.device_of(qkv[0]):  # triton launches on the thread's device, not on that of its arguments
             return self._attend(qkv, layer, rule)
 
     def _attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
@@ -99,7 +100,7 @@ class TritonAttention:
 
 
 def _join(parts_DHXE: Tensor, sums_DHX: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """Attention over all shares, from that over each and the log-sum-exp of its scores."""
+    """Combine the attention of each share, with the log-sum-exp of its scores, to attention over all shares."""
     shares = sums_DHX.shape[2]
     if sinks_H is not None:
         sums_DHX = torch.cat([sums_DHX, sinks_H.float()[None, :, None].expand(len(sums_DHX), -1, 1)], dim=2)
@@ -109,14 +110,15 @@ def _join(parts_DHXE: Tensor, sums_DHX: Tensor, sinks_H: Tensor | None) -> Tenso
 
 
 def _power(size: int) -> int:
-    """The power of two that a side of a tile is padded to."""
+    """Return the power of two to which a side of a tile is padded."""
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
 @cache
 def _kernel(name: str) -> Any:
-    """Compiled for a device at its first launch, or interpreted if TRITON_INTERPRET is set."""
-    global tl  # noqa: PLW0603 - kernels see their module's names only, and importing it needs no Triton
+    """Return a kernel, which is compiled for a device at its first launch, or interpreted if TRITON_INTERPRET is
+    set."""
+    global tl  # noqa: PLW0603 - kernels see their module's globals only, and importing the module must not need Triton
     import triton
     import triton.language
 
@@ -173,7 +175,7 @@ def _decode(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weights, 1)
         highest = higher
     target = (row * tl.num_programs(1) * G + heads) * tl.num_programs(2) + share
-    divisor = tl.where(total > 0, total, 1.0)  # a share may be empty: its log-sum-exp is -inf then
+    divisor = tl.where(total > 0, total, 1.0)  # the log-sum-exp of an empty share is -inf
     tl.store(
         parts + target[:, None] * V + place[None],
         mixed / divisor[:, None],

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts model is, for recording and replaying its routing.
+"""The mixture-of-experts layers of a model, as recording and replaying their routing needs them.
 
 Shape legend: N tokens of a pass, E experts, K experts per token and layer, L mixture-of-experts layers, R tokens whose
 routing is known.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headrace.base.types.recorded import Experts
 
 Gates = Callable[[Any, Tensor, Tensor], Tensor]
-"""``gates(router, logits_NE, experts_NK)``: the weights ``[N, K]`` that the router gives to selected experts."""
+"""A function ``gates(router, logits_NE, experts_NK)`` that returns the weights ``[N, K]`` of selected experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,38 +24,39 @@ class MixtureLayer:
     """One mixture-of-experts layer."""
 
     depth: int
-    """Of the decoder layer that it is in."""
+    """The index of the decoder layer that contains it."""
     router: nn.Module
-    """Gives ``(logits_NE, gates_NK, experts_NK)``."""
+    """The router module, which returns ``(logits_NE, gates_NK, experts_NK)``."""
     attention: nn.Module
-    """Of the same decoder layer: runs before the router, and gets the keywords of the pass."""
+    """The attention module of the same decoder layer, which runs before the router and gets the keywords of the
+    pass."""
     gates: Gates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedModel:
-    """Where a model routes. Layers without experts are not counted."""
+    """A model with mixture-of-experts layers. Layers without experts are not counted."""
 
     trunk: nn.Module
-    """The module whose keywords reach every layer."""
+    """The module whose keywords are passed to every layer."""
     layers: tuple[MixtureLayer, ...]
     top_k: int
-    """Experts per token and layer."""
+    """The number of experts per token and layer."""
     num_experts: int
-    """Experts of a layer, without shared ones."""
+    """The number of experts of a layer, without shared ones."""
 
     @property
     def num_layers(self) -> int:
-        """Mixture-of-experts layers, at least one."""
+        """Return the number of mixture-of-experts layers, at least one."""
         return len(self.layers)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of recorded experts: uint8, or uint16 above 256 experts."""
+        """Return the dtype of recorded experts: uint8, or uint16 above 256 experts."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     def problem(self, experts_RLK: Experts) -> str:
-        """Why these cannot be experts that this model chose, in words; empty if they can."""
+        """Return why the model cannot have chosen these experts, in words; empty if it can."""
         wanted = (self.num_layers, self.top_k)
         if experts_RLK.ndim != 3 or experts_RLK.shape[1:] != wanted:
             return f"experts of shape {experts_RLK.shape} for {wanted[0]} layers of {wanted[1]} experts per token"

@@ -1,9 +1,9 @@
-"""Send tokens to recorded experts.
+"""Record which experts compute each token, and send tokens to recorded experts.
 
-    with replay(routing) ──▶ trunk(…, SEEN=seen) ──▶ layer: attention(…, SEEN=seen) notes it ──▶ router's output changes
+    with replay(routing) ──▶ trunk(…, SEEN=seen) ──▶ layer: attention(…, SEEN=seen) keeps it ──▶ router's output changes
 
-The replay travels with the keywords of the pass, as the plan of attention does. A layer whose activations are computed
-again in the backward pass gets the same keywords again, so it routes as it did, even if another pass, or none, is being
+The routing is passed with the keywords of the pass, as the attention plan is. A layer whose activations are recomputed
+in the backward pass gets the same keywords again, so it routes as before, even if another pass, or none, is being
 replayed by then.
 
 Shape legend: N tokens of a pass, L mixture-of-experts layers, K experts per token and layer, R tokens whose routing is
@@ -22,26 +22,26 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
-from headrace.base.types.recorded import Routing
+from headrace.base.types.recorded import Experts, Routing
 from headrace.models.routing.base import MixtureLayer, RoutedModel
 
 SEEN = "headrace_seen"
-"""The keyword under which a replay travels through ``model(**kwargs)``."""
+"""The keyword under which the routing of a pass is given to ``model(**kwargs)``."""
 
 
 class RoutingPass:
-    """The routing of one pass, and how far it is from what the routers would choose."""
+    """The routing of one pass, and its difference from what the routers would choose."""
 
     def __init__(self, routing: Routing, routed: RoutedModel, *, forced: bool, device: torch.device) -> None:
         self.routed = routed
-        """Of the replay that it belongs to."""
+        """The model of the replay that the pass belongs to."""
         small = np.uint8 if routing.experts_RLK.dtype == np.uint8 else np.int32
         experts_NLK = np.zeros((len(routing), routed.num_layers, routed.top_k), small)
         experts_NLK[routing.known_T] = routing.experts_RLK
         self.num_known = int(routing.known_T.sum())
-        """Tokens whose routing is known."""
+        """The number of tokens whose routing is known."""
         self.total = self.num_known * routed.num_layers
-        """Pairs of a known token and a layer: what :attr:`differing` is out of."""
+        """The number of pairs of a known token and a layer, of which :attr:`differing` counts some."""
         self._forced = forced
         self._known_N = torch.tensor(routing.known_T, device=device)
         self._experts_NLK = torch.from_numpy(experts_NLK).to(device)
@@ -49,19 +49,19 @@ class RoutingPass:
 
     @property
     def differing(self) -> int:
-        """Pairs of a known token and a layer at which the router would choose another set of experts. Waits for the
-        device."""
+        """Return the number of pairs of a known token and a layer for which the router would choose another set of
+        experts. Waits for the device."""
         return int(torch.stack(list(self._differing.values())).sum()) if self._differing else 0
 
     @property
     def num_layers(self) -> int:
-        """Layers that have routed so far."""
+        """Return the number of layers that have routed so far."""
         return len(self._differing)
 
     def route(
         self, index: int, layer: MixtureLayer, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the router of layer ``index`` shall give instead of ``output``."""
+        """Return the output that replaces ``output`` of the router of layer ``index``."""
         logits_NE, _, live_NK = output
         if len(live_NK) != len(self._known_N):
             raise ModelError(
@@ -75,11 +75,12 @@ class RoutingPass:
 
 
 class RoutingReplay:
-    """Makes forward passes of one model use recorded experts. Not thread-safe. A model may have several (a learner for
-    each of its adapters): each sees to its own passes.
+    """A replay: it makes forward passes of one model use recorded experts. It is not thread-safe. A model may have
+    several (a learner has one for each of its adapters); each handles its own passes.
 
-    Known tokens go to the recorded experts, with the gates that the current router gives to those; unknown tokens are
-    routed live. With the experts that the routers would have chosen, in their order, nothing changes, bit for bit.
+    Known tokens go to the recorded experts, with the gates that the current router gives to those; unknown tokens
+    are routed live. If the recorded experts are those that the routers would choose, in their order, nothing
+    changes, bit for bit.
     """
 
     def __init__(self, routed: RoutedModel) -> None:
@@ -94,10 +95,11 @@ class RoutingReplay:
         """Replay ``routing``, of exactly the tokens of the pass, in the forward pass of the ``with`` block; its
         backward pass may come later.
 
-        With ``forced=False`` the routers choose live, and only how their choice differs is counted.
+        With ``forced=False`` the routers choose live, and only the difference of their choice is counted.
 
         Raises :class:`~headrace.base.errors.ModelError` for routing that this model cannot have chosen (see
-        :meth:`RoutedModel.problem`), for a pass of other tokens, and if no pass came or it did not reach every router.
+        :meth:`RoutedModel.problem`), for a pass of other tokens, and if there was no pass or it did not reach every
+        router.
         """
         problem = routing.problem(len(routing)) or self._routed.problem(routing.experts_RLK)
         if problem:
@@ -127,3 +129,44 @@ class RoutingReplay:
         self, index: int, layer: MixtureLayer, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         return output if self._seen is None else self._seen.route(index, layer, output)
+
+
+class RoutingRecorder:
+    """A recorder of the experts of the last forward pass, while :attr:`on`. Install it once per model.
+
+    During a replay it records the replayed experts, which compute the tokens. It is not thread-safe.
+    """
+
+    def __init__(self, routed: RoutedModel) -> None:
+        self.on = False
+        """Whether passes are recorded. When off, it costs one Python call per layer."""
+        self._dtype = torch.uint8 if routed.dtype.itemsize == 1 else torch.uint16
+        self._chosen: list[Tensor | None] = [None] * routed.num_layers
+        for index, layer in enumerate(routed.layers):
+            layer.router.register_forward_hook(partial(self._note, index))
+
+    def stacked(self) -> Tensor:
+        """Return the experts ``[N, L, K]`` of the pass since the last call, in the order of their rank, on the model's
+        device, as uint8 or uint16. No transfer is started, so the call may be part of a captured graph.
+
+        Raises :class:`~headrace.base.errors.ModelError` unless every router ran while the recorder was on.
+        """
+        chosen = [experts_NK for experts_NK in self._chosen if experts_NK is not None]
+        missing = [index for index, experts_NK in enumerate(self._chosen) if experts_NK is None]
+        if missing:
+            raise ModelError(
+                f"no routing was recorded in {len(missing)} of {len(self._chosen)} layers (the first: {missing[0]})",
+                remedy="set recorder.on before the forward pass and take once after it; "
+                "if that is so, a fused kernel bypasses the router: load the model without it",
+            )
+        self._chosen = [None] * len(self._chosen)
+        return torch.stack(chosen, dim=1).to(self._dtype)
+
+    def take(self) -> Experts:
+        """Return the result of :meth:`stacked` in host memory."""
+        experts_NLK: Experts = self.stacked().cpu().numpy()
+        return experts_NLK
+
+    def _note(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if self.on:
+            self._chosen[index] = output[2]

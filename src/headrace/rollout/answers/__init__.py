@@ -1,21 +1,25 @@
-"""Answers as text, and the messages that they are: one file per way in which models write calls of tools."""
+"""The parsing of answers as messages: one file for each way in which models write calls of tools."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
-from headrace.rollout.answers.bare_json import BareJson
+from headrace.base.plugins import Registry
 from headrace.rollout.answers.base import ParsedAnswer, Parser, certain_split, split_reasoning
-from headrace.rollout.answers.hermes import Hermes
 
-PARSERS: Mapping[str, Parser] = {"hermes": Hermes(), "json": BareJson()}
-"""By the names of ``env.tool_parser``."""
+PARSERS = Registry[Callable[[], Parser]](
+    group="headrace.parsers",
+    setting="env.tool_parser",
+    rows={"hermes": "headrace.rollout.answers.hermes:Hermes", "json": "headrace.rollout.answers.bare_json:BareJson"},
+    check=lambda made: None if callable(made) else "cannot be called without arguments to make a parser",
+)
+"""The constructors of parsers, by their names in ``env.tool_parser``."""
 
 __all__ = ["PARSERS", "ParsedAnswer", "Parser", "certain_split", "parser_for", "split_reasoning"]
 
 
 def parser_for(name: str, template: str) -> Parser:
-    """The parser called ``name``; of ``auto``, the one that fits what the chat template tells the model."""
+    """Return the parser with this name; for ``auto``, the one that matches the chat template."""
     if name == "auto":
         name = "hermes" if "<tool_call>" in template else "json"
-    return PARSERS[name]
+    return PARSERS.load(name)()

@@ -1,4 +1,5 @@
-"""An answer that is a JSON object with a name and arguments: Llama, and models whose template knows no calls."""
+"""A parser for answers that are a JSON object with a name and arguments: Llama, and models whose template has no
+tools."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL)
 
 
 class BareJson:
-    """The whole answer, or the one fenced block in it, is a call; anything else is content."""
+    """A parser that takes the whole answer, or its only fenced block, as a call; any other text is content."""
 
     markers: tuple[str, ...] = (_TAG,)
 
@@ -29,10 +30,10 @@ class BareJson:
         return ParsedAnswer(content=before, calls=(call,))
 
     def num_certain(self, text: str) -> int:
-        """Nothing of what may be a call; else up to the first block, or what may become one, and the space before
-        it."""
-        begun = text.lstrip()
-        if begun.startswith(("{", _TAG)) or _TAG.startswith(begun):
+        """Return 0 for text that may be a call; else the length up to the first block, or its possible beginning,
+        without the space before it."""
+        stripped = text.lstrip()
+        if stripped.startswith(("{", _TAG)) or _TAG.startswith(stripped):
             return 0
         before, fenced, _ = text.partition(_FENCE)
         return len((before if fenced else before[: len(before) - overlap(before, _FENCE)]).rstrip())

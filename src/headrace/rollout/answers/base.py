@@ -1,4 +1,4 @@
-"""What reads an answer."""
+"""The contract of a parser of answers, and the separation of reasoning from content."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ THINK, THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedAnswer:
-    """The text of an answer, taken apart."""
+    """The content of an answer and its calls of tools."""
 
     content: str
     calls: tuple[tuple[str, str], ...] = ()
-    """Name and arguments (a JSON object as text) of each call."""
+    """The name and the arguments (a JSON object as text) of each call."""
     problems: tuple[str, ...] = ()
-    """What looked like a call and cannot be read; it stays in the content."""
+    """Descriptions of invalid calls, whose text remains in the content."""
 
 
 class Parser(Protocol):
-    """Finds the calls of tools in an answer; never raises, whatever the text is."""
+    """A function that finds the calls of tools in an answer. It never raises, whatever the text is."""
 
     markers: tuple[str, ...]
-    """Tokens that it needs to see, even where the tokenizer counts them as special."""
+    """Tokens that have to be in the text, even if the tokenizer lists them as special."""
 
     def __call__(self, text: str) -> ParsedAnswer:
-        """Take ``text`` apart."""
+        """Separate the content of ``text`` from its calls."""
         ...
 
     def num_certain(self, text: str) -> int:
-        """How many characters the content of an answer that begins with ``text`` has in common with it, whatever
-        follows."""
+        """Return how many characters of ``text`` are certain to begin the content of any answer that begins with
+        ``text``."""
         ...
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """What was thought, and what was said after it. Text without the beginning of a thought was said; where the prompt
-    has ``opened`` one, it goes on.
+    """Return the reasoning, and the content after it. Text that does not begin with a thought is content, unless the
+    prompt has ``opened`` a thought.
 
     >>> split_reasoning("<think>2+2 is 4.</think>4"), split_reasoning("so be it</think>4", opened=True)
     (('2+2 is 4.', '4'), ('so be it', '4'))
@@ -49,31 +49,32 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
     """
     if not (opened or text.lstrip().startswith(THINK)):
         return "", text
-    thought, _, said = text.partition(THOUGHT)
-    return thought.lstrip().removeprefix(THINK).strip("\n"), said.lstrip("\n")
+    thought, _, content = text.partition(THOUGHT)
+    return thought.lstrip().removeprefix(THINK).strip("\n"), content.lstrip("\n")
 
 
 def certain_split(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """What :func:`split_reasoning` begins with, whatever follows ``text``.
+    """Return the parts of :func:`split_reasoning` that cannot change, whatever follows ``text``.
 
     >>> certain_split("<thi"), certain_split("<think>2+2\\n</th"), certain_split("<think>a</think>\\n\\nb")
     (('', ''), ('2+2', ''), ('a', 'b'))
     >>> certain_split("4 <thi"), certain_split("so be it", opened=True)
     (('', '4 <thi'), ('so be it', ''))
     """
-    begun = text.lstrip()
-    if THINK.startswith(begun):
+    stripped = text.lstrip()
+    if THINK.startswith(stripped):
         return "", ""
-    if not opened and not begun.startswith(THINK):
+    if not opened and not stripped.startswith(THINK):
         return "", text
     if THOUGHT in text:
         return split_reasoning(text, opened=opened)
-    thought = begun.removeprefix(THINK)
+    thought = stripped.removeprefix(THINK)
     return thought[: len(thought) - overlap(thought, THOUGHT)].strip("\n"), ""
 
 
 def read_call(text: str) -> tuple[str, str] | str:
-    """Name and arguments of the call that the JSON object ``text`` is, or what is wrong with it.
+    """Return the name and arguments of the call that the JSON object ``text`` represents, or a description of the
+    problem.
 
     >>> read_call('{"name": "add", "arguments": {"a": 1}}'), read_call('{"name": 1}')
     (('add', '{"a": 1}'), 'a call without a name')
@@ -92,9 +93,9 @@ def read_call(text: str) -> tuple[str, str] | str:
             return "arguments that are not JSON"
     if not isinstance(arguments, dict):
         return "arguments that are not an object"
-    told = json.dumps(arguments, ensure_ascii=False)
+    text_of_arguments = json.dumps(arguments, ensure_ascii=False)
     try:
-        (call["name"] + told).encode()
+        (call["name"] + text_of_arguments).encode()
     except UnicodeEncodeError:
         return "a call with half a character"
-    return call["name"], told
+    return call["name"], text_of_arguments

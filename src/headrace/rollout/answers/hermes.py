@@ -1,4 +1,4 @@
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen and many others."""
+"""A parser for ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen and many others."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class Hermes:
-    """Calls between tags, as many as the model likes; what is outside is content."""
+    """A parser that takes the text between the tags as calls, any number of them; the rest is content."""
 
     markers: tuple[str, ...] = (BEGIN, END)
 
     def __call__(self, text: str) -> ParsedAnswer:
         calls: list[tuple[str, str]] = []
         problems: list[str] = []
-        said, *blocks = text.split(BEGIN)
+        content, *blocks = text.split(BEGIN)
         for block in blocks:
             inside, ended, after = block.partition(END)
             call = read_call(inside) if ended else "a call without an end"
             if isinstance(call, str):
                 problems.append(call)
-                said += BEGIN + block
+                content += BEGIN + block
                 continue
             calls.append(call)
-            said += after
-        content = said.rstrip() if calls else text
+            content += after
+        content = content.rstrip() if calls else text
         return ParsedAnswer(content=content, calls=tuple(calls), problems=tuple(problems))
 
     def num_certain(self, text: str) -> int:
-        """Up to the first tag, or what may become one, and the space before it."""
-        before, begun, _ = text.partition(BEGIN)
-        return len((before if begun else before[: len(before) - overlap(before, BEGIN)]).rstrip())
+        """Return the length up to the first tag, or its possible beginning, without the space before it."""
+        before, found, _ = text.partition(BEGIN)
+        return len((before if found else before[: len(before) - overlap(before, BEGIN)]).rstrip())

@@ -1,9 +1,8 @@
-"""Environments: what an attempt at a task is."""
+"""Environments: the definition of an attempt at a task."""
 
-from headrace.rollout.environments.base import AttemptOutcome, Environment, OpenEpisode
+from headrace.rollout.environments.base import AttemptOutcome, Environment, OpenEpisode, SingleTurn
 from headrace.rollout.environments.config import DataConfig, EnvConfig
 from headrace.rollout.environments.curriculum import Curriculum, CurriculumConfig
-from headrace.rollout.environments.single_turn import SingleTurn
 
 __all__ = [
     "AttemptOutcome",

@@ -16,27 +16,30 @@ from headrace.base.config import Section
 from headrace.models.config import ModelConfig
 
 POLICY = "policy"
-"""Who answers where no agent is named: the policy under training."""
+"""The name of the policy under training, which answers where no agent is named."""
 RESERVED = frozenset({POLICY, "task", "user", "tool"})
-"""Authors of turns that are no agents of the user's."""
+"""Authors of turns; no agent may have one of these names."""
 
 
 class AgentSection(Section):
-    """An agent by name: what all kinds have in common."""
+    """The settings that all kinds of agents share."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=32)
-    """As a rollout says it: ``policy.chat(..., agent=name)``, or ``name/0``, ``name/1`` for several of one role; in a
-    program, as the name of the model."""
+    """The name in a rollout, ``policy.chat(..., agent=name)``, or ``name/0``, ``name/1`` for several of one role. A
+    program gives it as the name of the model."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
-        """Where its weights are, in a run that trains ``model``; ``None``: it is the policy under training."""
+        """Return the model settings of the agent's frozen weights, in a run that trains ``model``; ``None`` for the
+        policy under training."""
         raise NotImplementedError
 
 
 class TrainedAgent(AgentSection):
-    """The policy under training, under a name of its own; where ``model.lora.agents`` names it too, an adapter of its
-    own, in training beside the policy's. It needs a table only where other agents have one: then no name is allowed
-    that has none."""
+    """The policy under training, under another name.
+
+    If ``model.lora.agents`` contains the name, the agent trains an adapter of its own beside the policy's. A table for
+    it is needed only if other agents have one, since then every name must have one.
+    """
 
     kind: Literal["trained"] = "trained"
     """Selects the policy under training."""
@@ -49,7 +52,7 @@ class TrainedAgent(AgentSection):
 
 
 class FrozenAgent(AgentSection):
-    """The weights that the run begins with, as they were: an earlier self to play against."""
+    """An agent with the weights that the run begins with: an earlier version of the policy to play against."""
 
     kind: Literal["frozen"] = "frozen"
     """Selects the weights that the run begins with."""
@@ -62,12 +65,12 @@ class FrozenAgent(AgentSection):
 
 
 class AdapterAgent(AgentSection):
-    """An adapter on the weights of ``model.path``, frozen."""
+    """An agent with a frozen adapter on the weights of ``model.path``."""
 
     kind: Literal["adapter"] = "adapter"
     """Selects an adapter."""
     path: str = Field(min_length=1)
-    """Its directory, as peft or a run that trained ``model.lora`` has written it."""
+    """The directory of the adapter, as peft or a run with ``model.lora`` has written it."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
         from headrace.models.lora import config_of
@@ -79,12 +82,12 @@ class AdapterAgent(AgentSection):
 
 
 class ModelAgent(AgentSection):
-    """Another model with the same vocabulary, frozen."""
+    """An agent with another, frozen model of the same vocabulary."""
 
     kind: Literal["model"] = "model"
     """Selects another model."""
     path: str = Field(min_length=1)
-    """Its directory, such as a snapshot of another run."""
+    """The directory of the model, such as a snapshot of another run."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
         return model.model_copy(update={"path": self.path, "lora": None})

@@ -1,4 +1,4 @@
-"""What an environment is to the controller."""
+"""The contract of an environment, as the controller sees it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 
 AS_THE_RUN = ChatOptions()
-"""Everything as the run samples."""
+"""The options of an answer that is sampled as the run samples."""
 
 
 class Answering(Protocol):
-    """Who answers in an episode."""
+    """An object that answers in an episode."""
 
     seed: int
-    """For the environment's own draws: fixed by the run's seed and the episode's key."""
+    """A seed for the environment's own draws, fixed by the run's seed and the episode's key."""
 
     async def reply(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions = AS_THE_RUN
     ) -> Reply:
-        """The model's answer to ``messages``, which may call ``tools``.
+        """Return the model's answer to ``messages``, which may call ``tools``.
 
         Raises :class:`~headrace.base.errors.BudgetSpent`, :class:`~headrace.base.errors.EpisodeError` and
         :class:`~headrace.base.errors.RequestError`.
@@ -33,28 +33,28 @@ class Answering(Protocol):
         ...
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
-        """The model's answer to these tokens, which are everything that it reads."""
+        """Return the model's answer to these tokens, which are its whole input."""
         ...
 
 
 class AnswerPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become certain of an answer that is still being sampled."""
+    """A piece of an answer that later tokens cannot change."""
 
     num_prompt_tokens: int
-    """That the model has read for it."""
+    """The number of tokens of the prompt."""
     reasoning: str = ""
-    """To be appended to what came before."""
+    """Text to be appended to the reasoning."""
     content: str = ""
-    """To be appended to what came before; nothing of the reasoning comes after it."""
+    """Text to be appended to the content; no reasoning follows it."""
 
 
-Hear = Callable[[AnswerPiece], None]
-"""Told of an answer while it is sampled. The pieces together are the reasoning and the content of the whole message;
-calls of tools come with the whole alone."""
+OnPiece = Callable[[AnswerPiece], None]
+"""A function that is called with the pieces of an answer while it is sampled. Together they are the reasoning and the
+content of the whole message; calls of tools come only with the whole message."""
 
 
 class OpenEpisode(Answering, Protocol):
-    """An episode that is under way: it answers, and keeps what was sampled."""
+    """An episode in progress: it answers, and records what was sampled."""
 
     key: EpisodeKey
 
@@ -63,43 +63,54 @@ class OpenEpisode(Answering, Protocol):
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
         options: ChatOptions = AS_THE_RUN,
-        hear: Hear | None = None,
+        on_piece: OnPiece | None = None,
     ) -> Reply:
-        """As anybody is answered; ``hear`` is told what becomes certain of it meanwhile."""
+        """Return the model's answer to ``messages``; ``on_piece`` is called with its pieces meanwhile."""
         ...
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """How many tokens the model would read for an answer to these."""
+        """Return how many tokens the model would read to answer these messages."""
         ...
 
     def spell(self, token: int) -> str:
-        """A token as text, a special one too."""
+        """Return the text of a token, special tokens included."""
         ...
 
-    def begin_again(self) -> None:
-        """Forget what was said, without fault of this episode: the same asks get the answers that they got."""
+    def restart(self) -> None:
+        """Discard the conversation, for an attempt that has to be made again without fault of the model. The same
+        requests get the same answers."""
         ...
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt came to."""
+    """The outcome of an attempt."""
 
     reward: float | None = None
-    """What it earned; ``None`` where the run's reward function is to say."""
+    """The reward; ``None``: the run's reward function decides."""
     turn_rewards: dict[int, float] = {}
-    """What of it was earned at single turns."""
+    """The shares of the reward that single turns earned, by their indices."""
     agent_rewards: dict[str, float] = {}
-    """What each agent earned, where that is told apart."""
+    """The reward of each agent, where agents are rewarded separately."""
     trained: tuple[int, ...] | None = None
     """The sampled turns that carry loss; ``None``: all of them."""
 
 
 class Environment(Protocol):
-    """An environment attempts tasks; one instance serves all episodes, so it keeps no state of an episode."""
+    """An environment that attempts tasks. One instance serves all episodes, so it keeps no state of an episode."""
 
     asks_prompt: bool
-    """Whether an episode begins with the prompt of its task, and nothing else."""
+    """Whether an episode begins with the prompt of its task and nothing else."""
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
-        """One attempt. An exception fails this episode only."""
+        """Attempt a task. An exception fails this episode only."""
         ...
+
+
+class SingleTurn:
+    """An environment in which the model reads the prompt and answers once."""
+
+    asks_prompt = True
+
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
+        await episode.sample(task.prompt_ids_T)
+        return AttemptOutcome()

@@ -1,4 +1,4 @@
-"""Calls in ``async`` functions that keep everybody else waiting, found by reading the file."""
+"""The search for calls that block the event loop, in the source of ``async`` functions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _CALLS = frozenset(
 
 
 def blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str]]:
-    """Line, call and function of every call in an ``async def`` that blocks; with a ``name``, in what the file defines
-    under it, and in what that mentions.
+    """Return the line, call and function of every blocking call in an ``async def``. With a ``name``, only the
+    definition of that name and the definitions that it mentions are searched.
 
     >>> code = "from time import sleep as nap\\nasync def step():\\n    nap(1)\\n    def later(): nap(2)\\n"
     >>> blocking_calls(ast.parse(code))
@@ -40,21 +40,21 @@ def blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str
 
 
 def _mentioned(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """The functions and classes of a file that ``name`` leads to."""
+    """Return the functions and classes of a file that ``name`` reaches."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
     found: dict[str, ast.stmt] = {}
-    left = [name]
-    while left:
-        name = left.pop()
+    pending = [name]
+    while pending:
+        name = pending.pop()
         if name in defined and name not in found:
             found[name] = defined[name]
-            left += [node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)]
+            pending += [node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)]
     return list(found.values())
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """What each imported name stands for."""
+    """Return the full name behind each imported name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -65,15 +65,15 @@ def _imported(tree: ast.Module) -> dict[str, str]:
 
 
 def _own_calls(function: ast.AsyncFunctionDef) -> Iterator[ast.Call]:
-    """Calls that run in the loop: not those of functions within."""
-    left: list[ast.AST] = [*function.body]
-    while left:
-        node = left.pop()
+    """Yield the calls that run in the event loop, without those in nested functions."""
+    pending: list[ast.AST] = [*function.body]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         if isinstance(node, ast.Call):
             yield node
-        left.extend(ast.iter_child_nodes(node))
+        pending.extend(ast.iter_child_nodes(node))
 
 
 def _resolved(called: ast.expr, names: dict[str, str]) -> str:

@@ -1,41 +1,45 @@
-"""Settings of data and environment."""
+"""Settings of the data and of the environment."""
 
 from __future__ import annotations
 
 import shlex
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from headrace.base.config import Section
-from headrace.base.config.tls import refuse_half
+from headrace.base.config.kinds import NameOf
+from headrace.base.config.tls import refuse_incomplete_tls
 from headrace.base.errors import ConfigError
+from headrace.rollout.answers import PARSERS
 from headrace.rollout.environments.agents import RESERVED, AgentConfig
 from headrace.rollout.environments.curriculum import CurriculumConfig
+from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
 from headrace.rollout.scoring import AnyReward, FunctionReward, RewardConfig
 
 
 class DataConfig(Section):
-    """Where the tasks come from: one row is one task."""
+    """Settings of the tasks: one row is one task."""
 
     count: int | None = Field(default=None, ge=1)
-    """In place of ``path``, for environments that make their own tasks: so many rows ``{"number": 0}``, ..."""
+    """The number of rows ``{"number": 0}``, ``{"number": 1}``, ... for environments that make their own tasks; it takes
+    the place of ``path``."""
     eval_count: int | None = Field(default=None, ge=1)
-    """In place of ``eval_path``: so many held-out rows, whose numbers follow those of ``count``."""
+    """The number of held-out rows, which are numbered after those of ``count``; it takes the place of ``eval_path``."""
     path: str = ""
-    """A ``.jsonl``, ``.csv`` or ``.parquet`` file; its columns are what the reward sees. Empty where rows are handed
-    over in Python."""
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file, whose columns the reward gets. Empty where rows are passed in
+    Python."""
     eval_path: str = ""
-    """Held-out rows in the same form; empty: no evaluation."""
+    """A file of held-out rows in the same form; empty: no evaluation."""
     prompt_column: str = "prompt"
     """The column with the prompt: text, or a list of chat messages."""
     shuffle: bool = True
-    """Visit the rows in a new random order in every epoch."""
+    """Whether the rows are visited in a new random order in every epoch."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the rows, in groups attempted: when they are used up, the run ends with what it has learned. Unset:
-    the rows are visited again as often as the steps need, dropped groups included."""
+    """The number of passes over the rows, counted in groups attempted. After them the run ends with the weights it has.
+    Unset: the rows are visited as often as the steps need, dropped groups included."""
     curriculum: CurriculumConfig | None = None
-    """Attempt rows by how often they are solved, instead of each once per epoch; unset: no curriculum."""
+    """Choose rows by how often they are solved, instead of each once per epoch; unset: no curriculum."""
 
     @model_validator(mode="after")
     def _rows_have_one_source(self) -> Self:
@@ -50,85 +54,91 @@ class DataConfig(Section):
 
 
 class EnvConfig(Section):
-    """What an attempt is, and how it is rewarded."""
+    """Settings of an attempt and of its reward."""
 
-    kind: Literal["single_turn", "env", "rollout", "program", "bridge"] = "single_turn"
+    kind: Annotated[str, NameOf(ENVIRONMENTS, also=BUILT_IN)] = "single_turn"
     """``single_turn``: the model reads the prompt and answers once. ``env``: a class with ``reset`` and ``step``.
     ``rollout``: an ``async def rollout(task, policy)``. ``program``: a command that speaks OpenAI's or Anthropic's
-    protocol. ``bridge``: an environment of another library, see docs/bridges.md."""
+    protocol. ``bridge``: an environment of another library, see docs/bridges.md. Any other name: the environment that
+    an installed package offers under it, see docs/extending.md."""
     entry: str = ""
-    """``file.py:name`` of that class or function. It runs in processes of its own, one object per episode. Of a bridge:
-    ``LIBRARY/WHAT``."""
+    """``file.py:name`` of that class or function. It runs in processes of its own, with one object per episode. For a
+    bridge: ``LIBRARY/WHAT``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of a bridge: those of the library, and those that its file in ``headrace.wings.bridges`` names."""
+    """For a bridge: the settings of the library and of the bridge, as its page describes them. For an environment of an
+    installed package: the arguments that it is called with."""
     command: str | tuple[str, ...] = ""
-    """The program, with its arguments: a list, or a text that is split at its spaces as a shell does. It is started for
-    every episode, in a directory of its own; see docs/agents.md."""
+    """The program with its arguments: a list, or a text that is split as a shell does. It is started for every episode
+    in a directory of its own; see docs/agents.md."""
+    own_namespace: bool = True
+    """Whether each program runs in a user namespace of its own, where the system allows it. Then no program can read
+    the key or the memory of another, and none can become another user (``sudo`` fails)."""
     agents: tuple[AgentConfig, ...] = ()
-    """Who answers under which name, a table ``[[env.agents]]`` for each: the policy under training, the weights that
-    the run begins with, an adapter, another model. Empty: every name is the policy under training."""
+    """The agents of an episode, one table ``[[env.agents]]`` for each: the policy under training, the weights that the
+    run begins with, an adapter or another model. Empty: every name is the policy under training."""
     workers: int = Field(default=1, ge=0)
-    """Processes that environments run in; those of machines that join come on top (``launch.join``). 0, only with
-    ``launch.join``: none here."""
+    """The number of processes that run environments; those of machines that join are added (``launch.join``). 0, only
+    with ``launch.join``: none on this machine."""
     host: str = ""
-    """Address of this machine at which programs and ``policy.base_url`` reach their episodes; unset: 127.0.0.1, and
-    where workers may be on other machines the address by which those reach this one. Each episode has a key."""
+    """The address of this machine at which programs and ``policy.base_url`` reach their episodes. Unset: 127.0.0.1 or,
+    if workers may be on other machines, the address by which those reach this one. Each episode has a key."""
     tls_certificate: str = ""
-    """A PEM file: they do so over https. Their clients have to trust it (``SSL_CERT_FILE``); unset: in clear text."""
+    """A PEM file with a certificate: programs then use https, and their clients have to trust it (``SSL_CERT_FILE``).
+    Unset: clear text."""
     tls_key: str = ""
     """The key of that certificate, without a password."""
     concurrency: int | None = Field(default=None, ge=1)
-    """Episodes at once in each worker. Of sync environments as many threads run; they share one interpreter. Unset:
-    256, and of programs 32, each of which is a process of its own."""
+    """The most episodes at once in each worker. Synchronous environments run in as many threads, which share one
+    interpreter. Unset: 256; for programs, each of which is a process, 32."""
     memory_mb: int | None = Field(default=None, ge=64)
-    """Memory of one worker and all that it has started, in MiB: it is replaced when it takes more. Unset: half of the
-    machine's."""
+    """The most memory of one worker and all processes that it has started, in MiB; a worker that uses more is replaced.
+    Unset: half of the machine's."""
     processes: int | None = Field(default=None, ge=1)
-    """Processes that one worker may have started at once: it is replaced when it has more. Unset: 256, and of programs
-    16 for each episode at once."""
+    """The most processes that one worker may have started at once; a worker with more is replaced. Unset: 256; for
+    programs, 16 for each concurrent episode."""
     max_turns: int | None = Field(default=None, ge=1)
-    """Answers that an episode may have; unset: as many as it asks for."""
+    """The most answers of an episode; unset: unlimited."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that may be sampled in all answers of an episode together; unset: no limit of their own."""
+    """The most tokens sampled in all answers of an episode together; unset: unlimited."""
     max_tool_calls: int | None = Field(default=None, ge=1)
-    """An episode whose answers have called more tools gets no further answer; unset: no limit."""
-    tool_parser: Literal["auto", "hermes", "json"] = "auto"
-    """How answers write calls of tools. ``hermes``: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``;
-    ``json``: the answer is such an object; ``auto``: what the chat template tells the model."""
+    """An episode whose answers have made more calls of tools gets no further answer; unset: unlimited."""
+    tool_parser: Annotated[str, NameOf(PARSERS, also=("auto",))] = "auto"
+    """The way in which answers write calls of tools. ``hermes``: ``<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>``; ``json``: the answer is such an object; ``auto``: chosen from the chat template."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """An attempt that has not ended this long after it began, its waits for the engine included, costs its own episode
-    (``env_timeout``)."""
+    """The longest time of an attempt, its waits for the engine included. An attempt that takes longer fails its own
+    episode (``env_timeout``)."""
     block_s: float = Field(default=30.0, gt=0)
-    """Async code that keeps the loop of its worker from turning for this long costs its own episode
-    (``env_blocked``)."""
+    """The longest time that async code may block the event loop of its worker. Longer blocking fails the episode that
+    caused it (``env_blocked``)."""
     retries: int = Field(default=0, ge=0)
-    """How often an episode is attempted again whose environment failed (``env_error``, ``env_timeout``,
-    ``env_crashed``, ``env_blocked``). What is asked again is answered with what was sampled before."""
+    """How often an episode is attempted again after its environment has failed (``env_error``, ``env_timeout``,
+    ``env_crashed``, ``env_blocked``). The same requests get the answers that were sampled before."""
     reward: str = ""
     """``file.py:function``: ``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
-    ``reward(prompts, completions, **columns) -> list``. Empty where a function is handed over in Python, or where the
-    environment says what an episode earned. Where both do, this counts; its ``completion`` is the last answer."""
+    ``reward(prompts, completions, **columns) -> list``. Empty where a function is passed in Python, or where the
+    environment returns the reward. If both exist, this one counts; its ``completion`` is the last answer."""
     rewards: tuple[RewardConfig, ...] = ()
-    """The reward as a weighted sum, a table ``[[env.rewards]]`` for each component, in place of ``reward``. Each has
-    workers, a queue and a deadline of its own."""
+    """The reward as a weighted sum, one table ``[[env.rewards]]`` for each component, in place of ``reward``. Each
+    component has workers, a queue and a deadline of its own."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
-    """A call that has not returned this long after it began costs its own episode, and its worker is replaced. Calls
-    that wait their turn do not count."""
+    """The longest time of a call of the reward function, without its wait in the queue. A call that takes longer fails
+    its own episode, and its worker is replaced."""
     reward_workers: int = Field(default=1, ge=1)
-    """Processes that call the reward function."""
+    """The number of processes that call the reward function."""
     reward_concurrency: int = Field(default=256, ge=1)
-    """Calls at once in each worker. Of a sync function at most 16 run at once, in threads that share one interpreter:
-    for more, write it ``async`` where it waits, or raise ``reward_workers`` where it computes."""
+    """The most calls at once in each worker. Of a synchronous function at most 16 run at once, in threads that share
+    one interpreter. For more, make it ``async`` if it waits, or raise ``reward_workers`` if it computes."""
 
     reward_memory_mb: int | None = Field(default=None, ge=64)
-    """Memory of one scoring worker and all that it has started, in MiB: it is replaced when it takes more. Unset: half
-    of the machine's."""
+    """The most memory of one scoring worker and all processes that it has started, in MiB; a worker that uses more is
+    replaced. Unset: half of the machine's."""
     reward_processes: int = Field(default=256, ge=1)
-    """Processes that one scoring worker may have started at once."""
+    """The most processes that one scoring worker may have started at once."""
 
     @property
     def components(self) -> tuple[AnyReward, ...]:
-        """What the reward is made of: ``rewards``, or the function alone."""
+        """The components of the reward: ``rewards``, or the function alone."""
         if self.rewards or not self.reward:
             return self.rewards
         return (
@@ -143,9 +153,9 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _programs_can_reach_it(self) -> Self:
-        refuse_half("env", self.tls_certificate, self.tls_key)
+        refuse_incomplete_tls("env", self.tls_certificate, self.tls_key)
         given = [name for name in ("host", "tls_certificate") if self.model_dump(include={name})[name]]
-        if given and self.kind not in ("rollout", "program", "bridge"):
+        if given and not self.has_endpoint:
             raise ConfigError(
                 f"env.{given[0]} is set, and with env.kind={self.kind!r} no program reaches an episode",
                 remedy=f"leave env.{given[0]} out, or set env.kind = 'rollout' or 'program'",
@@ -179,17 +189,17 @@ class EnvConfig(Section):
 
     @property
     def episodes_at_once(self) -> int:
-        """In each worker."""
+        """The most episodes at once in each worker."""
         return self.concurrency or (32 if self.kind == "program" else 256)
 
     @property
     def most_processes(self) -> int:
-        """Of each worker."""
+        """The most processes that each worker may have started."""
         return self.processes or (16 * self.episodes_at_once if self.kind == "program" else 256)
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """``command`` in its parts."""
+        """``command`` as a list of arguments."""
         return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
 
     def _refuse_no_program(self) -> None:
@@ -211,8 +221,13 @@ class EnvConfig(Section):
 
     @property
     def remote(self) -> bool:
-        """Whether episodes run in workers."""
+        """Whether episodes run in worker processes."""
         return self.kind != "single_turn"
+
+    @property
+    def has_endpoint(self) -> bool:
+        """Whether programs can reach an episode over HTTP."""
+        return self.kind not in ("single_turn", "env")
 
     @model_validator(mode="after")
     def _agents_can_be_told_apart(self) -> Self:
@@ -227,7 +242,7 @@ class EnvConfig(Section):
                 "episode",
                 remedy="choose another name",
             )
-        if names and self.kind not in ("rollout", "program", "bridge"):
+        if names and not self.has_endpoint:
             raise ConfigError(
                 f"env.agents has no effect: with env.kind={self.kind!r} the policy under training answers alone",
                 remedy="set env.kind = 'rollout' or 'program', or leave env.agents out",
@@ -243,19 +258,24 @@ class EnvConfig(Section):
                 f"env.command is set, and env.kind={self.kind!r} does not use it",
                 remedy="set env.kind = 'program', or leave env.command out",
             )
-        elif self.remote and not self.entry:
+        elif self.kind in _ENTRIES and not self.entry:
             raise ConfigError(
                 f"env.kind={self.kind!r} needs env.entry, which is not set",
                 remedy=f"set env.entry = {_ENTRIES[self.kind]!r}",
             )
-        if self.options and self.kind != "bridge":
+        if not self.own_namespace and self.kind != "program":
+            raise ConfigError(
+                f"env.own_namespace=False has no effect: with env.kind={self.kind!r} no programs are started",
+                remedy="set env.kind = 'program', or leave env.own_namespace out",
+            )
+        if self.options and self.kind in BUILT_IN and self.kind != "bridge":
             raise ConfigError(
                 f"env.options has no effect: env.kind={self.kind!r} takes none",
                 remedy="set env.kind = 'bridge', or leave env.options out",
             )
-        if not self.remote and self.entry:
+        if self.kind not in ("program", *_ENTRIES) and self.entry:
             raise ConfigError(
-                f"env.entry={self.entry!r} is set, and env.kind='single_turn' does not use it",
+                f"env.entry={self.entry!r} is set, and env.kind={self.kind!r} does not use it",
                 remedy="set env.kind = 'env' or 'rollout', or leave env.entry out",
             )
         return self
@@ -266,4 +286,4 @@ _ENTRIES = {
     "rollout": "my_env.py:rollout",
     "bridge": "reasoning_gym/basic_arithmetic",
 }
-"""What ``env.entry`` looks like, by ``env.kind``."""
+"""An example of ``env.entry`` for each ``env.kind`` that needs one."""

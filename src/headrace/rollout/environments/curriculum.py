@@ -1,13 +1,12 @@
-"""A curriculum: which row a group attempts depends on how often the rows were solved before.
+"""A curriculum: rows are chosen by how often they were solved before.
 
     unseen ──first group──▶ hard   rate < low       ┐ rows move between them with their running solve rate
                             target low ≤ rate ≤ high │ a row whose latest group was solved always or never
                             easy   high < rate      ┘ rests for some epochs
 
-A pick is a function of the seed, the number of the group, the rows picked before it, and the outcomes of the groups
-that were admitted under *older versions* than the present one. What became known since then waits: so in a synchronous
-run, and wherever the interleaving is the same, the same rows are picked however long each answer took, also over a
-crash.
+A choice is a function of the seed, the number of the group, the rows chosen before it, and the outcomes of the groups
+that were admitted under *older versions* than the present one. Later outcomes wait. So a synchronous run, and any run
+with the same interleaving, chooses the same rows however long each answer took, also after a crash.
 
 Shape legend: R rows of the dataset.
 """
@@ -27,32 +26,34 @@ from headrace.base.config import Section
 from headrace.base.errors import ConfigError
 
 _DRAWS = 0x435552
-"""Keeps its draws apart from others under the same seed."""
+"""A constant in the seed that separates these draws from others."""
 _UNSEEN, _HARD, _TARGET, _EASY = range(4)
 Bools = npt.NDArray[np.bool_]
 
 
 class CurriculumConfig(Section):
-    """Pools of rows by how often they are solved, and how likely a row of each is to be attempted."""
+    """Settings of the pools of rows, by how often they are solved, and of the probability of each pool."""
 
     low: float = Field(default=0.2, ge=0, le=1)
     """A row with a lower solve rate is hard."""
     high: float = Field(default=0.8, ge=0, le=1)
-    """A row with a higher solve rate is easy; those between are the target."""
+    """A row with a higher solve rate is easy; rows between ``low`` and ``high`` are the target."""
     unseen: float = Field(default=1.0, gt=0)
-    """Weight of a row that was never attempted."""
+    """The weight of a row that was never attempted."""
     hard: float = Field(default=0.25, ge=0)
-    """Weight of a hard row."""
+    """The weight of a hard row."""
     target: float = Field(default=1.0, ge=0)
-    """Weight of a row of the target."""
+    """The weight of a row of the target."""
     easy: float = Field(default=0.25, ge=0)
-    """Weight of an easy row."""
+    """The weight of an easy row."""
     threshold: float = 0.5
-    """A reward above it solves the task."""
+    """A reward above this value solves the task."""
     memory: float = Field(default=0.5, ge=0, lt=1)
-    """How much of a row's rate stays when another group has attempted it; 0: the latest group alone counts."""
+    """The share of a row's earlier solve rate in its new one when another group has attempted it; 0: only the latest
+    group counts."""
     rest: float = Field(default=2.0, ge=0)
-    """For how many epochs (groups, over rows) a row is left alone whose latest group was solved always or never."""
+    """The number of epochs (groups, divided by rows) for which a row is not chosen after a group that solved it always
+    or never."""
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> Self:
@@ -65,76 +66,76 @@ class CurriculumConfig(Section):
 
 
 class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one group came to."""
+    """The outcome of one group."""
 
     number: int
     row: int
     version: int
-    """Committed when it was admitted."""
+    """The version that was committed when the group was admitted."""
     solved: float
-    """Share of its scored episodes that solved the task."""
+    """The share of its scored episodes that solved the task."""
 
 
 class RowRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a row that was picked."""
+    """The record of a row that was chosen."""
 
     row: int
     last: int
-    """The last group that it was picked for."""
+    """The last group that it was chosen for."""
     rate: float | None
-    """Running solve rate; ``None`` while no outcome counts."""
+    """The running solve rate; ``None`` before the first outcome."""
     wakes: int
-    """From which group on it may be picked."""
+    """The first group for which it may be chosen again."""
 
 
 class CurriculumState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a snapshot keeps of a curriculum."""
+    """The state of a curriculum, for a snapshot."""
 
     rows: tuple[RowRecord, ...] = ()
     waiting: tuple[GroupOutcome, ...] = ()
-    """Outcomes that no pick has looked at yet."""
+    """Outcomes that have not been used yet."""
     next_number: int = 0
-    """The first group that no row was picked for."""
+    """The first group for which no row was chosen."""
     open: tuple[int, ...] = ()
-    """Groups before that whose outcome is not known."""
+    """Earlier groups whose outcome is unknown."""
 
     @property
     def first_unknown(self) -> int:
-        """Of the groups before this one all is known."""
+        """The first group whose outcome is unknown."""
         return min(self.open, default=self.next_number)
 
 
 class Attempted(Protocol):
-    """What is remembered of a group."""
+    """The record of a group that attempted a row."""
 
     @property
     def number(self) -> int:
-        """Its own."""
+        """The number of the group."""
         ...
 
     @property
     def row(self) -> int:
-        """The one it attempts."""
+        """The row that it attempts."""
         ...
 
     @property
     def oldest_version(self) -> int:
-        """Committed when it was admitted."""
+        """The version that was committed when it was admitted."""
         ...
 
     @property
     def closed(self) -> bool:
-        """Whether it has an outcome, or was dropped without."""
+        """Whether it has an outcome or was dropped."""
         ...
 
     @property
     def rewards(self) -> Sequence[float]:
-        """Of its episodes that have one."""
+        """The rewards of its scored episodes."""
         ...
 
 
 class Curriculum:
-    """Picks rows. ``epochs`` bounds how many groups are made, in passes over the dataset; ``None``: no bound."""
+    """A chooser of rows. ``epochs`` limits the number of groups, in passes over the dataset; ``None``: no limit."""
 
     def __init__(
         self, config: CurriculumConfig, *, num_rows: int, seed: int, shuffle: bool = True, epochs: int | None = None
@@ -143,7 +144,7 @@ class Curriculum:
         self._seed = seed
         self._limit = None if epochs is None else epochs * num_rows
         self.num_rest = round(config.rest * num_rows)
-        """For how many groups a row may be left alone."""
+        """The number of groups for which a row may rest."""
         self._weights = np.array([config.unseen, config.hard, config.target, config.easy])
         order_R = np.random.default_rng([seed, 0]).permutation(num_rows) if shuffle else np.arange(num_rows)
         self._last_R = np.empty(num_rows, np.int64)
@@ -156,19 +157,21 @@ class Curriculum:
         self._open: set[int] = set()
 
     def pick(self, number: int, version: int) -> int | None:
-        """The row that group ``number`` attempts, under the committed ``version``; ``None`` after the last epoch.
+        """Return the row that group ``number`` attempts, under the committed ``version``; ``None`` after the last
+        epoch.
 
-        Groups are asked for in the order of their numbers. Takes time proportional to the rows: 1 ms for 100,000.
+        Calls are made in the order of the group numbers. The time is proportional to the number of rows: 1 ms for
+        100,000.
         """
         if self._limit is not None and number >= self._limit:
             return None
-        self._look(version)
+        self._use_outcomes(version)
         row = self._oldest(self._candidates_R(number))
-        self._note_pick(number, row)
+        self._record_pick(number, row)
         return row
 
     def observe(self, number: int, row: int, version: int, rewards: Sequence[float]) -> None:
-        """Group ``number``, admitted under ``version``, has ended with these rewards; with none it was dropped."""
+        """Record the rewards of group ``number``, which was admitted under ``version``; no rewards: it was dropped."""
         if number not in self._open:
             return
         self._open.discard(number)
@@ -177,15 +180,15 @@ class Curriculum:
             self._waiting.append(GroupOutcome(number=number, row=row, version=version, solved=solved))
 
     def pools(self) -> dict[str, int]:
-        """How many rows are in each pool."""
+        """Return the number of rows in each pool."""
         counts = np.bincount(self._pool_R, minlength=4).tolist()
         return dict(zip(("unseen", "hard", "target", "easy"), counts, strict=True))
 
     def state(self) -> CurriculumState:
-        """Everything that it knows."""
-        seen = np.flatnonzero(self._last_R >= 0).tolist()
-        rates = [None if np.isnan(rate) else rate for rate in self._rate_R[seen].tolist()]
-        columns = zip(seen, self._last_R[seen].tolist(), rates, self._wakes_R[seen].tolist(), strict=True)
+        """Return the state for a snapshot."""
+        known = np.flatnonzero(self._last_R >= 0).tolist()
+        rates = [None if np.isnan(rate) else rate for rate in self._rate_R[known].tolist()]
+        columns = zip(known, self._last_R[known].tolist(), rates, self._wakes_R[known].tolist(), strict=True)
         return CurriculumState(
             rows=tuple(RowRecord(*values) for values in columns),
             waiting=tuple(self._waiting),
@@ -194,7 +197,7 @@ class Curriculum:
         )
 
     def restore(self, state: CurriculumState, since: Iterable[Attempted]) -> None:
-        """Go on from ``state``; ``since`` is what became of the groups from ``state.first_unknown`` on."""
+        """Continue from ``state``. ``since`` are the groups from ``state.first_unknown`` on."""
         num_rows = len(self._last_R)
         for record in state.rows:
             if record.row < num_rows:
@@ -204,23 +207,23 @@ class Curriculum:
         self._next_number, self._open = state.next_number, set(state.open)
         for group in since:
             if group.number >= self._next_number:
-                self._note_pick(group.number, group.row)
+                self._record_pick(group.number, group.row)
             if group.closed:
                 self.observe(group.number, group.row, group.oldest_version, group.rewards)
 
-    def _note_pick(self, number: int, row: int) -> None:
+    def _record_pick(self, number: int, row: int) -> None:
         if row < len(self._last_R):
             self._last_R[row] = number
         self._open.add(number)
         self._next_number = number + 1
 
-    def _look(self, version: int) -> None:
-        """Take in what groups of older versions came to, in the order of their numbers."""
-        seen = sorted((o for o in self._waiting if o.version < version), key=lambda outcome: outcome.number)
-        if not seen:
+    def _use_outcomes(self, version: int) -> None:
+        """Use the outcomes of groups of older versions, in the order of their numbers."""
+        known = sorted((o for o in self._waiting if o.version < version), key=lambda outcome: outcome.number)
+        if not known:
             return
         self._waiting = [outcome for outcome in self._waiting if outcome.version >= version]
-        for outcome in seen:
+        for outcome in known:
             before = float(self._rate_R[outcome.row])
             kept = 0.0 if np.isnan(before) else self._config.memory
             self._set_rate(outcome.row, kept * (0.0 if kept == 0.0 else before) + (1 - kept) * outcome.solved)
@@ -235,19 +238,20 @@ class Curriculum:
         self._pool_R[row] = _HARD if rate < self._config.low else above
 
     def _candidates_R(self, number: int) -> Bools:
-        """The rows of a pool that is drawn by the weight of its rows; where all rest, those that wake first."""
+        """Return the rows of a pool that is drawn by the weight of its rows; if all rows rest, those that wake
+        first."""
         free_R = self._wakes_R <= number
         weights = np.bincount(self._pool_R[free_R], minlength=4) * self._weights
         if weights.sum() > 0:
             rng = np.random.default_rng([self._seed, _DRAWS, number])
             candidates_R: Bools = free_R & (self._pool_R == rng.choice(4, p=weights / weights.sum()))
             return candidates_R
-        wanted_R = self._weights[self._pool_R] > 0
-        wanted_R = wanted_R if wanted_R.any() else np.ones(len(wanted_R), bool)
-        soonest_R: Bools = wanted_R & (self._wakes_R == self._wakes_R[wanted_R].min())
+        eligible_R = self._weights[self._pool_R] > 0
+        eligible_R = eligible_R if eligible_R.any() else np.ones(len(eligible_R), bool)
+        soonest_R: Bools = eligible_R & (self._wakes_R == self._wakes_R[eligible_R].min())
         return soonest_R
 
     def _oldest(self, candidates_R: Bools) -> int:
-        """Of these, the row that was picked the longest ago."""
+        """Return the candidate that was chosen the longest ago."""
         indices = np.flatnonzero(candidates_R)
         return int(indices[np.argmin(self._last_R[indices])])

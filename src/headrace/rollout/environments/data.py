@@ -1,4 +1,4 @@
-"""Rows: read from files, checked, visited in order."""
+"""Rows of data: read from files, validated, and visited in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Row = dict[str, Any]
 
 
 def load_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL, CSV or Parquet file; :class:`DataError` names file and line."""
+    """Return the rows of a JSONL, CSV or Parquet file. Raises :class:`DataError` with file and line for invalid
+    contents."""
     readers: dict[str, Callable[[Path], list[Row]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
@@ -38,7 +39,7 @@ def load_rows(path: Path) -> list[Row]:
 
 
 def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Rows handed over in Python: a list of dicts, or a ``datasets`` object."""
+    """Return rows passed in Python: a list of dicts, or a ``datasets`` object."""
     rows: list[Row] = []
     for number, row in enumerate(data, start=1):
         if not isinstance(row, Mapping):
@@ -84,7 +85,7 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file with their ends, without its byte order mark."""
+    """Yield the lines of a UTF-8 file with their ends, without its byte order mark."""
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         try:
@@ -113,9 +114,9 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 class RowOrder:
-    """Which row a group attempts: every row once per epoch, in a new random order each time.
+    """The order of rows without a curriculum: every row once per epoch, in a new random order each time.
 
-    A pure function of seed and group number, so there is no position to lose. After ``epochs`` passes it says
+    It is a pure function of seed and group number, so there is no position to lose. After ``epochs`` passes it returns
     ``None``: there is no row for that group.
 
     >>> order = RowOrder(num_rows=3, seed=0, shuffle=False, epochs=2)

@@ -1,4 +1,4 @@
-"""What ``env.entry`` names, as one kind of thing: a coroutine that attempts a row and says what that earned."""
+"""The loading of ``env.entry`` as a coroutine that attempts a row and returns its rewards."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ from headrace.base.types.chat import Message, Reply
 from headrace.rollout.environments.interface import Env, StepResult, as_messages
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.program import Program
-from headrace.rollout.environments.threads import in_thread
-from headrace.rollout.environments.tools import call_tools, tool_functions
+from headrace.rollout.environments.tools import call_tools, in_thread, tool_functions
 
 K = TypeVar("K")
 Rollout = Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Episode]]
-"""Attempts a row."""
+"""A coroutine function that attempts a row."""
 
 
 def load_entry(
-    kind: str, reference: str, executor: Executor, adapt: Callable[[Any], Any] = lambda found: found
+    kind: str,
+    reference: str,
+    executor: Executor,
+    adapt: Callable[[Any], Any] = lambda found: found,
+    *,
+    own_namespace: bool = True,
 ) -> Rollout:
-    """Import what ``file.py:name`` names, or find the program of a command; plain functions run in ``executor``.
-    ``adapt`` may put something else in the place of what was imported.
+    """Import the object that ``file.py:name`` names, or find the program of a command. Plain functions run in
+    ``executor``. ``adapt`` may replace the imported object; ``own_namespace`` applies to programs.
 
-    Raises :class:`~headrace.base.errors.EnvError` for a file that fails, and for a name of another kind.
+    Raises :class:`~headrace.base.errors.EnvError` for a file that fails, and for an object of another kind.
     """
     if kind == "program":
-        return partial(_program, Program(shlex.split(reference)))
+        return partial(_program, Program(shlex.split(reference), own_namespace=own_namespace))
     path, name = find_in_file(reference, "env.entry")
     try:
         found = vars(load_file(path))[name]
@@ -42,38 +46,40 @@ def load_entry(
     return _KINDS[kind](adapt(found), reference, executor)
 
 
-def _what(found: Any) -> str:
+def _describe(found: Any) -> str:
     if inspect.isfunction(found):
-        taken = ", ".join(inspect.signature(found).parameters)
-        return f"{'an async' if inspect.iscoroutinefunction(found) else 'a plain'} function of ({taken})"
+        parameters = ", ".join(inspect.signature(found).parameters)
+        return f"{'an async' if inspect.iscoroutinefunction(found) else 'a plain'} function of ({parameters})"
     return "another class" if isinstance(found, type) else f"a {type(found).__name__}"
 
 
 def _env(found: Any, reference: str, executor: Executor) -> Rollout:
     if not (isinstance(found, type) and issubclass(found, Env)):
         raise EnvError(
-            f"env.entry={reference!r} is {_what(found)}, and env.kind='env' needs a class that inherits headrace.Env",
+            f"env.entry={reference!r} is {_describe(found)}, and env.kind='env' needs a class that inherits "
+            "headrace.Env",
             remedy="write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
         )
     return as_rollout(found, executor)
 
 
 def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
-    """What attempts a row with ``found``: an ``async def rollout(task, policy)``, or what makes an :class:`Env`."""
-    return _checking(found) if inspect.iscoroutinefunction(found) else partial(_play, found, executor)
+    """Return a coroutine function that attempts a row with ``found``: an ``async def rollout(task, policy)``, or a
+    constructor of an :class:`Env`."""
+    return _checked_rollout(found) if inspect.iscoroutinefunction(found) else partial(_play, found, executor)
 
 
 def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
     if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
         raise EnvError(
-            f"env.entry={reference!r} is {_what(found)}, and env.kind='rollout' needs an async function of two "
+            f"env.entry={reference!r} is {_describe(found)}, and env.kind='rollout' needs an async function of two "
             "parameters",
             remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
         )
     return as_rollout(found, executor)
 
 
-def _checking(found: Callable[..., Awaitable[Any]]) -> Rollout:
+def _checked_rollout(found: Callable[..., Awaitable[Any]]) -> Rollout:
     async def attempt(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         returned = await found(task, policy)
         return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))
@@ -82,35 +88,35 @@ def _checking(found: Callable[..., Awaitable[Any]]) -> Rollout:
 
 
 _KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "rollout": _rollout}
-"""By ``env.kind``."""
+"""The loaders by ``env.kind``."""
 
 
 async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    told = await program.run(task, policy.variables)
-    earned = told.get("agent_rewards") or {}
+    result = await program.run(task, policy.variables)
+    earned = result.get("agent_rewards") or {}
     if not isinstance(earned, dict):
         raise EpisodeError(
             f"agent_rewards is a {type(earned).__name__}", remedy='print {"agent_rewards": {"first": 1.0}}'
         )
-    return Episode(reward=as_reward(told.get("reward")), agent_rewards=_as_rewards(earned))
+    return Episode(reward=as_reward(result.get("reward")), agent_rewards=_as_rewards(earned))
 
 
 async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """One episode of an environment: reset, then answers and steps until it is done or may have no more."""
+    """Play one episode of an environment: reset, then answers and steps until it is done or its budget is spent."""
     call = partial(_call, executor)
     env = await call(kind)
     env.seed = policy.seed
     rewards: dict[int, float] = {}
     try:
-        said = list(as_messages(await call(env.reset, task)))
+        messages = list(as_messages(await call(env.reset, task)))
         tools = tool_functions(env.tools)
         while True:
-            reply = await _next(policy, said, list(env.tools))
+            reply = await _next(policy, messages, list(env.tools))
             if reply is None:
                 return Episode(reward=sum(rewards.values()), rewards=rewards)  # cut off: it earns no more
-            said.append(reply.message)
+            messages.append(reply.message)
             if reply.message.tool_calls:
-                said += await call_tools(reply.message, tools, executor)
+                messages += await call_tools(reply.message, tools, executor)
                 continue
             result = _checked(await call(env.step, reply.message))
             reward = as_reward(result.reward)
@@ -118,18 +124,19 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
                 rewards[reply.turn] = reward
             if result.done:
                 break
-            said += as_messages(result.messages)
+            messages += as_messages(result.messages)
     finally:
         await call(env.close)
     return Episode(reward=sum(rewards.values()) if rewards else None, rewards=rewards)
 
 
-async def _next(policy: EpisodePolicy, said: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
-    """The next answer; ``None`` where an episode that had one may have no more: it ends with what it has earned."""
+async def _next(policy: EpisodePolicy, messages: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
+    """Return the next answer; ``None`` if the budget of an episode that has had one is spent, which ends it with the
+    rewards so far."""
     try:
-        return await policy.chat(said, tools=tools)
+        return await policy.chat(messages, tools=tools)
     except BudgetSpent:
-        if not any(message.role == "assistant" for message in said):
+        if not any(message.role == "assistant" for message in messages):
             raise
         return None
 
@@ -143,7 +150,7 @@ def _checked(result: Any) -> StepResult:
 
 
 def _as_episode(returned: Episode) -> Episode:
-    """An episode of the user's, whose fields may hold anything."""
+    """Return the user's episode with its fields checked."""
     wrong: list[Any] = [each for each in returned.trained or () if not isinstance(each, Reply)]
     wrong += [turn for turn in returned.rewards if not isinstance(turn, int)]
     if wrong:
@@ -160,12 +167,12 @@ def _as_episode(returned: Episode) -> Episode:
 
 
 def _as_rewards(values: Mapping[K, Any]) -> dict[K, float]:
-    """Those that are there."""
+    """Return the rewards that are not ``None``, as numbers."""
     return {key: reward for key, value in values.items() if (reward := as_reward(value)) is not None}
 
 
 async def _call(executor: Executor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call user code where it blocks nobody."""
+    """Call user code without blocking the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     returned = await in_thread(executor, partial(function, *arguments))
@@ -173,7 +180,7 @@ async def _call(executor: Executor, function: Callable[..., Any], *arguments: An
 
 
 def as_reward(value: Any) -> float | None:
-    """A reward as a finite number; :class:`~headrace.base.errors.EpisodeError` for anything else."""
+    """Return a reward as a finite number. Raises :class:`~headrace.base.errors.EpisodeError` for any other value."""
     if value is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What people write: an environment of several turns.
+"""The classes of a user's environment with several turns.
 
 class Guess(headrace.Env):
     def reset(self, task):
@@ -20,73 +20,74 @@ import msgspec
 from headrace.base.errors import EpisodeError
 from headrace.base.types.chat import Message, ToolCall
 
-Spoken = Message | Mapping[str, Any]
+MessageLike = Message | Mapping[str, Any]
 """A message, as a record or as ``{"role": ..., "content": ...}``."""
-Messages = str | Spoken | Sequence[Spoken]
-"""One message or several; text alone is said by the user."""
+Messages = str | MessageLike | Sequence[MessageLike]
+"""One message or several; plain text is a message of the user."""
 Task = Mapping[str, Any]
 """The row of the dataset that is attempted."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer of the model has led to."""
+    """The result of one answer of the model."""
 
     messages: Messages = ()
-    """What the model reads next; nothing where the episode is done."""
+    """The messages that the model reads next; none where the episode is done."""
     reward: float | None = None
-    """What this answer earned; an episode earns the sum of its answers, and one that is cut off by a budget what it has
-    earned by then. ``None``: nothing is said about it."""
+    """The reward of this answer. An episode earns the sum over its answers; one that a budget cuts off keeps what it
+    has earned so far. ``None``: no statement about this answer."""
     done: bool = False
     """Whether the episode is over."""
 
 
 class Env:
-    """An environment of several turns; one object per episode, so that it may keep what it likes.
+    """An environment of several turns. There is one object per episode, so it may keep state.
 
     ``reset`` and ``step`` may be ``async def``. Plain ones run in a thread, one call of an object after the other.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
-    """Functions with types and docstrings that the model may call, methods of the object too: what they return, or
-    raise, is the tool's answer, and the model is asked again. :meth:`step` gets the answers that call nothing."""
+    """Functions with types and docstrings that the model may call, methods of the object included. The returned value,
+    or the error, is the tool's answer, and the model continues. :meth:`step` gets the answers that call no tool."""
     seed: int = 0
-    """For draws of the environment: another one for every episode of a run, and the same in a repetition."""
+    """A seed for draws of the environment. It differs between the episodes of a run, and is the same in a
+    repetition."""
 
     def reset(self, task: Task) -> Messages | Awaitable[Messages]:
-        """Begin: what the model reads first."""
+        """Begin an episode, and return the first messages for the model."""
         raise NotImplementedError(f"{type(self).__name__} has no reset")
 
     def step(self, message: Message) -> StepResult | Awaitable[StepResult]:
-        """Go on after an answer of the model. Here the first answer ends the episode."""
+        """Return the result of an answer of the model. By default the first answer ends the episode."""
         return StepResult(done=True)
 
     def close(self) -> Awaitable[None] | None:
-        """Let go of what it holds: called once at the end, however that came."""
+        """Release all resources. Called once at the end of every episode, however it ends."""
 
 
-def as_messages(spoken: Messages) -> tuple[Message, ...]:
-    """Messages as records.
+def as_messages(given: Messages) -> tuple[Message, ...]:
+    """Return messages as records.
 
     >>> [(message.role, message.content) for message in as_messages("hello")]
     [('user', 'hello')]
     """
-    if isinstance(spoken, str):
-        return (Message(role="user", content=spoken),)
-    if isinstance(spoken, Message | Mapping):
-        return (as_message(spoken),)
-    if not isinstance(spoken, Sequence):
-        raise _wrong(f"messages are a {type(spoken).__name__}, not a list")
-    return tuple(as_message(each) for each in spoken)
+    if isinstance(given, str):
+        return (Message(role="user", content=given),)
+    if isinstance(given, Message | Mapping):
+        return (as_message(given),)
+    if not isinstance(given, Sequence):
+        raise _wrong(f"messages are a {type(given).__name__}, not a list")
+    return tuple(as_message(each) for each in given)
 
 
-def as_message(spoken: Any) -> Message:
-    """One message as a record; :class:`~headrace.base.errors.EpisodeError` for what is none."""
-    if isinstance(spoken, Message):
-        spoken = msgspec.structs.asdict(spoken)  # its fields may hold anything
-    if not isinstance(spoken, Mapping):
-        raise _wrong(f"a message is a {type(spoken).__name__}, not a dict")
-    tree = {**spoken, "content": spoken.get("content") or ""}
-    tree["tool_calls"] = [_as_call(call) for call in spoken.get("tool_calls") or ()]
+def as_message(given: Any) -> Message:
+    """Return one message as a record. Raises :class:`~headrace.base.errors.EpisodeError` for an invalid one."""
+    if isinstance(given, Message):
+        given = msgspec.structs.asdict(given)  # its fields may hold anything
+    if not isinstance(given, Mapping):
+        raise _wrong(f"a message is a {type(given).__name__}, not a dict")
+    tree = {**given, "content": given.get("content") or ""}
+    tree["tool_calls"] = [_as_call(call) for call in given.get("tool_calls") or ()]
     if tree.get("role") not in ROLES:
         raise _wrong(f"a message has the role {str(tree.get('role'))[:40]!r}; known are {', '.join(ROLES)}")
     strange = tree.keys() - set(Message.__struct_fields__)
@@ -102,11 +103,11 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def _as_call(call: Any) -> Any:
-    """A call as OpenAI's protocol nests it, or flat."""
+    """Return a flat call, from the nested form of OpenAI's protocol or a flat one."""
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return {"id": call.get("id", ""), **call["function"]}
     return msgspec.structs.asdict(call) if isinstance(call, ToolCall) else call
 
 
-def _wrong(words: str) -> EpisodeError:
-    return EpisodeError(words, remedy='write {"role": "user", "content": "..."}')
+def _wrong(text: str) -> EpisodeError:
+    return EpisodeError(text, remedy='write {"role": "user", "content": "..."}')

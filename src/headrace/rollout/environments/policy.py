@@ -1,4 +1,4 @@
-"""What user code asks the model with."""
+"""The model under training, as user code sees it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from headrace.rollout.environments.interface import Messages, as_messages
 from headrace.rollout.environments.tools import ToolFunction, call_tools
 
 Tools = Sequence[Tool | Callable[..., Any]]
-"""What the model may call: functions with types and docstrings, or descriptions alone."""
+"""The tools that the model may call: functions with types and docstrings, or descriptions only."""
 
 
 class Options(TypedDict, total=False):
-    """How one answer is asked for; what is left out is as the run samples."""
+    """The options of one answer. Options that are left out are those of the run."""
 
     max_new_tokens: int
-    """Never more than ``engine.max_new_tokens``."""
+    """The most tokens of the answer, at most ``engine.max_new_tokens``."""
     temperature: float
-    """An answer that is sampled otherwise than the run samples carries no loss (``other_sampling``)."""
+    """The sampling temperature. An answer sampled with other parameters than the run's carries no loss
+    (``other_sampling``)."""
     top_p: float
-    """As for ``temperature``."""
+    """The top-p limit; see ``temperature``."""
     top_k: int
-    """As for ``temperature``."""
+    """The top-k limit; see ``temperature``."""
     stop: Sequence[str]
-    """The answer ends with the first of these strings, which is no part of its content."""
+    """Strings that end the answer; the first one to appear ends it, and is not part of its content."""
     agent: str
-    """Who answers: the name under which the turn stands in the episode. ``[[env.agents]]`` says whose weights that
-    are; several agents of one role are called ``role/0``, ``role/1``."""
+    """The agent that answers: the author of the turn in the episode. ``[[env.agents]]`` gives its weights; several
+    agents of one role are named ``role/0``, ``role/1``."""
 
 
 class EpisodePolicy:
     """The model under training, as a rollout sees it, for one episode.
 
-    Several answers may be asked for at once (``asyncio.gather``), in any number of conversations: what continues one
-    that is held is read behind its tokens, as they were sampled, and anything else begins a branch of its own.
+    Several answers may be requested at once (``asyncio.gather``), in any number of conversations. Messages that
+    continue an earlier conversation are read after its tokens, as they were sampled; other messages begin a branch of
+    their own.
     """
 
     def __init__(
@@ -56,20 +58,22 @@ class EpisodePolicy:
         self._executor = executor
         self._functions: dict[Callable[..., Any], ToolFunction] = {}
         self.seed = episode.seed
-        """For draws of the rollout: another one for every episode of a run, and the same in a repetition."""
+        """A seed for draws of the rollout. It differs between the episodes of a run, and is the same in a
+        repetition."""
         self.prompt_ids = tuple(prompt_ids)
         """The tokens of the row's prompt, chat template applied; empty where rows have none."""
         self.variables = dict(variables or {})
-        """Environment variables for programs that this episode starts: they lead clients to it."""
+        """Environment variables for programs that this episode starts; clients of OpenAI and Anthropic find the episode
+        by them."""
 
     @property
     def base_url(self) -> str:
-        """Where clients of OpenAI's and of Anthropic's protocol reach this episode."""
+        """The URL at which clients of OpenAI's and of Anthropic's protocol reach this episode."""
         return self._variable("ANTHROPIC_BASE_URL")
 
     @property
     def api_key(self) -> str:
-        """The key of this episode there."""
+        """The key of this episode at that URL."""
         return self._variable("ANTHROPIC_API_KEY")
 
     def _variable(self, name: str) -> str:
@@ -80,21 +84,21 @@ class EpisodePolicy:
         return self.variables[name]
 
     async def chat(self, messages: Messages, *, tools: Tools = (), **options: Unpack[Options]) -> Reply:
-        """The model's answer. ``reply.message`` is to be appended to the messages as it is.
+        """Return the model's answer. Append ``reply.message`` unchanged to the messages to continue.
 
-        Raises :class:`~headrace.base.errors.BudgetSpent` where the episode may have no more answers, and
-        :class:`~headrace.base.errors.RequestError` for what the engine cannot serve.
+        Raises :class:`~headrace.base.errors.BudgetSpent` if a budget of the episode is spent, and
+        :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve.
         """
         described = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
         return await self._episode.reply(as_messages(messages), described, _as_options(options))
 
     async def sample(self, ids: Sequence[int], **options: Unpack[Options]) -> Reply:
-        """The model's answer to these tokens, which are everything that it reads."""
+        """Return the model's answer to these tokens, which are its whole input."""
         return await self._episode.sample(np.asarray(ids, np.int32), _as_options(options))
 
     async def call_tools(self, message: Message, tools: Sequence[Callable[..., Any]]) -> list[Message]:
-        """What the functions that ``message`` calls answer, to be appended to the messages. Plain functions run in a
-        thread; what one raises is its answer."""
+        """Call the functions that ``message`` calls, and return their answers, to be appended to the messages. Plain
+        functions run in a thread; the error of a function is its answer."""
         functions = {made.tool.name: made for made in map(self._function, tools)}
         return await call_tools(message, functions, self._executor)
 
@@ -105,18 +109,18 @@ class EpisodePolicy:
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout may return in place of a number."""
+    """The result of a rollout, in place of a number."""
 
     reward: float | None = None
-    """What the episode earned; ``None``: the run's reward function is to say."""
+    """The reward of the episode; ``None``: the run's reward function decides."""
     rewards: Mapping[int, float] = {}
-    """What of it single answers earned, by ``reply.turn``."""
+    """The shares of the reward that single answers earned, by ``reply.turn``."""
     agent_rewards: Mapping[str, float] = {}
-    """What each agent earned, by its name: then its answers are credited with that alone, and compared with what agents
-    of its role earned in the group. ``reward`` is what is measured and filtered by; unset, the mean over agents whose
-    answers carry loss."""
+    """The reward of each agent, by name. Then the answers of an agent are credited with its own reward only, compared
+    with the agents of its role in the group. ``reward`` is used for metrics and filters; unset, it is the mean over
+    agents whose answers carry loss."""
     trained: Sequence[Reply] | None = None
-    """The answers that carry loss (``not_chosen`` is why the others do not); ``None``: all of them."""
+    """The answers that carry loss (the others do not, with the reason ``not_chosen``); ``None``: all of them."""
 
 
 def _as_options(options: Mapping[str, Any]) -> ChatOptions:
@@ -129,4 +133,4 @@ def _as_options(options: Mapping[str, Any]) -> ChatOptions:
 
 
 Policy = EpisodePolicy
-"""The name under which rollouts of users annotate their first parameter."""
+"""An alias for type annotations of the user's rollouts."""

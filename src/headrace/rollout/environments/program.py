@@ -1,6 +1,6 @@
-"""A program as an episode: any command that speaks OpenAI's or Anthropic's protocol.
+"""Episodes that are run by a program: any command that uses OpenAI's or Anthropic's protocol.
 
-directory of its own ── task.json        HEADRACE_TASK names it
+directory of its own ── task.json        HEADRACE_TASK is its path
   command ── OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys: the session of this episode
     stdout ── its last line may be {"reward": 1.0}, or {"agent_rewards": {"first": 1.0, "second": -1.0}}
 """
@@ -26,44 +26,50 @@ import msgspec
 
 from headrace.base.environ import program_environment
 from headrace.base.errors import EnvError, EpisodeError, visible
+from headrace.rollout.scoring.sandbox import apart
 
 KEPT_BYTES = 64 * 2**10
-"""How much of the end of its output is looked at; what came before is thrown away as it comes."""
+"""The number of last bytes of its output that are kept."""
 CLOSING_S = 2.0
-"""How long, after its end, what it has written may be on the way."""
+"""How long, after the end of the program, its last output may take to arrive."""
 QUOTED = 600
-"""Characters of its last words."""
+"""The number of characters of its last output that an error message quotes."""
+_APART = (sys.executable, "-I", "-S", "-B", apart.__file__) if sys.platform == "linux" else ()
+"""The command that becomes the program in a namespace in which it cannot read the keys of other episodes."""
 
 
 class Program:
-    """Runs a command once for every episode; it and all that it has started end with the episode."""
+    """A command that is run once for every episode. It ends with the episode, with all processes that it has started.
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = (find_program(command), *command[1:])
+    With ``own_namespace``, other programs of its user cannot read its key, where the system has user namespaces.
+    """
+
+    def __init__(self, command: Sequence[str], *, own_namespace: bool = True) -> None:
+        self._command = (*(_APART if own_namespace else ()), find_program(command), *command[1:])
 
     async def run(self, row: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-        """One episode over a task's ``row``, with these environment variables; what the program says of it at its end,
-        nothing where it does not. :class:`~headrace.base.errors.EpisodeError` where it fails."""
-        async with _task_file(row) as task, _pipe() as (out, said), _pipe() as (err, cried):
-            told = program_environment({**variables, "HEADRACE_TASK": str(task)})
-            async with self._running(task.parent, told, (out, err)) as process:
+        """Run the program for a task's ``row``, with these environment variables, and return the JSON object of its
+        last output line, if there is one. Raises :class:`~headrace.base.errors.EpisodeError` if the program fails."""
+        async with _task_file(row) as task, _pipe() as (out, out_tail), _pipe() as (err, err_tail):
+            environment = program_environment({**variables, "HEADRACE_TASK": str(task)})
+            async with self._running(task.parent, environment, (out, err)) as process:
                 code = await process.wait()
-            await _closed(said, cried)
+            await _wait_closed(out_tail, err_tail)
         if code != 0:
-            raise _failed(f"it {_exit_words(code)}{_last_words(cried)}", "mend the program")
-        return _last_said(said.text())
+            raise _failed(f"it {_exit_text(code)}{_quoted_output(err_tail)}", "mend the program")
+        return _last_json(out_tail.text())
 
     @asynccontextmanager
     async def _running(
         self, directory: Path, variables: Mapping[str, str], outputs: tuple[IO[bytes], IO[bytes]]
     ) -> AsyncIterator[Process]:
-        """The process; nothing of its group is left afterwards, nor after the death of this process."""
-        theirs, ours = os.pipe()
-        with os.fdopen(theirs) as lifeline, os.fdopen(ours, "wb"):
+        """Start the process. No process of its group survives the context, nor the death of this process."""
+        read_end, write_end = os.pipe()
+        with os.fdopen(read_end) as lifeline, os.fdopen(write_end, "wb"):
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command, cwd=directory, env=dict(variables), stdin=DEVNULL, stdout=outputs[0],
-                    stderr=outputs[1], pass_fds=(theirs,), start_new_session=True,
+                    stderr=outputs[1], pass_fds=(read_end,), start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 raise _failed(f"it cannot be started: {error}", "mend env.command") from None
@@ -74,14 +80,15 @@ class Program:
             try:
                 yield process
             finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
 
 
 @asynccontextmanager
 async def _task_file(row: Mapping[str, Any]) -> AsyncIterator[Path]:
-    """A file with ``row``, alone in a directory; whatever is left there is removed, and nobody waits for the disk."""
+    """Create a file with ``row`` in a directory of its own, which is removed at the end; file operations run in a
+    thread."""
 
     def make() -> Path:
         task = Path(tempfile.mkdtemp(prefix="headrace-program-"), "task.json")
@@ -96,30 +103,30 @@ async def _task_file(row: Mapping[str, Any]) -> AsyncIterator[Path]:
 
 
 class _Tail(asyncio.Protocol):
-    """The end of what is written to a pipe."""
+    """The end of the data that is written to a pipe."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
         self.closed = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
-        """More was written."""
+        """Append data, and drop all but the last bytes."""
         self._kept += data
         del self._kept[:-KEPT_BYTES]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody can write any more."""
+        """Record that no process can write any more."""
         self.closed.set()
 
     def text(self) -> str:
-        """What was kept of it."""
+        """Return the kept end as text."""
         return self._kept.decode("utf-8", "replace")
 
 
 @asynccontextmanager
 async def _pipe() -> AsyncIterator[tuple[IO[bytes], _Tail]]:
-    """Where to write, and what keeps the end of it. A program's children may hold it open for longer than it lives:
-    whoever waits for the program must not wait for them."""
+    """Return a file to write to, and the end of what is written to it. A program's children may hold the pipe open for
+    longer than the program lives, so the wait for the program must not be a wait for them."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as output, contextlib.ExitStack() as on_error:
         source = on_error.enter_context(os.fdopen(reading, "rb"))
@@ -131,8 +138,8 @@ async def _pipe() -> AsyncIterator[tuple[IO[bytes], _Tail]]:
             transport.close()
 
 
-async def _closed(*tails: _Tail) -> None:
-    """Until all has been read, or somebody holds a pipe open without need."""
+async def _wait_closed(*tails: _Tail) -> None:
+    """Wait until all output has been read, or for ``CLOSING_S`` if a process holds a pipe open."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSING_S):
             for tail in tails:
@@ -140,8 +147,8 @@ async def _closed(*tails: _Tail) -> None:
 
 
 def find_program(command: Sequence[str]) -> str:
-    """The path of the program that ``command`` begins with; :class:`~headrace.base.errors.EnvError` where there is
-    none."""
+    """Return the path of the program that ``command`` begins with. Raises :class:`~headrace.base.errors.EnvError` if
+    there is none."""
     found = shutil.which(command[0], path=program_environment({})["PATH"])
     if found is None:
         raise EnvError(
@@ -152,8 +159,8 @@ def find_program(command: Sequence[str]) -> str:
 
 
 def with_absolute_files(command: Sequence[str], directory: Path) -> list[str]:
-    """Return ``command`` with the full path of every file of ``directory`` that it names. A program runs in a directory
-    of its own, where relative paths lead nowhere. A first word without a slash is looked up on the PATH instead."""
+    """Return ``command`` with the full path of every file of ``directory`` that it names, since a program runs in a
+    directory of its own. A first word without a slash is looked up on the PATH instead."""
     return [
         str(directory / part) if os.path.isfile(directory / part) and (place or "/" in part) else part
         for place, part in enumerate(command)
@@ -161,7 +168,7 @@ def with_absolute_files(command: Sequence[str], directory: Path) -> list[str]:
 
 
 def _end_with(lifeline: int, group: int) -> None:
-    """Kill process group ``group`` when the other end of the pipe ``lifeline``, which it has inherited, is closed."""
+    """Kill process group ``group`` when the other end of the inherited pipe ``lifeline`` is closed."""
     if sys.platform == "linux":
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
@@ -169,26 +176,26 @@ def _end_with(lifeline: int, group: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _last_said(text: str) -> Mapping[str, Any]:
-    """What the last line says, if it is an object."""
+def _last_json(text: str) -> Mapping[str, Any]:
+    """Return the JSON object on the last line; empty if there is none."""
     last = text.rstrip().rpartition("\n")[2]
     try:
-        told = json.loads(last)
+        result = json.loads(last)
     except (ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
-def _last_words(cried: _Tail) -> str:
-    text = cried.text().strip()
+def _quoted_output(err_tail: _Tail) -> str:
+    text = err_tail.text().strip()
     return f": …{visible(text[-QUOTED:])}" if len(text) > QUOTED else f": {visible(text)}" if text else ""
 
 
-def _exit_words(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal.strsignal(-code) or f'signal {-code}'}"
 
 
-def _failed(words: str, remedy: str) -> EpisodeError:
-    return EpisodeError(f"the program of env.command failed: {words}", remedy=remedy, reason="program_failed")
+def _failed(text: str, remedy: str) -> EpisodeError:
+    return EpisodeError(f"the program of env.command failed: {text}", remedy=remedy, reason="program_failed")

@@ -1,4 +1,4 @@
-"""From rows to tasks: the prompt as the model reads it."""
+"""The conversion of rows to tasks, with their prompts as tokens."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 class PromptTokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used."""
 
     chat_template: str | None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Text to ids."""
+        """Return the ids of a text."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Ids to text."""
+        """Return the text of ids."""
         ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        """Messages to the text that the model reads."""
+        """Return messages as the text that the model reads."""
         ...
 
 
 def make_tasks(
     rows: Sequence[Row], column: str, tokenizer: PromptTokenizer, *, source: str, optional: bool = False
 ) -> list[Task]:
-    """One task per row; :class:`DataError` names the row (``source`` and its number, from 1) and what is wrong. Where
-    prompts are ``optional``, a row without one is a task without one: its environment finds its own words."""
+    """Return one task per row. Raises :class:`DataError` with the row (``source`` and its number, from 1) and the
+    problem. If prompts are ``optional``, a row without one becomes a task without one, whose environment makes the
+    prompt."""
     return [
         Task(row_index=index, row=row, prompt="", prompt_ids_T=np.zeros(0, np.int32))
         if optional and column not in row

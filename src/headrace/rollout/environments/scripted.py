@@ -1,4 +1,4 @@
-"""A model that says what a script says, for checks of environments: no weights, no tokens."""
+"""A scripted model for checks of environments: it has no weights and no tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from headrace.base.errors import BudgetSpent
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
 from headrace.base.types.episode import EpisodeKey, StopReason
 from headrace.base.types.tokens import IntColumn
-from headrace.rollout.environments.base import AS_THE_RUN, AnswerPiece, Hear
+from headrace.rollout.environments.base import AS_THE_RUN, AnswerPiece, OnPiece
 
 REPORT = "headrace-report"
-"""An answer of this agent is asked for by the check's own code: the question is what it has to report."""
+"""The agent name under which the check's own code reports: the content of the message is the report."""
 _KEY = EpisodeKey(0, 0)
 _ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label")
-"""Columns in which rows have what is right."""
+"""The usual names of columns with the right answer."""
 
 
 def right_answer(row: Mapping[str, Any]) -> str:
-    """What a row says is right, as text; 42 where it says nothing."""
+    """Return the right answer of a row as text; 42 if the row has none."""
     name = _answer_column(row)
     return "42" if name is None else str(row[name])
 
 
-def says_what_is_right(row: Mapping[str, Any]) -> bool:
-    """Whether a script can say it."""
+def has_right_answer(row: Mapping[str, Any]) -> bool:
+    """Return whether the row has a right answer."""
     return _answer_column(row) is not None
 
 
@@ -40,16 +40,16 @@ def _answer_column(row: Mapping[str, Any]) -> str | None:
     return plain[0] if len(plain) == 1 else None
 
 
-def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], place: int) -> Message:
-    if place >= len(tools):
+def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
+    if index >= len(tools):
         return Message(role="assistant", content=right_answer(row))
-    tool = tools[place]
-    call = ToolCall(id=f"call_{place}", name=tool.name, arguments=json.dumps(example(tool.parameters)))
+    tool = tools[index]
+    call = ToolCall(id=f"call_{index}", name=tool.name, arguments=json.dumps(example(tool.parameters)))
     return Message(role="assistant", content="Let me see.", tool_calls=(call,))
 
 
-def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], place: int) -> Message:
-    if place or not tools:
+def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
+    if index or not tools:
         return Message(role="assistant", content="ok")
     calls = (
         ToolCall(id="call_0", name="a_tool_that_is_not_there", arguments="{}"),
@@ -60,11 +60,11 @@ def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], place: int) -> M
 
 
 def _always(text: Callable[[str], str]) -> Script:
-    return lambda row, tools, place: Message(role="assistant", content=text(right_answer(row)))
+    return lambda row, tools, index: Message(role="assistant", content=text(right_answer(row)))
 
 
 Script = Callable[[Mapping[str, Any], Sequence[Tool], int], Message]
-"""The answer to a row's question, by the tools that are offered and the number of answers before it."""
+"""A function from the row, the offered tools and the number of answers so far to the next answer."""
 SCRIPTS: Mapping[str, Script] = {
     "the row's answer": _always(lambda answer: answer),
     "the row's answer in words": _always(
@@ -76,11 +76,11 @@ SCRIPTS: Mapping[str, Script] = {
     "something else": _always(lambda _: "I do not know. 7 ⟪é☃⟫ </answer> ```python\nprint(1)\n```"),
     "very much": _always(lambda _: "very " * 5000),
 }
-"""By what they say."""
+"""The scripts by a description of their answers."""
 
 
 def example(schema: Mapping[str, Any]) -> Any:
-    """Something that a JSON schema allows.
+    """Return an example that a JSON schema allows.
 
     >>> example({"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]})
     {'a': 2}
@@ -98,26 +98,26 @@ def example(schema: Mapping[str, Any]) -> Any:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScriptedEpisode:
-    """The :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt with a script; it remembers what
-    happened."""
+    """An :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt with a script; it records the
+    requests."""
 
     row: Mapping[str, Any]
     script: Script
     seed: int
     max_answers: int
-    """The question after these finds a spent budget."""
+    """The most answers; the next request finds its budget spent."""
     clock: Clock
     key: EpisodeKey = _KEY
-    heard: list[tuple[Message, ...]] = field(default_factory=list)
-    """What each answer was asked to."""
+    requests: list[tuple[Message, ...]] = field(default_factory=list)
+    """The messages of each request."""
     tools: dict[str, Tool] = field(default_factory=dict)
-    """All that were offered, by name."""
+    """All tools that were offered, by name."""
     reports: list[str] = field(default_factory=list)
-    """What the check's own code has reported."""
+    """The reports of the check's own code."""
     own_s: list[float] = field(default_factory=list)
-    """Seconds that the environment took between two answers."""
+    """The seconds that the environment took between two answers."""
     was_spent: bool = False
-    """Whether it asked for more answers than it might have."""
+    """Whether it requested more answers than allowed."""
     _answered_s: float = -1.0
 
     async def reply(
@@ -125,56 +125,56 @@ class ScriptedEpisode:
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
         options: ChatOptions = AS_THE_RUN,
-        hear: Hear | None = None,
+        on_piece: OnPiece | None = None,
     ) -> Reply:
-        """As the script says; :class:`~headrace.base.errors.BudgetSpent` after the last answer."""
+        """Return the script's answer. Raises :class:`~headrace.base.errors.BudgetSpent` after the last one."""
         if options.agent == REPORT:
             self.reports.append(messages[0].content)
-            return self._said(Message(role="assistant"))
+            return self._reply(Message(role="assistant"))
         self.tools |= {tool.name: tool for tool in tools}
-        return self._next(tuple(messages), tools, hear)
+        return self._next(tuple(messages), tools, on_piece)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
-        """The same, asked in tokens."""
+        """Return the script's answer to a prompt in tokens."""
         return self._next((Message(role="user", content=str(prompt_ids_T.tolist())),), (), None)
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """A token for each character."""
+        """Return the number of characters, each of which counts as a token."""
         return sum(len(message.content) for message in messages)
 
     def spell(self, token: int) -> str:
-        """Tokens are characters."""
+        """Return the character with this code."""
         return chr(token)
 
-    def begin_again(self) -> None:
-        """Forget it all."""
-        self.heard.clear()
+    def restart(self) -> None:
+        """Discard the recorded requests."""
+        self.requests.clear()
         self.own_s.clear()
 
-    def _next(self, messages: tuple[Message, ...], tools: Sequence[Tool], hear: Hear | None) -> Reply:
+    def _next(self, messages: tuple[Message, ...], tools: Sequence[Tool], on_piece: OnPiece | None) -> Reply:
         now_s = self.clock.now()
         if self._answered_s >= 0:
             self.own_s.append(now_s - self._answered_s)
-        if len(self.heard) >= self.max_answers:
+        if len(self.requests) >= self.max_answers:
             self.was_spent = True
             raise BudgetSpent(
                 f"the episode has used up env.max_turns: it is at {self.max_answers}",
                 remedy="end it before, or raise env.max_turns",
                 reason="max_turns",
             )
-        place = len(self.heard)
-        self.heard.append(messages)
-        reply = self._said(self.script(self.row, tools, place))
-        if hear is not None:
-            hear(AnswerPiece(num_prompt_tokens=1, content=reply.message.content))
+        index = len(self.requests)
+        self.requests.append(messages)
+        reply = self._reply(self.script(self.row, tools, index))
+        if on_piece is not None:
+            on_piece(AnswerPiece(num_prompt_tokens=1, content=reply.message.content))
         self._answered_s = self.clock.now()
         return reply
 
-    def _said(self, message: Message) -> Reply:
+    def _reply(self, message: Message) -> Reply:
         ids = tuple(map(ord, message.content)) or (0,)
         return Reply(
             message=message,
-            turn=2 * len(self.heard) - 1,
+            turn=2 * len(self.requests) - 1,
             stop_reason=StopReason.STOP,
             num_prompt_tokens=1,
             num_tokens=len(ids),

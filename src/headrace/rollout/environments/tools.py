@@ -12,20 +12,21 @@ def add(a: int, b: int = 0) -> int:
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import pydantic
 
 from headrace.base.errors import EnvError
 from headrace.base.types.chat import Message, Tool, ToolCall
-from headrace.rollout.environments.threads import in_thread
 
+T = TypeVar("T")
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 
 
@@ -33,26 +34,27 @@ class ToolFunction:
     """A function that the model may call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises :class:`~headrace.base.errors.EnvError` for what is no function with types."""
+        """Describe a function. Raises :class:`~headrace.base.errors.EnvError` if its parameters lack names or usable
+        types."""
         self._function = function
         self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
-        described, arguments = _read_docstring(inspect.getdoc(function) or "")
+        description, arguments = _read_docstring(inspect.getdoc(function) or "")
         name = function.__name__ if inspect.isroutine(function) else type(function).__name__
         self._arguments = _arguments_model(name, function, arguments)
         schema = self._arguments.model_json_schema()
         schema.pop("title", None)
         for each in schema.get("properties", {}).values():
             each.pop("title", None)
-        self.tool = Tool(name=name, description=described, parameters=schema)
-        """What the model is told of it."""
+        self.tool = Tool(name=name, description=description, parameters=schema)
+        """The description of the tool for the model."""
 
     async def __call__(self, call: ToolCall, executor: Executor | None = None) -> Message:
-        """The answer to ``call``: what the function returns, or what was wrong with the call or in the function. A
-        plain function runs in ``executor``."""
+        """Call the function, and return its answer: the returned value, or the problem with the call or in the
+        function. A plain function runs in ``executor``."""
         try:
             given = self._arguments.model_validate_json(call.arguments or "{}", strict=False)
         except pydantic.ValidationError as error:
-            return _failed(call, "; ".join(map(_in_words, error.errors(include_url=False, include_input=False))))
+            return _failed(call, "; ".join(map(_validation_text, error.errors(include_url=False, include_input=False))))
         arguments = {name: given.__dict__[name] for name in type(given).model_fields}
         try:
             bound = functools.partial(self._function, **arguments)
@@ -68,7 +70,7 @@ class ToolFunction:
 async def call_tools(
     message: Message, tools: Mapping[str, ToolFunction], executor: Executor | None = None
 ) -> list[Message]:  # fmt: skip
-    """The answers to the calls of ``message``, one after the other."""
+    """Return the answers to the calls of ``message``, made one after the other."""
     answers: list[Message] = []
     for call in message.tool_calls:
         tool = tools.get(call.name)
@@ -80,7 +82,7 @@ async def call_tools(
 
 
 def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction]:
-    """By name; :class:`~headrace.base.errors.EnvError` for two of one name."""
+    """Return the functions by name. Raises :class:`~headrace.base.errors.EnvError` if two have the same name."""
     made = [ToolFunction(function) for function in functions]
     found = {tool.tool.name: tool for tool in made}
     if len(found) < len(made):
@@ -88,7 +90,9 @@ def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFun
     return found
 
 
-def _arguments_model(name: str, function: Callable[..., Any], told: Mapping[str, str]) -> type[pydantic.BaseModel]:
+def _arguments_model(
+    name: str, function: Callable[..., Any], descriptions: Mapping[str, str]
+) -> type[pydantic.BaseModel]:
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
@@ -96,7 +100,7 @@ def _arguments_model(name: str, function: Callable[..., Any], told: Mapping[str,
             if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL, each.POSITIONAL_ONLY):
                 raise TypeError(f"its parameter {each.name!r} has no name that a call could give")
             default = ... if each.default is each.empty else each.default
-            description = told.get(each.name)
+            description = descriptions.get(each.name)
             fields[each.name] = (hints.get(each.name, Any), pydantic.Field(default=default, description=description))
         return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
     except (TypeError, NameError, ValueError, pydantic.PydanticUserError) as error:
@@ -107,7 +111,7 @@ def _arguments_model(name: str, function: Callable[..., Any], told: Mapping[str,
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What the function does, and what each argument is (the section ``Args:``)."""
+    """Return the description of the function, and of each argument (the section ``Args:``)."""
     head, _, rest = re.sub(r"\n\s*(Args|Arguments|Parameters):\s*\n", "\n\0", text, count=1).partition("\0")
     arguments: dict[str, str] = {}
     for line in rest.splitlines():
@@ -115,8 +119,8 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
             break  # the next section
         if found := _ARGUMENT.match(line):
             arguments[found[1]] = found[2].strip()
-    described = re.split(r"\n\s*(?:Returns|Raises|Yields|Examples?):\s*\n", head)[0]
-    return " ".join(described.split()), arguments
+    description = re.split(r"\n\s*(?:Returns|Raises|Yields|Examples?):\s*\n", head)[0]
+    return " ".join(description.split()), arguments
 
 
 def _as_text(returned: Any) -> str:
@@ -127,11 +131,32 @@ def _as_text(returned: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _in_words(problem: Mapping[str, Any]) -> str:
+def _validation_text(problem: Mapping[str, Any]) -> str:
     place = ".".join(map(str, problem["loc"]))
     return f"{place}: {problem['msg']}" if place else str(problem["msg"])
 
 
-def _failed(call: ToolCall, words: str) -> Message:
-    words = f"error: {words}"[:2000].encode("utf-8", "replace").decode()
-    return Message(role="tool", content=words, tool_call_id=call.id, name=call.name, failed=True)
+def _failed(call: ToolCall, text: str) -> Message:
+    text = f"error: {text}"[:2000].encode("utf-8", "replace").decode()
+    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name, failed=True)
+
+
+async def in_thread(executor: Executor | None, call: Callable[[], T]) -> T:
+    """Return the result of ``call``, which runs in a thread of ``executor``. If the caller is cancelled, wait for the
+    thread before ending: until then the thread, and every object that it uses, is busy."""
+    running = asyncio.get_running_loop().run_in_executor(executor, _outcome, call)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if not running.done():
+            await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # mark the exception as retrieved
+        raise
+
+
+def _outcome(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except StopIteration as error:  # a future cannot carry it
+        raise RuntimeError(f"StopIteration: {error}") from error

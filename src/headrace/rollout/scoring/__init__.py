@@ -1,12 +1,13 @@
-"""Scoring: rewards, as a stage of its own with its own workers and deadlines. A new kind of reward is a file here and
-a row of ``AnyReward``."""
+"""Scoring: rewards, computed in a stage of its own with its own workers and deadlines.
+
+A new kind of reward is a file here and a member of ``AnyReward``.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
+from headrace.base.config.kinds import Kinds
 from headrace.rollout.scoring.base import (
     NO_CONTEXT,
     Graded,
@@ -25,7 +26,9 @@ from headrace.rollout.scoring.math import MathReward
 from headrace.rollout.scoring.reward import RewardFunction, load_reward
 
 AnyReward = FunctionReward | ExactReward | MathReward | CodeReward | JudgeReward
-RewardConfig = Annotated[AnyReward, Field(discriminator="kind")]
+REWARDS = Kinds(AnyReward, group="headrace.scorers", setting="env.rewards", contract=RewardSection)
+"""All kinds of rewards, those of installed packages included."""
+RewardConfig = Annotated[AnyReward, REWARDS]
 
 __all__ = [
     "NO_CONTEXT",

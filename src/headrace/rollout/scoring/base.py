@@ -1,4 +1,4 @@
-"""What a scorer is, and what every kind of reward has in common.
+"""The contract of a scorer, and the settings that all kinds of rewards share.
 
 completion ─▶ grade ─▶ clamp ─▶ × weight ─▶ Σ ─▶ reward of the episode
               each component by itself, in workers of its own
@@ -25,168 +25,170 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """What scoring one completion came to."""
+    """The result of scoring one completion."""
 
     reward: float | None
-    """``None``: none, for the reason that ``failure`` gives, or by the function's own word where it gives none."""
+    """The reward; ``None``: none, for the reason in ``failure``, or because the function returned ``None``."""
     failure: str = ""
-    """``reason: words``; empty where there is none."""
+    """``reason: description``; empty if scoring did not fail."""
     parts: dict[str, float] = field(default_factory=dict)
     """The components of the reward by name: clamped, not weighted."""
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The components by name: of each call that was made the failure, empty where it did not fail. Also of components
-    that count as their default."""
+    """For each component by name, the failure of each call; empty for a call that succeeded. Components that count as
+    their default are included."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The columns that reward functions added with ``log_extra``."""
     metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """What reward functions gave to ``log_metric``; of a group that is scored at once, with its first completion."""
+    """The values that reward functions passed to ``log_metric``; for a group that is scored at once, with its first
+    completion."""
 
-    def beside(self, other: Graded) -> Graded:
-        """Return this one, with what ``other`` says of components, calls, columns and metrics before its own."""
+    def beside(self, earlier: Graded) -> Graded:
+        """Return this result, with the components, calls, columns and metrics of ``second`` before its own."""
         return replace(
             self,
-            parts={**other.parts, **self.parts},
-            calls=_joined(other.calls, self.calls),
-            extra={**other.extra, **self.extra},
-            metrics=_joined(other.metrics, self.metrics),
+            parts={**earlier.parts, **self.parts},
+            calls=_merged(earlier.calls, self.calls),
+            extra={**earlier.extra, **self.extra},
+            metrics=_merged(earlier.metrics, self.metrics),
         )
 
 
-def _joined(one: Mapping[str, tuple[T, ...]], other: Mapping[str, tuple[T, ...]]) -> dict[str, tuple[T, ...]]:
-    return {name: (*one.get(name, ()), *other.get(name, ())) for name in {**one, **other}}
+def _merged(first: Mapping[str, tuple[T, ...]], second: Mapping[str, tuple[T, ...]]) -> dict[str, tuple[T, ...]]:
+    return {name: (*first.get(name, ()), *second.get(name, ())) for name in {**first, **second}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringContext:
-    """What scorers are told beside the task and the text of the completions."""
+    """Information for scorers besides the task and the text of the completions."""
 
     completion_ids: tuple[IntColumn, ...] = ()
     """The tokens of each completion as they were sampled, a stop token included."""
     trainer: TrainerState = field(default_factory=TrainerState)
-    """Where the run is."""
+    """The progress of the run."""
 
-    def at(self, place: int) -> ScoringContext:
-        """The context of one of the completions."""
-        return replace(self, completion_ids=self.completion_ids[place : place + 1])
+    def at(self, index: int) -> ScoringContext:
+        """Return the context of one completion."""
+        return replace(self, completion_ids=self.completion_ids[index : index + 1])
 
 
 NO_CONTEXT = ScoringContext()
-"""Nothing is known beside task and text."""
+"""The context without any information."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What scoring some completions came to."""
+    """The result of scoring several completions."""
 
     rewards: tuple[float | None, ...]
-    """One per completion; ``None``: the function's own word for 'do not count this one'."""
+    """One reward per completion; ``None``: the function asks not to count the completion."""
     failure: str = ""
-    """``reason: words`` where there are no rewards: ``reward_error``, ``reward_nan``, ``reward_timeout``,
+    """``reason: description`` if there are no rewards: ``reward_error``, ``reward_nan``, ``reward_timeout`` or
     ``reward_crashed``."""
     graded: tuple[Graded, ...] = ()
-    """One per completion, where the reward has several components: some may fail, and others not."""
+    """One result per completion, for a reward of several components, of which only some may fail."""
     metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """What the function gave to ``log_metric``, by name."""
+    """The values that the function passed to ``log_metric``, by name."""
     extra: tuple[dict[str, Any], ...] = ()
-    """What it gave to ``log_extra``: for each completion its columns; empty where it gave nothing."""
+    """The values that it passed to ``log_extra``: the columns of each completion; empty if there are none."""
 
-    def of(self, place: int) -> Graded:
-        """What became of one completion."""
+    def of(self, index: int) -> Graded:
+        """Return the result for one completion."""
         if self.graded:
-            return self.graded[place]
-        extra = self.extra[place] if self.extra else {}
-        metrics = self.metrics if place == 0 else {}
+            return self.graded[index]
+        extra = self.extra[index] if self.extra else {}
+        metrics = self.metrics if index == 0 else {}
         if self.failure:
             return Graded(reward=None, failure=self.failure, extra=extra, metrics=metrics)
-        return Graded(reward=self.rewards[place], extra=extra, metrics=metrics)
+        return Graded(reward=self.rewards[index], extra=extra, metrics=metrics)
 
 
-Wanted = Literal["completion_ids", "trainer"]
-"""Fields of :class:`ScoringContext`, which travel only to scorers that want them."""
+ContextField = Literal["completion_ids", "trainer"]
+"""The fields of :class:`ScoringContext`; each is sent only to scorers that use it."""
 
 
 class Scorer(Protocol):
-    """Scores completions; never raises for what a reward function did."""
+    """A scorer of completions. It never raises for an error of a reward function."""
 
     @property
     def by_group(self) -> bool:
-        """Whether it wants all completions of a group at once."""
+        """Whether it scores all completions of a group at once."""
         ...
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score completions of ``task``: one, or a whole group where :attr:`by_group`."""
+        """Score completions of ``task``: one, or a whole group where :attr:`by_group` is true."""
         ...
 
 
 class TurnScorer(Protocol):
-    """Scores the turns of an episode while it goes on; never raises for what a reward did."""
+    """A scorer of the turns of an episode in progress. It never raises for an error of a reward."""
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Graded:
-        """The process rewards of one turn, from its text and all that the model had read."""
+        """Return the process rewards of one turn, from its text and the text that the model had read."""
         ...
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """All components, those that score whole episodes included, in order."""
+        """The names of all components in order, those that score whole episodes included."""
         ...
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
-        """What each turn adds to the reward of the episode; none of them has failed."""
+        """Return the share of each turn in the reward of the episode. None of the turns may have failed."""
         ...
 
     def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
-        """What the components come to over all turns."""
+        """Return the value of each component over all turns."""
         ...
 
 
 class Grader(Protocol):
-    """One component at work, in a scoring worker."""
+    """One component of the reward, in a scoring worker."""
 
     by_group: bool
-    """Whether it wants all completions of a group at once."""
+    """Whether it scores all completions of a group at once."""
 
     @property
-    def wants(self) -> frozenset[Wanted]:
-        """What it wants to be told beside task and text."""
+    def wants(self) -> frozenset[ContextField]:
+        """The fields of the context that it uses."""
         ...
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
-        """Score what is asked; whatever goes wrong becomes a failure. Calls ``on_start``, from any thread, when the
-        turn of this call has come: from then on its time runs."""
+        """Score the completions of a request; every error becomes a failure. ``on_start`` is called, from any thread,
+        when the call begins after its wait in the queue: its time counts from then on."""
         ...
 
 
 class RewardSection(Section):
-    """One component of a reward: what all kinds have in common."""
+    """The settings that all components of a reward share."""
 
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
-    """How metrics, causes and the trace call it; unset: its kind."""
+    """The name in metrics, causes and the trace; unset: its kind."""
     weight: float = 1.0
-    """What it is multiplied with in the sum; 0: only measured."""
+    """The factor of the component in the sum; 0: it is only measured."""
     clamp: tuple[float, float] | None = None
-    """Least and greatest value: what it graded is brought within, before it is weighted. Unset: as it was graded."""
+    """The least and the greatest value, to which the value is limited before it is weighted. Unset: no limit."""
     optional: bool = False
     """Whether a failure counts as ``default``, with a warning, instead of failing its episode."""
     default: float | None = None
-    """Value of an optional component that fails."""
+    """The value of an optional component that fails."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """A call that has not returned this long after it began has failed; one that computes has its worker replaced."""
+    """The longest time of a call, without its wait in the queue. A call that takes longer fails; the worker of a
+    component that computes is replaced."""
     retries: int = Field(default=0, ge=0)
-    """How often a call that failed is made again, after 0.5 s, 1 s, 2 s, ..."""
+    """How often a failed call is made again, after 0.5 s, 1 s, 2 s, ..."""
     workers: int = Field(default=1, ge=1)
-    """Processes of its own."""
+    """The number of processes of this component."""
     concurrency: int = Field(default=256, ge=1)
-    """Calls at once in each of them; of those that compute, at most 16."""
+    """The most calls at once in each process; of components that compute, at most 16."""
     by_turn: bool = False
-    """Score every turn that the policy writes, while the episode goes on, instead of the last one at its end."""
+    """Whether every turn of the policy is scored while the episode goes on, instead of the last one at its end."""
     over_turns: Literal["mean", "sum", "min", "last"] = "mean"
-    """What the scores of its turns add to the reward of the episode."""
+    """How the scores of the turns are combined into the reward of the episode."""
 
     @property
     def label(self) -> str:
-        """How it is called."""
+        """The name of the component."""
         kind: str = self.model_dump(include={"kind"})["kind"]
         return self.name or kind
 
@@ -210,19 +212,19 @@ class RewardSection(Section):
         return self
 
     def clamped(self, value: float) -> float:
-        """As ``clamp`` says."""
+        """Return ``value`` limited to ``clamp``."""
         return value if self.clamp is None else min(max(value, self.clamp[0]), self.clamp[1])
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that every row must have, each with the words that name who reads it. What can be known
-        without running code of the user's."""
+        """Return the columns that every row must have, as far as they are known without running user code. The values
+        describe the setting or parameter that reads the column."""
         return {}
 
     def check(self) -> Self:
-        """Refuse what can be known to fail before any process starts; the section with what it found filled in.
-        :class:`~headrace.base.errors.HeadraceError` says what is wrong."""
+        """Validate the settings before any process starts, and return the section with the values found. Raises a
+        :class:`~headrace.base.errors.HeadraceError` for a component that would fail."""
         return self
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """At work, in the process that it will run in; ``executor`` is for what blocks."""
+        """Return the grader, in the process that runs it. ``executor`` is for calls that block."""
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""Code that the model wrote, run against the tests of its row: each test in a fresh process of the sandbox."""
+"""Rewards for code: the model's program is run against the tests of its row, each test in a fresh process of the
+sandbox."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits, ru
 from headrace.rollout.scoring.sandbox.base import MIB
 
 WAITING = 3
-"""How much longer than its processor time a test may take by the clock."""
+"""The wall-clock time of a test, as a multiple of its processor time."""
 MAX_CODE = 200_000
-"""Characters of an answer that are run at most: more is no answer."""
+"""The most characters of an answer that are run; a longer answer earns 0."""
 MAX_VALUE = 100_000
-"""Characters of a returned value that are compared at most."""
+"""The most characters of a returned value that are compared."""
 _BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -35,35 +36,35 @@ class CodeReward(RewardSection):
     The code is the last block in triple backquotes, a Python one if there is any; without a block, the whole
     completion. A column of tests holds a list (or JSON text of one) of
 
-    - ``{"stdin": "1 2", "stdout": "3"}``: the program reads the one and prints the other; white space at line ends and
-      at the end does not count; also ``{"inputs": [...], "outputs": [...]}`` for the whole column;
-    - ``{"call": "add(1, 2)", "returns": 3}``: what the expression is worth after the code has run;
+    - ``{"stdin": "1 2", "stdout": "3"}``: the input and the expected output of the program; white space at line ends
+      and at the end does not count; also ``{"inputs": [...], "outputs": [...]}`` for the whole column;
+    - ``{"call": "add(1, 2)", "returns": 3}``: an expression, and its expected value after the code has run;
     - ``"assert add(1, 2) == 3"``: statements that must not raise.
 
-    What is expected of the first two never enters the sandbox. Statements run beside the code, which could tamper with
-    them: prefer the others where a model may learn to.
+    The expected results of the first two never enter the sandbox. Statements run beside the code, which could tamper
+    with them: prefer the others if a model may learn to.
     """
 
     kind: Literal["code"] = "code"
     """Selects this reward."""
     tests_column: str = "tests"
-    """Column with the tests."""
+    """The column with the tests."""
     partial: bool = True
-    """Whether each test counts for itself; else all of them must pass."""
+    """Whether each test counts by itself; if not, all of them must pass."""
     max_tests: int = Field(default=10, ge=1)
-    """Tests that are run at most, the first ones."""
+    """The most tests that are run: the first ones."""
     cpu_s: int = Field(default=5, ge=1)
-    """Processor time of one test, in seconds. By the clock it may take ``WAITING`` times as long, since others compute
-    too."""
+    """The processor time of one test, in seconds. Its wall-clock time may be ``WAITING`` times as long, since other
+    processes compute too."""
     memory_mb: int = Field(default=512, ge=64)
-    """Memory of one test, in MiB."""
+    """The memory of one test, in MiB."""
     may_lack: tuple[str, ...] = ("user",)
     """Guards of the sandbox that this system may refuse: ``user``, ``files``, ``network``, ``processes``, ...; a run
-    does not start where another one is missing. As another user only root can start a process."""
+    does not start if another one is missing. Only root can start a process as another user (``user``)."""
     timeout_s: float = Field(default=180.0, gt=0)
-    """All tests of one completion must be over by then."""
+    """The longest time for all tests of one completion."""
     concurrency: int = Field(default=4, ge=1, le=16)
-    """Completions that are tested at once in each worker."""
+    """The most completions that are tested at once in each worker."""
 
     @pydantic.model_validator(mode="after")
     def _tests_fit(self) -> Self:
@@ -81,7 +82,7 @@ class CodeReward(RewardSection):
         return {self.tests_column: f"tests_column={self.tests_column!r}"}
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """Runs tests, where the sandbox stands."""
+        """Return a grader that runs tests, after a check that the sandbox works."""
         probe = run_python("")
         if not probe.ok:
             raise EnvError(
@@ -89,26 +90,26 @@ class CodeReward(RewardSection):
                 f"{probe.stderr[-300:]}",
                 remedy="it needs Linux >= 5.3 and this Python readable for other users",
             )
-        lacking = {name: why for name, why in lacks(probe).items() if name not in self.may_lack}
-        if lacking:
-            words = "; ".join(f"{name} ({why})" for name, why in lacking.items())
+        refused_guards = {name: why for name, why in missing_guards(probe).items() if name not in self.may_lack}
+        if refused_guards:
+            words = "; ".join(f"{name} ({why})" for name, why in refused_guards.items())
             raise EnvError(
                 f"env.rewards {self.label!r}: the sandbox lacks guards on this system: {words}",
-                remedy=f"allow namespaces to this user, or accept it: may_lack = {[*self.may_lack, *lacking]}",
+                remedy=f"allow namespaces to this user, or accept it: may_lack = {[*self.may_lack, *refused_guards]}",
             )
         return BlockingGrader(self.grade, executor)
 
     def grade(self, request: ScoreCompletions) -> float:
-        """Between 0 and 1."""
+        """Return a number between 0 and 1."""
         tests = read_tests(column(request, self.tests_column), self.tests_column)[: self.max_tests]
         code = code_in(request.completions[0])
         if not code.strip() or len(code) > MAX_CODE:
             return 0.0
         passed = 0
         for test in tests:
-            good = self._passes(code, test)
-            passed += good
-            if not good and not self.partial:
+            passes = self._passes(code, test)
+            passed += passes
+            if not passes and not self.partial:
                 return 0.0
         return passed / len(tests)
 
@@ -116,19 +117,19 @@ class CodeReward(RewardSection):
         limits = SandboxLimits(wall_s=WAITING * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
         match test:
             case str():
-                word = secrets.token_hex(16)
+                marker = secrets.token_hex(16)
                 files = {"answer.py": code, "test.py": test}
-                done = _believed(run_python(_STATEMENTS, files=files, stdin=word, limits=limits))
-                return done.ok and done.stdout.endswith(word)
+                finished = _refuse_not_started(run_python(_STATEMENTS, files=files, stdin=marker, limits=limits))
+                return finished.ok and finished.stdout.endswith(marker)
             case {"call": call}:
-                word = secrets.token_hex(16)
+                marker = secrets.token_hex(16)
                 files = {"answer.py": code, "call.py": str(call)}
-                done = _believed(run_python(_CALL, files=files, stdin=word, limits=limits))
-                _, _, value = done.stdout.rpartition(word)
-                return done.ok and word in done.stdout and same_value(value, test["returns"])
+                finished = _refuse_not_started(run_python(_CALL, files=files, stdin=marker, limits=limits))
+                _, _, value = finished.stdout.rpartition(marker)
+                return finished.ok and marker in finished.stdout and same_value(value, test["returns"])
             case _:
-                done = _believed(run_python(code, stdin=str(test["stdin"]), limits=limits))
-                return done.ok and same_text(done.stdout, str(test["stdout"]))
+                finished = _refuse_not_started(run_python(code, stdin=str(test["stdin"]), limits=limits))
+                return finished.ok and same_text(finished.stdout, str(test["stdout"]))
 
 
 _STATEMENTS = """\
@@ -146,24 +147,25 @@ sys.stdout.write(word + repr(eval(open("call.py").read(), names)))
 """
 
 
-def lacks(probe: Finished) -> dict[str, str]:
-    """The guards that a run was without; a filter of system calls stands in for a network namespace, and the watch of
-    the launcher for one of processes."""
+def missing_guards(probe: Finished) -> dict[str, str]:
+    """Return the guards that a run was without. A filter of system calls can replace a network namespace, and the
+    launcher's checks can replace limits of processes."""
     missing = dict(probe.missing)
     if "system calls" not in missing:
         missing.pop("network", None)
     return missing
 
 
-def _believed(done: Finished) -> Finished:
-    """A run that could not be started says nothing of the answer."""
-    if done.reason is Reason.NOT_STARTED:
-        raise Unscorable(f"the sandbox could not start: {done.detail}", remedy="look at the machine's limits")
-    return done
+def _refuse_not_started(finished: Finished) -> Finished:
+    """Return a finished run. Raises :class:`Unscorable` for one that could not start, which says nothing about the
+    answer."""
+    if finished.reason is Reason.NOT_STARTED:
+        raise Unscorable(f"the sandbox could not start: {finished.detail}", remedy="look at the machine's limits")
+    return finished
 
 
 def code_in(completion: str) -> str:
-    """The program in an answer.
+    """Return the program in an answer.
 
     >>> code_in("Like this:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
@@ -176,7 +178,7 @@ def code_in(completion: str) -> str:
 
 
 def read_tests(cell: Any, name: str) -> list[Any]:
-    """The tests of a row; :class:`Unscorable` says what is wrong with them."""
+    """Return the tests of a row. Raises :class:`Unscorable` for an invalid column."""
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)
@@ -198,13 +200,13 @@ def read_tests(cell: Any, name: str) -> list[Any]:
 
 
 def same_text(given: str, expected: str) -> bool:
-    """Line by line, but for white space at their ends and at the end of all."""
+    """Return whether two texts are equal line by line, except for white space at line ends and at the end."""
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (given, expected)]
     return lines[0] == lines[1]
 
 
 def same_value(printed: str, expected: Any) -> bool:
-    """Whether the value that was printed equals ``expected``: lists and tuples of the same things are the same."""
+    """Return whether the printed value equals ``expected``; a list and a tuple of the same elements are equal."""
     if len(printed) > MAX_VALUE:
         return False
     try:
@@ -216,7 +218,7 @@ def same_value(printed: str, expected: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(each) for each in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(each) for key, each in value.items()}
     return value

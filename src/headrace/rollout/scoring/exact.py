@@ -1,4 +1,4 @@
-"""The answer is right when it is the expected one, letter by letter, or as one of some choices."""
+"""Rewards for answers that must equal the expected text, or one of several texts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from headrace.rollout.scoring.grading import BlockingGrader, column
 
 
 class ExactReward(RewardSection):
-    """1 where the answer in the completion equals the one in the row, 0 where it does not.
+    """1 if the answer in the completion equals the one in the row, 0 if not.
 
-    The answer is what ``pattern`` finds last, or the whole completion; white space at its ends does not count. A row
-    may hold a list: then any of it is right.
+    The answer is the last match of ``pattern``, or the whole completion; white space at its ends does not count. If the
+    row has a list, any of its elements is right.
     """
 
     kind: Literal["exact"] = "exact"
     """Selects this reward."""
     answer_column: str = "answer"
-    """Column with the expected answer, or a list of them."""
+    """The column with the expected answer, or a list of answers."""
     pattern: str = ""
     r"""A regular expression whose first group (or whole match) is the answer, such as ``answer is \(?([A-D])``; its
     last match counts, and no match is 0. Unset: the whole completion."""
     ignore_case: bool = False
-    """Whether capital letters are as good as small ones."""
+    """Whether upper and lower case are equal."""
 
     @pydantic.model_validator(mode="after")
     def _pattern_compiles(self) -> Self:
@@ -41,11 +41,11 @@ class ExactReward(RewardSection):
         return {self.answer_column: f"answer_column={self.answer_column!r}"}
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """Compares text."""
+        """Return a grader that compares text."""
         return BlockingGrader(self.grade, executor)
 
     def grade(self, request: ScoreCompletions) -> float:
-        """0 or 1.
+        """Return 0 or 1.
 
         >>> ask = ScoreCompletions(call=0, prompt="", completions=("so the answer is B.",), row={"answer": ["b", "c"]})
         >>> ExactReward(pattern=r"answer is (\\w)", ignore_case=True).grade(ask)
@@ -53,15 +53,15 @@ class ExactReward(RewardSection):
         """
         expected = column(request, self.answer_column)
         given = found(self.pattern, request.completions[0])
-        accepted = [str(one) for one in (expected if isinstance(expected, list | tuple) else [expected])]
-        return float(given is not None and self._plain(given) in [self._plain(one) for one in accepted])
+        accepted = [str(each) for each in (expected if isinstance(expected, list | tuple) else [expected])]
+        return float(given is not None and self._plain(given) in [self._plain(each) for each in accepted])
 
     def _plain(self, text: str) -> str:
         return text.strip().casefold() if self.ignore_case else text.strip()
 
 
 def compiled(pattern: str, what: str) -> re.Pattern[str]:
-    """The regular expression; :class:`ConfigError` where it is none."""
+    """Return the compiled regular expression. Raises :class:`ConfigError` if it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -69,8 +69,8 @@ def compiled(pattern: str, what: str) -> re.Pattern[str]:
 
 
 def found(pattern: str, text: str) -> str | None:
-    """What ``pattern`` finds last in ``text``: its first group that matched, or all of it; the text itself without a
-    pattern; ``None`` where there is no match."""
+    """Return the last match of ``pattern`` in ``text``: its first group that matched, or the whole match. Without a
+    pattern, return the text itself; without a match, ``None``."""
     if not pattern:
         return text
     match = None

@@ -1,4 +1,4 @@
-"""Whether the rows have the columns that rewards read: known before any process starts."""
+"""The check that rows have the columns that rewards read, before any process starts."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from headrace.rollout.scoring.reward import split_reference
 from headrace.rollout.scoring.signature import RewardSignature, signature_in
 
 LOOK_S = 120.0
-"""Longest that a reward's file may take to import where only that tells the parameters of its function."""
+"""The longest time to import a reward's file, where the parameters of its function cannot be read from the file's
+text."""
 
 
 def columns_for(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
-    """Return the columns that ``reward`` can rely on: those of every row, or of any where it may fail."""
+    """Return the columns that ``reward`` can rely on: those of every row, or those of any row if it may fail."""
     names = [task.row.keys() for task in tasks]
     return frozenset(set().union(*names) if reward.optional else set(names[0]).intersection(*names[1:]))
 
 
-def refuse_lacking(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, look: bool) -> None:
+def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, look: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` or :class:`~headrace.base.errors.EnvError` for a reward that
-    reads a column that rows lack. ``look``: import files, in a process of their own, whose text does not tell the
-    parameters of a function."""
+    reads a column that rows lack. With ``look``, files whose text does not show the parameters of a function are
+    imported, in a separate process."""
     functions = [reward for reward in rewards if isinstance(reward, FunctionReward)]
     signatures = {reward.ref: signature_in(*split_reference(reward.ref)) for reward in functions}
     if look and (unknown := [ref for ref, signature in signatures.items() if signature is None]):
-        signatures |= looked_at(unknown)
+        signatures |= imported_signatures(unknown)
     for reward in rewards:
-        _refuse_lacking_rows(reward, tasks)
+        _refuse_missing_cells(reward, tasks)
         columns = columns_for(reward, tasks)
         if not isinstance(reward, FunctionReward):
-            _refuse_lacking_columns(reward, columns)
+            _refuse_unknown_columns(reward, columns)
         elif (signature := signatures[reward.ref]) is not None:
             name = reward.ref.rpartition(":")[2]
             signature.refuse_form(name, by_turn=reward.by_turn)
             signature.refuse_missing(name, columns, by_turn=reward.by_turn)
 
 
-def _refuse_lacking_rows(reward: RewardSection, tasks: Sequence[Task]) -> None:
-    """Name the first row without a column that others have."""
+def _refuse_missing_cells(reward: RewardSection, tasks: Sequence[Task]) -> None:
+    """Refuse the first row without a column that others have."""
     for column, reader in reward.columns().items():
         if column in columns_for(reward, tasks) or not any(column in task.row for task in tasks):
             continue
@@ -58,7 +59,7 @@ def _refuse_lacking_rows(reward: RewardSection, tasks: Sequence[Task]) -> None:
         )
 
 
-def _refuse_lacking_columns(reward: RewardSection, columns: frozenset[str]) -> None:
+def _refuse_unknown_columns(reward: RewardSection, columns: frozenset[str]) -> None:
     for column, reader in reward.columns().items():
         if column not in columns:
             raise ConfigError(
@@ -68,9 +69,9 @@ def _refuse_lacking_columns(reward: RewardSection, columns: frozenset[str]) -> N
             )
 
 
-def looked_at(references: Sequence[str]) -> dict[str, RewardSignature | None]:
-    """The signatures of functions that their files import or make, told by a process that imports the files as scoring
-    workers will; ``None`` where that takes too long."""
+def imported_signatures(references: Sequence[str]) -> dict[str, RewardSignature | None]:
+    """Return the signatures of functions that can be read only by importing their files, which a separate process does
+    as scoring workers will. ``None`` where that takes too long."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "headrace.rollout.scoring.look", *references],
@@ -82,14 +83,14 @@ def looked_at(references: Sequence[str]) -> dict[str, RewardSignature | None]:
     except subprocess.TimeoutExpired:
         return dict.fromkeys(references)
     try:
-        told = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         words = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise EnvError(
             f"env.reward: the process that imports {', '.join(references)} ended with code {done.returncode}: {words}",
             remedy="mend the file",
         ) from None
-    for each in told.values():
+    for each in answer.values():
         if "problem" in each:
             raise EnvError(each["problem"], remedy=each["remedy"])
-    return {reference: msgspec.convert(each, RewardSignature) for reference, each in told.items()}
+    return {reference: msgspec.convert(each, RewardSignature) for reference, each in answer.items()}

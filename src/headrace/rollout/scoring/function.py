@@ -1,4 +1,4 @@
-"""A function of the user as one component."""
+"""The reward component that calls a function of the user."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from headrace.rollout.scoring.signature import signature_in
 
 
 class FunctionReward(RewardSection):
-    """``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
-    ``reward(prompts, completions, **columns) -> list``. By turn it may also take ``history`` and ``turn``."""
+    """A reward function: ``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
+    ``reward(prompts, completions, **columns) -> list``. With ``by_turn`` it may also take ``history`` and ``turn``."""
 
     kind: Literal["function"] = "function"
     """Selects this reward."""
     ref: str
-    """``file.py:function``."""
+    """The function, as ``file.py:function``."""
 
     @property
     def label(self) -> str:
-        """Its own name, where it has no other."""
+        """The name of the component; by default, that of the function."""
         return self.name or self.ref.rpartition(":")[2]
 
     def check(self) -> Self:
-        """The function is there."""
+        """Check that the function exists, and return the section with the full path of its file."""
         path, name = split_reference(self.ref)
         if (signature := signature_in(path, name)) is not None:
             signature.refuse_form(name, by_turn=self.by_turn)
         return self.model_copy(update={"ref": f"{path.resolve()}:{name}"})
 
     def columns(self) -> dict[str, str]:
-        """Return what only a column can give its parameters, as far as the text of its file tells."""
+        """Return the parameters that only a column can give a value, as far as the text of the file shows them."""
         signature = signature_in(*split_reference(self.ref))
         return (
             {}
@@ -41,7 +41,7 @@ class FunctionReward(RewardSection):
         )
 
     def grader(self, executor: ThreadPoolExecutor) -> RewardFunction:
-        """Imports and calls it."""
+        """Import the function, and return it as a grader."""
         function = load_reward(self.ref, executor)
         function.signature.refuse_form(function.name, by_turn=self.by_turn)
         return function

@@ -1,4 +1,4 @@
-"""How a plain function of one completion becomes a grader: its failures become records."""
+"""Graders made of plain functions of one completion: their failures become records."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.base.errors import HeadraceError
 from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.rollout.scoring.base import Scores, Wanted
+from headrace.rollout.scoring.base import ContextField, Scores
 
 
 class Unscorable(HeadraceError):
-    """A completion cannot be scored, through no fault of its own: the row lacks what is needed, a judge is away."""
+    """A completion cannot be scored for a reason outside of it: the row lacks a value, or a judge cannot be reached."""
 
 
 class BlockingGrader:
-    """Calls a function that computes, in a thread."""
+    """A grader that calls a computing function in a thread."""
 
     by_group = False
-    wants: frozenset[Wanted] = frozenset()
+    wants: frozenset[ContextField] = frozenset()
 
     def __init__(self, grade: Callable[[ScoreCompletions], float | None], executor: ThreadPoolExecutor) -> None:
         self._grade = grade
         self._executor = executor
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
-        def begin() -> float | None:
+        def call() -> float | None:
             on_start()
             return self._grade(request)
 
-        return await told(asyncio.get_running_loop().run_in_executor(self._executor, begin))
+        return await as_scores(asyncio.get_running_loop().run_in_executor(self._executor, call))
 
 
-async def told(grading: Awaitable[float | None]) -> Scores:
-    """What became of it."""
+async def as_scores(grading: Awaitable[float | None]) -> Scores:
+    """Return the result of a grading call as scores."""
     try:
         value = await grading
     except Unscorable as error:
@@ -49,7 +49,7 @@ async def told(grading: Awaitable[float | None]) -> Scores:
 
 
 def column(request: ScoreCompletions, name: str) -> object:
-    """A column of the row; :class:`Unscorable` where it is missing."""
+    """Return a column of the row. Raises :class:`Unscorable` if it is missing."""
     if name not in request.row:
         raise Unscorable(
             f"the row has no column {name!r} (it has: {', '.join(request.row)})", remedy="name the column that it has"

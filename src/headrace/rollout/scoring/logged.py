@@ -1,4 +1,4 @@
-"""What a reward function hands over beside rewards: TRL's ``log_metric`` and ``log_extra``."""
+"""The values that a reward function logs beside its rewards: TRL's ``log_metric`` and ``log_extra``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 MAX_TEXT = 4096
-"""Characters of one value of ``log_extra`` that are kept."""
+"""The most characters of one value of ``log_extra`` that are kept."""
 
 
 class RewardLog:
-    """Collects what one call of a reward function logs."""
+    """The values that one call of a reward function logs."""
 
     def __init__(self, num_completions: int) -> None:
         self._columns: dict[str, list[Any]] = {}
@@ -20,16 +20,16 @@ class RewardLog:
         """The values of every metric, by name."""
 
     def metric(self, name: str, value: float) -> None:
-        """Keep a number: ``metrics.jsonl`` has the mean of a step as ``logged/NAME``."""
+        """Record a number: ``metrics.jsonl`` has the mean of a step as ``logged/NAME``."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def column(self, column: str, values: list[Any]) -> None:
-        """Keep a value for each completion: they are shown with the episodes. A column that is logged again goes on
-        where it ended."""
+        """Record a value for each completion, which is shown with the episodes. A column that is logged again is
+        continued."""
         self._columns.setdefault(str(column), []).extend(values)
 
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """Return the columns of each completion; :class:`ValueError` where a column has not one value for each."""
+        """Return the columns of each completion. Raises :class:`ValueError` if a column has not one value for each."""
         for column, values in self._columns.items():
             if len(values) != self._num:
                 raise ValueError(f"log_extra({column!r}) was given {len(values)} values for {self._num} completions")
@@ -40,7 +40,7 @@ class RewardLog:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can travel and be written: numbers and short texts as they are, anything else as its text."""
+    """Return a value that can be serialised: numbers and short texts unchanged, anything else as its text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | dict):

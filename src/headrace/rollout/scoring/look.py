@@ -1,5 +1,5 @@
 """``python -m headrace.rollout.scoring.look FILE.py:NAME ...``: print the signatures of reward functions as JSON, or
-what is wrong with them. A process of its own, because it runs the files."""
+the problem with them. It is a separate process, because it runs the files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from headrace.rollout.scoring.reward import load_reward
 
 
 def main(references: Sequence[str]) -> None:
-    """Print one line."""
-    told: dict[str, object] = {}
+    """Print one line of JSON with a signature, or a problem and its remedy, for each reference."""
+    results: dict[str, object] = {}
     with ThreadPoolExecutor(max_workers=1) as executor:
         for reference in references:
             try:
-                told[reference] = load_reward(reference, executor).signature
+                results[reference] = load_reward(reference, executor).signature
             except HeadraceError as error:
-                told[reference] = {"problem": error.problem, "remedy": error.remedy}
-    sys.stdout.write("\n" + msgspec.json.encode(told).decode() + "\n")
+                results[reference] = {"problem": error.problem, "remedy": error.remedy}
+    sys.stdout.write("\n" + msgspec.json.encode(results).decode() + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by what they mean: ``math-verify``, the extra ``math``."""
+"""Rewards for mathematical answers, compared by their meaning with ``math-verify`` (the extra ``math``)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from headrace.rollout.scoring.grading import BlockingGrader, Unscorable, column
 
 
 class MathReward(RewardSection):
-    """1 where the last answer in the completion equals the expected one (``\\frac12`` and ``0.5``, sets, intervals,
-    equations), 0 where it does not or where there is none.
+    """1 if the last answer in the completion equals the expected one (``\\frac12`` and ``0.5``, sets, intervals,
+    equations), 0 if it does not or if there is none.
 
-    Answers are parsed, never evaluated as Python. Some expressions keep the algebra busy for ever: those are ended by
-    ``timeout_s``, with their worker. Source: huggingface/Math-Verify.
+    Answers are parsed, never evaluated as Python. Some expressions keep the algebra busy for ever: ``timeout_s`` ends
+    those with their worker. Source: huggingface/Math-Verify.
     """
 
     kind: Literal["math"] = "math"
     """Selects this reward."""
     answer_column: str = "answer"
-    """Column with the expected answer: LaTeX or plain text, or a number."""
+    """The column with the expected answer: LaTeX or plain text, or a number."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """A comparison that takes longer has failed, and its worker is replaced."""
+    """The longest time of a comparison. One that takes longer fails, and its worker is replaced."""
 
     def columns(self) -> dict[str, str]:
         """Return the column of the expected answer."""
         return {self.answer_column: f"answer_column={self.answer_column!r}"}
 
     def check(self) -> Self:
-        """The package is there."""
+        """Check that the package math-verify is installed."""
         if find_spec("math_verify") is None:
             raise ConfigError(
                 f"env.rewards {self.label!r} needs the package math-verify", remedy="pip install 'headrace[math]'"
@@ -43,7 +43,7 @@ class MathReward(RewardSection):
         return self
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """Parses and compares."""
+        """Return a grader that parses and compares answers."""
         return BlockingGrader(_comparison(self.answer_column), executor)
 
 

@@ -1,4 +1,4 @@
-"""A user's reward function: found, understood and called."""
+"""The loading and calling of a user's reward function."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 from headrace.base.config.user_code import find_in_file, load_file, where
 from headrace.base.errors import ConfigError, EnvError
 from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.rollout.scoring.base import Scores, Wanted
+from headrace.rollout.scoring.base import ContextField, Scores
 from headrace.rollout.scoring.logged import RewardLog
 from headrace.rollout.scoring.signature import NOT_COLUMNS, signature_of
 
 
 def reward_reference(function: Callable[..., Any]) -> str:
-    """``file.py:name`` of a function, so that a worker process can load it too."""
+    """Return ``file.py:name`` of a function, by which a worker process can load it."""
     source = _source_file(function)
     name = _name(function)
     if source is None or not Path(source).is_file() or not name.isidentifier():
@@ -37,7 +37,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def split_reference(reference: str) -> tuple[Path, str]:
-    """``file.py:name`` apart; the file is checked, the code is not run."""
+    """Return the file and the name in ``file.py:name``. The file is checked; its code is not run."""
     try:
         return find_in_file(reference, "env.reward")
     except ConfigError as error:
@@ -45,11 +45,11 @@ def split_reference(reference: str) -> tuple[Path, str]:
 
 
 class RewardFunction:
-    """A reward in either form, sync or async, called the one way that the scoring stage calls it.
+    """A reward function in any form, sync or async, with the one interface of the scoring stage.
 
-    ``reward(completion, **row)`` scores one completion; ``reward(prompts, completions, **columns)`` scores a list, each
-    column of the row repeated for every completion. Both may ask for ``completion_ids``, ``trainer_state``,
-    ``log_extra`` and ``log_metric`` by name; the second is passed them in ``**columns`` too, as TRL does.
+    ``reward(completion, **row)`` scores one completion; ``reward(prompts, completions, **columns)`` scores a list, with
+    each column of the row repeated for every completion. Both may have the parameters ``completion_ids``,
+    ``trainer_state``, ``log_extra`` and ``log_metric``; the second also gets them in ``**columns``, as in TRL.
     """
 
     def __init__(self, function: Callable[..., Any], executor: ThreadPoolExecutor) -> None:
@@ -64,14 +64,14 @@ class RewardFunction:
         self.signature.refuse_form(self.name)
 
     @property
-    def wants(self) -> frozenset[Wanted]:
-        """What it wants to be told beside task and text."""
-        asked: dict[Wanted, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
-        return frozenset(wanted for wanted, name in asked.items() if self.signature.wants(name))
+    def wants(self) -> frozenset[ContextField]:
+        """The fields of the context that it uses."""
+        parameters: dict[ContextField, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
+        return frozenset(field for field, name in parameters.items() if self.signature.wants(name))
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None] = lambda: None) -> Scores:
-        """Call it; whatever it does becomes a :class:`Scores`. ``on_start`` is called, from any thread, when the
-        function's turn has come."""
+        """Call the function; every error becomes a failure of the :class:`Scores`. ``on_start`` is called, from any
+        thread, when the call begins."""
         log = RewardLog(len(request.completions))
         try:
             returned, error = await self._call(request, log, on_start)
@@ -102,9 +102,9 @@ class RewardFunction:
         signature = self.signature
         row = {key: value for key, value in request.row.items() if signature.takes(key)}
         ids = [ids_T.tolist() for ids_T in request.completion_ids]
-        given: dict[str, Any] = {"trainer_state": request.trainer, "log_extra": log.column, "log_metric": log.metric}
+        special: dict[str, Any] = {"trainer_state": request.trainer, "log_extra": log.column, "log_metric": log.metric}
         if not self.by_group:
-            named = {**given, "completion_ids": ids[0] if ids else []}
+            named = {**special, "completion_ids": ids[0] if ids else []}
             whole: dict[str, Any] = {"prompt": request.prompt}
             if request.turn >= 0:
                 whole |= {"history": request.history, "turn": request.turn}
@@ -120,12 +120,12 @@ class RewardFunction:
         if conversational:
             completions = [[{"role": "assistant", "content": text}] for text in request.completions]
         columns = {key: [value] * count for key, value in row.items() if key not in NOT_COLUMNS}
-        given |= {"prompts": [request.prompt] * count, "completions": completions, "completion_ids": ids}
-        return {**columns, **{key: value for key, value in given.items() if signature.wants(key)}}
+        special |= {"prompts": [request.prompt] * count, "completions": completions, "completion_ids": ids}
+        return {**columns, **{key: value for key, value in special.items() if signature.wants(key)}}
 
 
 def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
-    """Import the function that ``file.py:name`` names; :class:`EnvError` says where its file fails."""
+    """Import the function that ``file.py:name`` names. Raises :class:`EnvError` if its file fails."""
     path, name = split_reference(reference)
     try:
         module = load_file(path)
@@ -138,7 +138,8 @@ def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What ``call`` returns or raises; a future cannot carry every exception (``StopIteration`` for one)."""
+    """Return the value or the exception of ``call``; a future cannot carry every exception (``StopIteration``, for
+    example)."""
     try:
         return call(), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again where it is awaited
@@ -146,7 +147,7 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def _check(returned: Any, expected: int) -> Scores:
-    """What a reward function returned, as rewards."""
+    """Return the value of a reward function as scores."""
     if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
         return Scores(rewards=(), failure=f"reward_error: returned a {type(returned).__name__}, not a list")
     values = list(returned)
@@ -170,16 +171,16 @@ def _check(returned: Any, expected: int) -> Scores:
 
 
 def _in_words(error: BaseException, source: str | None) -> str:
-    """What ``error`` says, as text that can travel and be written."""
+    """Return the text of ``error``, in characters that can be encoded."""
     try:
-        words = where(error, source)
+        text = where(error, source)
     except Exception:  # noqa: BLE001 - the user's ``__str__`` is user code too
-        words = f"{type(error).__name__}, which cannot be printed"
-    return words.encode("utf-8", "replace").decode()
+        text = f"{type(error).__name__}, which cannot be printed"
+    return text.encode("utf-8", "replace").decode()
 
 
 def _source_file(function: Callable[..., Any]) -> str | None:
-    """The file that a function, or the class of a callable object, stands in."""
+    """Return the file that contains a function, or the class of a callable object."""
     try:
         return inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:  # an object, or something built in

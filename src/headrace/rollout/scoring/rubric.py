@@ -1,4 +1,4 @@
-"""A reward of several components: each graded by itself, clamped, weighted, added up."""
+"""A reward of several components: each graded by itself, clamped, weighted and added up."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Graders(Scorer, Protocol):
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Scores:
-        """Score one turn of an episode, from its text and all that the model had read."""
+        """Score one turn of an episode, from its text and the text that the model had read."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RubricPart:
-    """One part of a rubric."""
+    """One component of a rubric."""
 
     section: RewardSection
     graders: Graders
 
     @property
     def label(self) -> str:
-        """How it is called."""
+        """The name of the component."""
         return self.section.label
 
 
@@ -46,22 +46,22 @@ class Rubric:
     """The :class:`~headrace.rollout.scoring.Scorer` and :class:`~headrace.rollout.scoring.TurnScorer` contracts over
     components.
 
-    Components are asked at the same time, each in workers of its own: the slowest decides how long it takes, and a
-    hung one costs no other its answer. A call that fails is made again, ``retries`` times; then the component's
-    ``default`` stands in for it, or the completion has failed.
+    All components score at the same time, each in workers of its own: the slowest one determines the time, and one that
+    hangs does not affect the others. A call that fails is made again, up to ``retries`` times; then the component
+    counts as its ``default``, or the completion has failed.
     """
 
     def __init__(self, components: Sequence[RubricPart], *, clock: Clock, on_span: Callable[[Span], None]) -> None:
         self._whole = [component for component in components if not component.section.by_turn]
         self._by_turn = [component for component in components if component.section.by_turn]
         self._labels = tuple(component.label for component in components)
-        self._apart = len(components) > 1  # one alone takes as long as the episode's score, which is told anyhow
+        self._records_spans = len(components) > 1  # the only one takes as long as the whole score
         self._clock = clock
         self._on_span = on_span
 
     @property
     def by_group(self) -> bool:
-        """Whether a component wants all completions of a group at once."""
+        """Whether a component scores all completions of a group at once."""
         return any(component.graders.by_group for component in self._whole)
 
     @property
@@ -71,14 +71,14 @@ class Rubric:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The components, in order."""
+        """The names of the components, in order."""
         return self._labels
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        asked = await _all({c.label: self._grade(c, task, completions, context) for c in self._whole})
+        scores_by_label = await _gather({c.label: self._grade(c, task, completions, context) for c in self._whole})
         graded = tuple(
-            self._sum(self._whole, {label: scores.of(place) for label, scores in asked.items()})
-            for place in range(len(completions))
+            self._sum(self._whole, {label: scores.of(index) for label, scores in scores_by_label.items()})
+            for index in range(len(completions))
         )
         if len(self._labels) == 1:  # it is the reward
             graded = tuple(replace(each, parts={}) for each in graded)
@@ -90,93 +90,98 @@ class Rubric:
         calls = {
             c.label: partial(c.graders.score_turn, task, text, history, turn, context=context) for c in self._by_turn
         }
-        asked = await _all({c.label: self._again(c, calls[c.label]) for c in self._by_turn})
-        return self._sum(self._by_turn, {label: scores.of(0) for label, scores in asked.items()})
+        scores_by_label = await _gather({c.label: self._with_retries(c, calls[c.label]) for c in self._by_turn})
+        return self._sum(self._by_turn, {label: scores.of(0) for label, scores in scores_by_label.items()})
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
-        """What each of an episode's turns adds to its reward, from their scores; none of them has failed."""
+        """Return the share of each turn in the reward of the episode, from their scores. None of the turns may have
+        failed."""
         shares = [0.0] * len(turns)
         for component in self._by_turn:
             values = [turn.parts[component.label] for turn in turns]
-            for place, share in enumerate(_SHARES[component.section.over_turns](values)):
-                shares[place] += component.section.weight * share
+            for index, share in enumerate(_SHARES[component.section.over_turns](values)):
+                shares[index] += component.section.weight * share
         return shares
 
     def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
-        """The components over all turns of an episode, as they count in its reward, but for their weights."""
+        """Return the components over all turns of an episode, as they count in its reward, without their weights."""
         labels = {c.label: _SHARES[c.section.over_turns] for c in self._by_turn}
         return {label: sum(shares([turn.parts[label] for turn in turns])) for label, shares in labels.items()}
 
     async def _grade(
         self, component: RubricPart, task: Task, completions: tuple[str, ...], context: ScoringContext
     ) -> Scores:
-        """All completions, at once or one by one as the component wants them."""
+        """Score all completions, at once or one by one as the component requires."""
         graders = component.graders
         if graders.by_group or len(completions) == 1:
-            return await self._again(component, partial(graders.score, task, completions, context))
+            return await self._with_retries(component, partial(graders.score, task, completions, context))
         calls = [
-            partial(graders.score, task, (completion,), context.at(place))
-            for place, completion in enumerate(completions)
+            partial(graders.score, task, (completion,), context.at(index))
+            for index, completion in enumerate(completions)
         ]
-        asked = await _all({place: self._again(component, call) for place, call in enumerate(calls)})
-        graded = tuple(scores.of(0) for scores in asked.values())
+        scores_by_index = await _gather(
+            {index: self._with_retries(component, call) for index, call in enumerate(calls)}
+        )
+        graded = tuple(scores.of(0) for scores in scores_by_index.values())
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
-    async def _again(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:
-        """One call, and those after it while they fail."""
-        pause_s, left = FIRST_PAUSE_S, component.section.retries
+    async def _with_retries(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:
+        """Make one call, and repeat it while it fails and retries are left."""
+        pause_s, retries = FIRST_PAUSE_S, component.section.retries
         while True:
             start_s = self._clock.now()
             scores = await call()
-            if self._apart or component.section.by_turn:
+            if self._records_spans or component.section.by_turn:
                 end_s = self._clock.now()
                 self._on_span(Span(lane=f"reward {component.label}", name="score", start_s=start_s, end_s=end_s))
-            if not scores.failure or not left:
+            if not scores.failure or not retries:
                 return scores
             await asyncio.sleep(pause_s)
-            pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
+            pause_s, retries = min(2 * pause_s, LONGEST_PAUSE_S), retries - 1
 
     def _sum(self, components: Sequence[RubricPart], graded: Mapping[str, Graded]) -> Graded:
-        """One completion's components, added up. A component that is optional counts as its default where it fails,
-        and where it returned ``None``, which is no failure."""
+        """Add up the components of one completion. An optional component counts as its default if it fails, and if it
+        returned ``None``, which is not a failure."""
         parts: dict[str, float] = {}
-        none: list[str] = []
-        lost: list[str] = []
+        without_reward: list[str] = []
+        failures: list[str] = []
         for component in components:
-            section, one = component.section, graded[component.label]
-            if one.reward is not None:
-                parts[component.label] = section.clamped(one.reward)
+            section, graded_part = component.section, graded[component.label]
+            if graded_part.reward is not None:
+                parts[component.label] = section.clamped(graded_part.reward)
             elif section.default is not None:
                 parts[component.label] = section.default
             else:
-                (lost if one.failure else none).append(self._named(component, one.failure))
-        said = Graded(reward=None, parts=parts, calls={label: (each.failure,) for label, each in graded.items()})
+                (failures if graded_part.failure else without_reward).append(
+                    self._with_label(component, graded_part.failure)
+                )
+        total = Graded(reward=None, parts=parts, calls={label: (each.failure,) for label, each in graded.items()})
         for label, each in graded.items():
-            twice = {f"{label}.{name}" if name in said.extra else name: value for name, value in each.extra.items()}
-            said = Graded(reward=None, extra=twice, metrics=each.metrics).beside(said)
-        if lost or none:
-            return replace(said, failure=lost[0] if lost else "")
-        if not self._labels:  # nobody says what an episode earns
-            return said
+            extra = {f"{label}.{name}" if name in total.extra else name: value for name, value in each.extra.items()}
+            total = Graded(reward=None, extra=extra, metrics=each.metrics).beside(total)
+        if failures or without_reward:
+            return replace(total, failure=failures[0] if failures else "")
+        if not self._labels:  # no component: the environment gives the reward
+            return total
         reward = sum(component.section.weight * parts[component.label] for component in components)
         if not math.isfinite(reward):
-            return replace(said, failure="reward_nan: the weighted sum is not finite")
-        return replace(said, reward=reward)
+            return replace(total, failure="reward_nan: the weighted sum is not finite")
+        return replace(total, reward=reward)
 
-    def _named(self, component: RubricPart, failure: str) -> str:
-        """A failure says whose it is, where there are several."""
+    def _with_label(self, component: RubricPart, failure: str) -> str:
+        """Return a failure with the name of its component, if there are several."""
         if len(self._labels) == 1 or not failure:
             return failure
         reason, _, words = failure.partition(": ")
         return f"{reason}: {component.label}: {words}"
 
 
-async def _all(asked: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Scores]:
-    """The answers, which are waited for at the same time."""
-    if len(asked) == 1:  # most runs have one reward: no task is made for each of its answers
-        return {key: await answer for key, answer in asked.items()}
+async def _gather(answers: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Scores]:
+    """Wait for all answers at the same time."""
+    if len(answers) == 1:  # most runs have one reward: no task is made for each of its answers
+        return {key: await answer for key, answer in answers.items()}
     async with asyncio.TaskGroup() as group:
-        tasks = {key: group.create_task(answer) for key, answer in asked.items()}
+        tasks = {key: group.create_task(answer) for key, answer in answers.items()}
     return {key: task.result() for key, task in tasks.items()}
 
 
@@ -185,13 +190,13 @@ def _mean(values: Sequence[float]) -> list[float]:
 
 
 def _least(values: Sequence[float]) -> list[float]:
-    """The first of the least ones counts."""
+    """Return the least value at its first position, and 0 elsewhere."""
     least = min(range(len(values)), key=values.__getitem__, default=0)
-    return [value if place == least else 0.0 for place, value in enumerate(values)]
+    return [value if index == least else 0.0 for index, value in enumerate(values)]
 
 
 def _last(values: Sequence[float]) -> list[float]:
-    return [value if place == len(values) - 1 else 0.0 for place, value in enumerate(values)]
+    return [value if index == len(values) - 1 else 0.0 for index, value in enumerate(values)]
 
 
 _SHARES: dict[str, Callable[[Sequence[float]], list[float]]] = {
@@ -200,4 +205,4 @@ _SHARES: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "min": _least,
     "last": _last,
 }
-"""How the scores of turns become what each adds to the reward of the episode."""
+"""Functions from the scores of turns to their shares in the reward of the episode."""

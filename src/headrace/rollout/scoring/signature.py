@@ -1,5 +1,5 @@
-"""The parameters of a reward function, read from the function or from the text of its file, and whether each will be
-given a value: a column of the rows, or something that every reward is passed."""
+"""The parameters of a reward function, read from the function or from the text of its file, and the check that each
+gets a value: a column of the rows, or one that every reward function is passed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headrace.base.errors import EnvError, nearest
 
 LOGGED = ("trainer_state", "log_extra", "log_metric")
 OF_A_GROUP = ("prompts", "completions", "completion_ids", *LOGGED)
-"""What a function over all completions of a group is passed beside the columns of the row: what TRL passes."""
+"""The arguments of a function over all completions of a group, beside the columns of the row: those of TRL."""
 OF_ONE = ("prompt", "completion", "completion_ids", *LOGGED)
-"""What a function of one completion is passed beside the row."""
+"""The arguments of a function of one completion, beside the row."""
 OF_A_TURN = ("history", "turn")
-"""What a function of one completion is passed as well where it scores turns."""
+"""The further arguments of a function of one completion that scores turns."""
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that a function over a group is not passed, as in TRL: it gets them in the plural."""
 
@@ -46,16 +46,16 @@ class RewardSignature:
         return bool({"prompts", "completion_ids"} & set(self.names))
 
     def takes(self, name: str) -> bool:
-        """Whether a value of that name can be passed."""
+        """Return whether a value of that name can be passed."""
         return self.takes_any or name in self.names
 
     def wants(self, name: str) -> bool:
-        """Whether it is passed a value that is no column: by ``**columns`` only over a group, as in TRL; the ``**row``
-        of a function of one completion holds the row alone."""
+        """Return whether it is passed a value that is not a column. ``**columns`` gets such values only over a group,
+        as in TRL; the ``**row`` of a function of one completion has only the row."""
         return name in self.names or (self.takes_any and self.by_group)
 
     def passed(self, *, by_turn: bool) -> tuple[str, ...]:
-        """Return what it can be passed beside columns."""
+        """Return the arguments that it can be passed beside columns."""
         if self.by_group:
             return OF_A_GROUP
         return (*OF_ONE, *OF_A_TURN) if by_turn else OF_ONE
@@ -65,8 +65,8 @@ class RewardSignature:
         return self.required - set(self.passed(by_turn=by_turn))
 
     def refuse_form(self, function: str, *, by_turn: bool = False) -> None:
-        """Raise :class:`~headrace.base.errors.EnvError` where it is no reward function, or none that can score
-        turns."""
+        """Raise :class:`~headrace.base.errors.EnvError` for a function that is not a reward function, or cannot score
+        turns where it has to."""
         if self.positional:
             raise EnvError(
                 f"reward function {function} takes {self.positional[0]!r} by position alone, and rewards are called "
@@ -108,7 +108,7 @@ class RewardSignature:
 
 
 def signature_of(function: Callable[..., Any]) -> RewardSignature:
-    """Return the signature of a function or of an object that can be called."""
+    """Return the signature of a function or of a callable object."""
     kinds, found = inspect.Parameter, inspect.signature(function).parameters.values()
     named = [each for each in found if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     bare = [each.name for each in found if each.kind is kinds.POSITIONAL_ONLY and each.default is kinds.empty]
@@ -121,8 +121,8 @@ def signature_of(function: Callable[..., Any]) -> RewardSignature:
 
 
 def signature_in(path: Path, name: str) -> RewardSignature | None:
-    """Return the signature of the function ``name`` as the text of its file has it; ``None`` where only running the
-    file can tell: the name is imported, assigned, decorated, or defined more than once."""
+    """Return the signature of the function ``name`` from the text of its file; ``None`` if only running the file can
+    show it: the name is imported, assigned, decorated, or defined more than once."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     bound = [node for node in ast.walk(tree) if name in _bound(node)]
     if len(bound) != 1 or bound[0] not in tree.body:
@@ -145,7 +145,7 @@ def signature_in(path: Path, name: str) -> RewardSignature | None:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """The names that a statement gives a value."""
+    """Return the names to which a statement assigns."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {node.name}

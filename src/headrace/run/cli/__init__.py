@@ -1,4 +1,4 @@
-"""The program ``headrace``: one verb per file."""
+"""The program ``headrace``. Each verb is one file."""
 
 from headrace.run.cli.app import main
 

@@ -1,4 +1,4 @@
-"""``headrace eval``."""
+"""``headrace eval``: measure a model on the held-out rows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headrace.run.cli.commands import USE, Verb
 from headrace.run.cli.output import VISIBLE, console, print_json, readable, starting, table
 from headrace.run.cli.train import SET_HELP
 
 if TYPE_CHECKING:
-    from headrace.control.estimates import IntervalEstimate
+    from headrace.control.evaluation import IntervalEstimate
     from headrace.run.session import Evaluation
 
 
 TOKEN_VARIABLE = "HEADRACE_EVAL_TOKEN"
+"""The environment variable with the bearer token for ``--url``, which must not stand among the arguments."""
 
 
 def evaluate(
-    where: Path = typer.Argument(help="A run file (TOML): its model; or a run directory: its newest checkpoint."),
+    where: Path = typer.Argument(help="A run file (TOML), for its model; or a run directory, for its last checkpoint."),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     n: int = typer.Option(None, "--n", help="Attempts at each row; unset: run.eval_samples.", show_default=False),
     ks: list[int] = typer.Option(
@@ -28,26 +30,26 @@ def evaluate(
     temperature: float = typer.Option(
         None, "--temperature", help="Unset: run.eval_temperature; 0: the most likely token.", show_default=False
     ),
-    pass_reward: float = typer.Option(1.0, "--pass-reward", help="An attempt passes that earns at least this."),
+    pass_reward: float = typer.Option(1.0, "--pass-reward", help="The least reward with which an attempt passes."),
     out: Path = typer.Option(
-        None, "--out", help="Where the pages go; unset: a new folder of the run, or under runs/.", show_default=False
+        None, "--out", help="Directory of the pages; unset: a new one, in the run's or in runs/.", show_default=False
     ),
     url: str = typer.Option(
-        "", "--url", help="An OpenAI-compatible API (with /v1) that serves the model, in place of an engine of our own."
+        "", "--url", help="An OpenAI-compatible API (with /v1) that serves the model; no engine is then started."
     ),
-    served: str = typer.Option("", "--served", help="What that API calls the model; unset: its first."),
-    token: str = typer.Option("", envvar=TOKEN_VARIABLE, help="The bearer token that it wants.", show_default=False),
-    pages: int = typer.Option(1000, "--pages", min=0, help="Episodes that get a page."),
+    served: str = typer.Option("", "--served", help="The model's name in that API; unset: the first that it lists."),
+    token: str = typer.Option("", envvar=TOKEN_VARIABLE, help="The bearer token of that API.", show_default=False),
+    pages: int = typer.Option(1000, "--pages", min=0, help="Largest number of episodes that get a page."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Measure a model on the held-out rows, without training: avg@k, pass@k, pass^k, and a page for each episode."""
     starting(f"reading {where} and loading what an evaluation needs")
     from headrace.base.clock import RealClock
     from headrace.base.config.addresses import refuse_secret
-    from headrace.base.heap import growing_heap
+    from headrace.base.heap import gc_disabled
 
-    with growing_heap():
-        from headrace.engine.remote import Elsewhere
+    with gc_disabled():
+        from headrace.engine.remote import RemoteEndpoint
         from headrace.run.session import Measures
         from headrace.run.session import evaluate as measure
         from headrace.run.session.directory import choose_directory, run_file_of
@@ -58,7 +60,7 @@ def evaluate(
     directory = choose_directory("" if out is None else str(out), RealClock(), prefix="eval-")
     if out is None and where.is_dir():
         directory = where / directory.name
-    elsewhere = Elsewhere(url=url, model=served, token=token) if url else None
+    elsewhere = RemoteEndpoint(url=url, model=served, token=token) if url else None
     measures = Measures(
         ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, elsewhere=elsewhere
     )  # fmt: skip
@@ -70,6 +72,7 @@ def evaluate(
 
 
 def _show(result: Evaluation) -> None:
+    """Print the figures of an evaluation."""
     out = console()
     for warning in result.warnings:
         out.print(f"warning: {readable(warning)}", style="yellow")
@@ -91,3 +94,6 @@ def _interval(estimate: IntervalEstimate) -> str:
     if estimate.low is None or estimate.high is None:
         return "–"
     return f"{estimate.low:.4f} to {estimate.high:.4f}"
+
+
+VERB = Verb(run=evaluate, group=USE, place=10)

@@ -1,4 +1,4 @@
-"""``headrace init``."""
+"""``headrace init``: write a first run file, from options or by questions on a terminal."""
 
 from __future__ import annotations
 
@@ -11,80 +11,161 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from headrace.base.errors import ConfigError, HeadraceError
-from headrace.run.cli.output import complain, console, readable
+from headrace.run.cli.commands import BEGIN, Verb
+from headrace.run.cli.output import complain, console, readable, starting
 
 if TYPE_CHECKING:
-    from headrace.run.session.first_run import Data
+    from headrace.run.session.first_run import Data, RewardChoice
 
 T = TypeVar("T")
+NAMES = ("file", "exact", "math", "code")
+"""The rewards that are chosen by a name instead of file.py:function."""
+NONE = "none"
+"""The answer for no held-out rows."""
 
 
 def init(
     model: str = typer.Option("", help="Directory of a Hugging Face causal language model, or its name on a hub."),
     data: str = typer.Option("", help="Rows to train on: .jsonl, .csv or .parquet."),
-    reward: str = typer.Option("", help="file.py:function; unset: reward.py is written, which compares with a column."),
+    reward: str = typer.Option("", help="file.py:function; or file, to write a reward.py; or exact, math, code."),
     eval_data: Path = typer.Option(None, "--eval", help="Held-out rows.", show_default=False),
     prompt_column: str = typer.Option("", help="Column of the prompts; unset: prompt, question, ..."),
-    answer_column: str = typer.Option("", help="Column of the expected answer, for reward.py; unset: answer, ..."),
+    answer_column: str = typer.Option("", help="Column of the expected answer; unset: answer, solution, ..."),
     out: Path = typer.Option(Path("run.toml"), help="The run file to write."),
-    force: bool = typer.Option(False, "--force", help="Write over it."),
+    force: bool = typer.Option(False, "--force", help="Overwrite the run file."),
 ) -> None:
     """Write a first run file, and check model, rows and reward while doing so.
 
-    What no option says is asked, on a terminal.
+    On a terminal, a question is asked for every option that is not given; Enter accepts the value in brackets.
     """
+    starting("loading the readers of models and rows")
     from headrace.run.session.first_run import FirstRun, check_reward, find_data, find_model, refuse_existing
 
     refuse_existing(out, force=force)
-    said = console()
-    found = _told(model, "--model", "Model (a directory, or OWNER/NAME on a hub)", find_model)
-    said.print(f"model    {readable(found.path)}: context {found.context:,}, chat template: {_yes(found.chats)}")
-    rows = _told(data, "--data", "Rows to train on (a file)", lambda path: find_data(Path(path), found, prompt_column))
+    out_console = console()
+    found = _option_or_answer(model, "--model", "Model (a directory, or OWNER/NAME on a hub)", find_model)
+    out_console.print(
+        f"model    {readable(found.path)}: context {found.context:,}, chat template: {_yes_or_no(found.chats)}"
+    )
+    rows = _option_or_answer(
+        data, "--data", "Rows to train on (a file)", lambda path: find_data(Path(path), found, prompt_column)
+    )
     columns = ", ".join(map(readable, rows.columns))
-    said.print(f"rows     {len(rows.rows):,}, columns {columns}; prompts up to {rows.longest:,} tokens")
+    out_console.print(f"rows     {len(rows.rows):,}, columns {columns}; prompts up to {rows.longest:,} tokens")
     for note in rows.notes:
-        said.print(f"note     {readable(note)}", style="yellow")
-    chosen, written = reward, False
-    if not chosen:
-        chosen, written = _own_reward(rows, answer_column, out.parent / "reward.py")
-    check_reward(chosen, rows)
-    said.print(f"reward   {readable(chosen)}{', written: look at it' if written else ''}")
-    FirstRun(model=found, data=rows, reward=chosen, eval_path=eval_data).write(out, force=force)
+        out_console.print(f"note     {readable(note)}", style="yellow")
+    chosen, shown = _reward(reward, rows, answer_column, out.parent / "reward.py")
+    if isinstance(chosen, str):
+        check_reward(chosen, rows)
+    out_console.print(f"reward   {readable(shown)}")
+    held_out = eval_data or _held_out(rows)
+    out_console.print(f"held out {readable(str(held_out)) if held_out else 'none'}")
+    FirstRun(model=found, data=rows, reward=chosen, eval_path=held_out).write(out, force=force)
     file = shlex.quote(str(out))
-    said.print(f"written  {readable(str(out))}, and read by a dry run. Now:\n", style="bold")
-    said.print(f"headrace train {readable(file)} --dry-run")
-    said.print(f"headrace train {readable(file)}")
+    out_console.print(f"written  {readable(str(out))}, and read by a dry run. Now:\n", style="bold")
+    out_console.print(f"headrace train {readable(file)} --dry-run")
+    out_console.print(f"headrace train {readable(file)}")
 
 
-def _told(given: str, option: str, question: str, find: Callable[[str], T]) -> T:
-    """What ``find`` makes of an option; where that says nothing, of an answer on a terminal, until it is right."""
+def _option_or_answer(
+    given: str, option: str, question: str, find: Callable[[str], T], default: str | None = None
+) -> T:
+    """Return ``find`` of an option's value.
+
+    Without a value, ask ``question`` on the terminal until ``find`` accepts the answer. Raises
+    :class:`~headrace.base.errors.ConfigError` where there is no terminal.
+    """
     if given:
         return find(given)
     if not sys.stdin.isatty():
-        raise ConfigError(f"{option} is not given, and nobody can be asked", remedy=f"give {option}")
+        raise ConfigError(f"{option} is not given, and there is no terminal to ask on", remedy=f"give {option}")
     while True:
         try:
-            return find(str(typer.prompt(question)).strip())
+            return find(str(typer.prompt(question, default=default)).strip())
         except HeadraceError as error:
             complain(error)
 
 
-def _own_reward(rows: Data, column: str, path: Path) -> tuple[str, bool]:
-    """The reference of a reward, and whether its file was made."""
-    from headrace.run.session.first_run import answer_column, write_reward
+def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
+    """Return the reward and a description of it. Where the choice is ``file``, write ``reward.py``."""
+    from headrace.run.session.first_run import check_reward, fitting_rewards, write_reward
 
-    answers = column or answer_column(rows)
-    if not answers and sys.stdin.isatty():
-        answers = str(typer.prompt(f"Column of the expected answer ({', '.join(rows.columns)})")).strip()
-    if answers not in rows.columns or not answers.isidentifier():
-        raise ConfigError(
-            f"no reward is given, and no column of the rows ({', '.join(rows.columns)}) is "
-            f"{f'called {answers!r}' if answers else 'known to hold the expected answer'}",
-            remedy="give --reward file.py:function, or --answer-column NAME",
-        )
-    there = path.exists()
-    return write_reward(path, answers), not there
+    fitting = {choice.name: choice for choice in fitting_rewards(rows, _answer_column(given, rows, answers))}
+
+    def find(answer: str) -> tuple[str | RewardChoice, str]:
+        by_number = dict(zip(map(str, range(1, len(fitting) + 1)), fitting, strict=True))
+        choice = fitting.get(by_number.get(answer, answer))
+        if choice is None:
+            if answer in NAMES:
+                has = ", ".join(rows.columns)
+                raise ConfigError(
+                    f"--reward {answer}: no column of the rows ({has}) is known to hold what it reads",
+                    remedy="name it with --answer-column, or give file.py:function",
+                )
+            check_reward(answer, rows)
+            return answer, answer
+        if choice.name != "file":
+            return choice, f"{choice.name}: {choice.meaning}"
+        there = path.exists()
+        reference = write_reward(path, choice.column)
+        return reference, f"{reference}{'' if there else ', written: look at it'}"
+
+    if given or not sys.stdin.isatty():
+        return find(given or "1")
+    for number, choice in enumerate(fitting.values(), start=1):
+        console().print(f"  {number}  {choice.name:<6} {readable(choice.meaning)}")
+    return _option_or_answer(
+        "", "--reward", "Reward (a number, or file.py:function)", find, default="1" if fitting else None
+    )
 
 
-def _yes(holds: bool) -> str:
+def _answer_column(reward: str, rows: Data, given: str) -> str:
+    """Return the column of the expected answer; empty where the reward needs none.
+
+    Where it is needed and not found, ask for it on the terminal, or raise :class:`~headrace.base.errors.ConfigError`
+    without one.
+    """
+    from headrace.run.session.first_run import TESTS, answer_column
+
+    def find(column: str) -> str:
+        if column not in rows.columns or not column.isidentifier():
+            raise ConfigError(
+                f"no reward is given, and no column of the rows ({', '.join(rows.columns)}) is "
+                f"{f'called {column!r}' if column else 'known to hold the expected answer'}",
+                remedy="give --reward file.py:function, or --answer-column NAME",
+            )
+        return column
+
+    answers = given or answer_column(rows)
+    if answers or ":" in reward or reward == "code" or any(name in rows.columns for name in TESTS):
+        return find(answers) if given else answers
+    if not sys.stdin.isatty():
+        return find("")
+    question = f"Column of the expected answer ({', '.join(rows.columns)}; Enter: none of them)"
+    return _option_or_answer("", "--answer-column", question, lambda column: find(column) if column else "", default="")
+
+
+def _held_out(rows: Data) -> Path | None:
+    """Ask on the terminal for the file of held-out rows, and return it; by default a file beside the rows whose name
+    says so. Return ``None`` without a terminal."""
+    from headrace.run.session.first_run import check_held_out, held_out_beside
+
+    if not sys.stdin.isatty():
+        return None
+
+    def find(answer: str) -> Path | None:
+        if answer == NONE:
+            return None
+        path = Path(answer).expanduser()
+        check_held_out(path, rows)
+        return path
+
+    question = f"Held-out rows, to measure what is learned (a file, or {NONE})"
+    return _option_or_answer("", "--eval", question, find, default=str(held_out_beside(rows.path) or NONE))
+
+
+def _yes_or_no(holds: bool) -> str:
     return "yes" if holds else "no"
+
+
+VERB = Verb(run=init, group=BEGIN, place=10)

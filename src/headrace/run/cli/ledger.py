@@ -1,4 +1,4 @@
-"""``headrace ledger``."""
+"""``headrace ledger``: show what became of every group, episode and token."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import msgspec
 import typer
 from rich.console import Console
 
+from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, print_json, readable, starting, table
 
 if TYPE_CHECKING:
-    from headrace.flow.ledger import Conservation, Fates, Ledger
+    from headrace.flow.ledger import Conservation, Ledger, UnitCounts
     from headrace.flow.ledger.survivors import Survivors
 
 
 def ledger(
     run_dir: Path = typer.Argument(help="The run's directory."),
-    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
-    replay: bool = typer.Option(False, "--replay", help="Train a fresh learner on the recorded batches, and compare."),
+    as_json: bool = typer.Option(False, "--json", help="Print the counts as JSON."),
+    replay: bool = typer.Option(
+        False, "--replay", help="Train a fresh learner on the recorded batches, and compare its weights."
+    ),
 ) -> None:
     """Show what became of every group, episode and token, and whether the books balance."""
     starting(f"reading {run_dir}")
@@ -35,7 +38,8 @@ def ledger(
 
 
 def _show(book: Ledger, as_json: bool) -> bool:
-    from headrace.control.summing import ledger_summary
+    """Print the counts, ages and lengths in a ledger. Return whether the books balance."""
+    from headrace.control.metrics.summary import ledger_summary
     from headrace.flow.ledger.survivors import survivors
 
     conservation, ages, bias = book.conservation(), book.ages(), survivors(book.lengths())
@@ -63,8 +67,9 @@ def _show(book: Ledger, as_json: bool) -> bool:
 
 
 def _show_books(out: Console, conservation: Conservation) -> None:
+    """Print how many groups, episodes and tokens were trained, dropped and are in flight."""
     rows = table("conservation", "", "submitted", "trained", "dropped", "in flight", "balance")
-    units: dict[str, Fates] = {
+    units: dict[str, UnitCounts] = {
         "groups": conservation.groups,
         "episodes": conservation.episodes,
         "tokens": conservation.tokens,
@@ -83,6 +88,7 @@ def _show_books(out: Console, conservation: Conservation) -> None:
 
 
 def _show_survivors(out: Console, bias: Survivors) -> None:
+    """Print how the lengths of trained episodes differ from those of all episodes."""
     rows = table("\ntokens of an episode whose group was trained or dropped", "", "submitted", "trained")
     rows.add_row("episodes", f"{bias.num_submitted:,}", f"{bias.num_trained:,}")
     rows.add_row("mean", *(f"{mean:,.1f}" for mean in bias.mean))
@@ -90,19 +96,20 @@ def _show_survivors(out: Console, bias: Survivors) -> None:
         rows.add_row(f"quantile {quantile}", *(f"{length:,.0f}" for length in lengths))
     out.print(rows)
     if bias.num_withdrawn:
-        out.print(f"{bias.num_withdrawn:,} more were withdrawn before they ended: how long they would be is not known")
+        out.print(f"{bias.num_withdrawn:,} more were withdrawn before they ended: their full length is not known")
     verdict = "some lengths survive" if bias.biased else "no sign that some lengths survive"
     test = f"two-sample Kolmogorov–Smirnov: distance {bias.ks:.3f}, p = {bias.p_value:.2g}"
     out.print(f"{verdict} more often than others ({test})")
 
 
 def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
+    """Train the recorded batches again, and print how far the weights agree. Return whether all of them do."""
     from headrace.run.observe.words import plural
     from headrace.run.session.replaying import replay
 
     out = console()
     found = replay(run_dir, book, tell=lambda line: None if as_json else out.print(line))
-    again = f"{plural(found.steps, 'step')} made again"
+    again = f"{plural(found.steps, 'step')} trained again"
     if as_json:
         print_json({**msgspec.structs.asdict(found), "first_difference": found.first_difference})
     elif found.first_difference is None:
@@ -113,3 +120,6 @@ def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
             "(other software, settings or threads than the run's, or steps of a run that was resumed with others)"
         )
     return found.first_difference is None
+
+
+VERB = Verb(run=ledger, group=LOOK, place=50)

@@ -1,4 +1,4 @@
-"""What the verbs print."""
+"""The output of the verbs: console, errors, JSON and tables."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.base.errors import HeadraceError, visible
-from headrace.base.lasting import to_nowhere
+from headrace.base.lasting import redirect_to_null
 
 VISIBLE = "every user of this machine can read the arguments of its programs"
+"""The reason why a secret may not stand among the arguments of a program."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The terminal; nothing that is printed is read as markup unless it says so."""
+    """Return a console on standard output, or standard error, that reads no markup in the text it prints."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def starting(doing: str) -> None:
-    """Say on standard error what a verb begins with, before the imports that take it seconds."""
+    """Print on standard error what a verb starts to do: before imports that take seconds, and at each stage."""
     try:
         console(stderr=True).print(f"{readable(doing)} ...", style="dim")
-    except OSError:  # a full disk, or a terminal that is gone: the verb goes on without its words
-        to_nowhere(sys.stderr)
+    except OSError:  # a full disk, or a terminal that is gone: the verb goes on without this output
+        redirect_to_null(sys.stderr)
 
 
 def complain(error: HeadraceError) -> None:
-    """Problem and remedy, on standard error."""
+    """Print the problem and the remedy of an error on standard error."""
     err = console(stderr=True)
     with suppress(OSError):  # its terminal may be gone
         err.print("error: ", style="bold red", end="")
@@ -45,13 +46,14 @@ def complain(error: HeadraceError) -> None:
 
 
 def readable(text: str) -> str:
-    """``text`` with every character that could steer a terminal spelled out; its lines stay lines."""
+    """Return ``text`` with every control character except line breaks spelled out, so that it cannot steer a
+    terminal."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """A run that is ended at once, by a second Ctrl-C, says so and leaves with the exit code 130."""
+    """Print a line and exit with code 130 where a run in this context is ended at once, by a second Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -64,32 +66,34 @@ HUNG_UP = 128 + signal.SIGHUP
 
 
 def leave_if_hung_up(stopped_by: str) -> None:
-    """Leave with :data:`HUNG_UP` where SIGHUP has stopped the run: whoever waits for it can tell, and resume."""
+    """Exit with :data:`HUNG_UP` where SIGHUP stopped the run, so that a calling script can tell and resume it."""
     if stopped_by == "SIGHUP":
         raise typer.Exit(HUNG_UP)
 
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """Leave with the exit code 1 where standard output takes no more, and say so in one line on standard error; of a
-    pipe whose reader has left (``| head -1``) nothing is said, as other programs do."""
+    """Exit with code 1 and one line on standard error where standard output cannot be written.
+
+    Nothing is printed where standard output is a pipe whose reader has gone (``| head -1``), as other programs do.
+    """
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or not _takes_no_more(sys.stdout):
+        if error.filename is not None or not _refuses_writes(sys.stdout):
             raise
-        to_nowhere(sys.stdout)
+        redirect_to_null(sys.stdout)
         if error.errno != errno.EPIPE:
             with suppress(OSError):
                 sys.stderr.write(f"error: standard output cannot be written: {error.strerror}\n")
         sys.exit(1)
 
 
-def _takes_no_more(stream: TextIO) -> bool:
-    """Whether the file behind ``stream`` refuses a byte more."""
+def _refuses_writes(stream: TextIO) -> bool:
+    """Return whether a write to the file behind ``stream`` fails."""
     try:
         os.write(stream.fileno(), b"\n")
     except (OSError, ValueError):
@@ -98,12 +102,12 @@ def _takes_no_more(stream: TextIO) -> bool:
 
 
 def print_json(value: Any) -> None:
-    """``value`` (a record or a tree) as JSON on standard output, for programs."""
+    """Print ``value`` (a record or a tree) as JSON on standard output, for programs."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def table(title: str, *columns: str) -> Table:
-    """A plain table; the first column is text, the others are numbers."""
+    """Return a plain table. The first column is aligned as text, the others as numbers."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index == 0 else "right")

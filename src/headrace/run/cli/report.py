@@ -1,4 +1,4 @@
-"""``headrace report``."""
+"""``headrace report``: write the report of a run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from pathlib import Path
 
 import typer
 
+from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, readable, starting
 
 
 def report(
     run_dir: Path = typer.Argument(help="The run's directory.", metavar="RUN"),
-    png: bool = typer.Option(False, "--png", help="The whole report as one picture too: report/report.png."),
 ) -> None:
-    """Write the report of a run, ended or not: one HTML file with its pictures inside, and each picture as a PNG."""
+    """Write the report of a run, ended or not: its dashboard as one HTML file, with the latest episodes in it."""
     starting(f"reading {run_dir}")
     from headrace.run.observe.report import write_report
 
     out = console()
     page = write_report(run_dir)
     out.print(f"report   {readable(str(page))}")
-    if png:
-        from headrace.run.observe.poster import write_poster
 
-        out.print(f"picture  {readable(str(write_poster(run_dir)))}")
+
+VERB = Verb(run=report, group=LOOK, place=40)

@@ -1,4 +1,4 @@
-"""``headrace status``."""
+"""``headrace status``: show the state of a run and of its processes."""
 
 from __future__ import annotations
 
@@ -10,61 +10,67 @@ import msgspec
 import psutil
 import typer
 
+from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, print_json, readable, starting, table
 
 
 def status(
     run_dir: Path = typer.Argument(help="The run's directory."),
-    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print the state as JSON."),
 ) -> None:
     """Show every process of a run, its state and version, and who waits for whom."""
     starting(f"reading {run_dir}")
-    seen = look(run_dir)
+    found = look(run_dir)
     if as_json:
-        print_json(seen)
+        print_json(found)
         return
     out = console()
-    out.print(
-        f"{readable(seen['run_dir'])}: {readable(seen['state'])}, step {seen['steps_done']} of {seen['steps_total']}",
-        style="bold",
-    )
+    steps = f"step {found['steps_done']} of {found['steps_total']}"
+    out.print(f"{readable(found['run_dir'])}: {readable(found['state'])}, {steps}", style="bold")
     rows = table("", "role", "pid", "state", "version", "device", "restarts")
-    for part in seen["components"]:
+    for part in found["components"]:
         version = "" if part["version"] is None else str(part["version"])
         restarts = str(part["restarts"] or "")
         where = " on ".join(filter(None, [part["device"], part["node"]]))
         rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, where, restarts)
     out.print(rows)
-    if seen["state"] == "running":
-        out.print(f"phase: {readable(seen['phase'])}; loops:")
-        for line in seen["waits"]:
+    if found["state"] == "running":
+        out.print(f"phase: {readable(found['phase'])}; loops:")
+        for line in found["waits"]:
             out.print(readable(line))
-    for words in seen["warnings"]:
+    for words in found["warnings"]:
         out.print(f"warning: {readable(words)}", style="yellow")
-    if seen["verdict"]:
-        out.print(readable(seen["verdict"]))
-    for name, counts in seen["rewards"].items():
+    if found["verdict"]:
+        out.print(readable(found["verdict"]))
+    for name, counts in found["rewards"].items():
         out.print(
             f"reward {readable(name)}: {counts['failed']:,} of {counts['calls']:,} calls failed; the first: "
             f"{readable(counts['first_cause'])}",
             style="yellow",
         )
-    if seen["cause"]:
-        out.print(f"cause: {readable(seen['cause'])}")
+    if found["cause"]:
+        out.print(f"cause: {readable(found['cause'])}")
 
 
-def _state(pid: int, told: str) -> str:
-    """The state of a process of this machine, of which the run told another: it may have ended, and a controller that
-    is stopped tells nothing."""
+def _state(pid: int, recorded: str) -> str:
+    """Return the state of a process of this machine: ended or stopped where the system says so, else the one in
+    ``recorded``.
+
+    The status file may be out of date, since a controller that is stopped or killed does not renew it.
+    """
     try:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return "ended"
-    return f"stopped (SIGSTOP; kill -CONT {pid} lets it go on)" if stopped else told
+    return f"stopped (SIGSTOP; kill -CONT {pid} lets it go on)" if stopped else recorded
 
 
 def look(run_dir: Path) -> dict[str, Any]:
-    """What can be said of the run in ``run_dir``: from its status file, checked against the living processes."""
+    """Return the state of the run in ``run_dir``: the content of its status file, checked against the processes that
+    live.
+
+    Raises :class:`~headrace.base.errors.DataError` where the directory holds no run, or a run that is still starting.
+    """
 
     from headrace.base.errors import DataError
     from headrace.flow.ledger.opening import LOCK_FILE
@@ -89,7 +95,7 @@ def look(run_dir: Path) -> dict[str, Any]:
         for part in last.components
     ]
     alive = components[0]["state"] != "ended"
-    if not alive:  # the others end with the controller, wherever they are
+    if not alive:  # the other processes end with the controller, also those on other machines
         components = [{**part, "state": "ended"} for part in components]
     ended = "killed" if summary is None else str(summary["status"])
     return {
@@ -109,7 +115,7 @@ def look(run_dir: Path) -> dict[str, Any]:
 
 
 def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
-    """What holds the run up, as it has said last; empty where it has not said yet."""
+    """Return the newest verdict of the run; empty where it has none yet."""
     from headrace.run.observe import LIVE_FILE
 
     if summary is not None:
@@ -119,3 +125,6 @@ def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
     except (OSError, ValueError):  # none yet, or one that is just being replaced
         return ""
     return str(tree.get("verdict") or "") if isinstance(tree, dict) else ""
+
+
+VERB = Verb(run=status, group=LOOK, place=20)

@@ -1,4 +1,4 @@
-"""``headrace trace``."""
+"""``headrace trace``: say where a run's time went, and export its spans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import VISIBLE, console, print_json, readable, starting
 
 if TYPE_CHECKING:
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def trace(
-    run_dir: Path = typer.Argument(help="The run's directory; the run may go on."),
+    run_dir: Path = typer.Argument(help="The run's directory; the run may still be going on."),
     out: Path | None = typer.Option(
         None, help="Write the trace for ui.perfetto.dev or chrome://tracing; .json.gz to compress it."
     ),
     otlp: str = typer.Option("", help="Send the spans to an OpenTelemetry collector: http://HOST:4318/v1/traces."),
     as_json: bool = typer.Option(False, "--json", help="Print where the time went as JSON."),
 ) -> None:
-    """Say where a run's time went, and export its event trace."""
+    """Show where a run's time went, and export its event trace."""
     starting(f"reading {run_dir}")
     import msgspec
 
@@ -33,16 +34,17 @@ def trace(
         account = None if run.account is None else msgspec.structs.asdict(run.account)
         print_json({"verdict": run.verdict, "account": account, "notes": run.notes, **written})
         return
-    said = console()
+    out_console = console()
     for note in run.notes:
-        said.print(readable(note), style="yellow")
-    said.print(readable(run.verdict) or "no verdict yet: no step has ended")
+        out_console.print(readable(note), style="yellow")
+    out_console.print(readable(run.verdict) or "no verdict yet: no step has ended")
     for what, num in written.items():
-        said.print(f"{what}: {num:,}")
+        out_console.print(f"{what}: {num:,}")
 
 
 def _export(run: RunData, out: Path | None, otlp: str) -> dict[str, int]:
-    """What was exported, and how much of it."""
+    """Export the trace as ``out`` and ``otlp`` ask. Return a description of each export, with the number of its
+    events."""
     written: dict[str, int] = {}
     if out is not None:
         from headrace.run.observe.perfetto import write_trace
@@ -55,3 +57,6 @@ def _export(run: RunData, out: Path | None, otlp: str) -> dict[str, int]:
         refuse_secret("--otlp", otlp, "set OTEL_EXPORTER_OTLP_HEADERS='authorization=...'", reason=VISIBLE)
         written[f"spans sent to {otlp}"] = send_trace(run, otlp)
     return written
+
+
+VERB = Verb(run=trace, group=LOOK, place=60)

@@ -1,4 +1,4 @@
-"""``headrace train``."""
+"""``headrace train``: train a model as a run file says, or describe such a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.run.cli.output import console, leave_if_hung_up, print_json, resumable, starting
+from headrace.run.cli.commands import BEGIN, Verb
+from headrace.run.cli.output import console, leave_if_hung_up, print_json, readable, resumable, starting
 
 if TYPE_CHECKING:
+    from headrace.control.metrics.summary import Summary
+    from headrace.engine.config import EngineConfig
+    from headrace.models.config import ModelConfig
     from headrace.run.session.config import RunConfig
     from headrace.run.session.prepare import Prepared
 
-LIKE_HELP = "Take what the run file leaves open from a recipe: --like areal (see: headrace recipes)."
+LIKE_HELP = "Take the settings that the run file leaves open from a recipe: --like areal (see: headrace recipes)."
 SET_HELP = "Override a setting: --set learner.lr=1e-6 (repeat for more)."
 
 
@@ -23,8 +27,8 @@ def train(
     like: str = typer.Option("", "--like", metavar="RECIPE", help=LIKE_HELP),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run in run.dir."),
     replay: Path = typer.Option(None, "--replay", help="Repeat the run in this directory, bit for bit, in another."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, say what it means, start nothing."),
-    defaults: bool = typer.Option(False, "--defaults", help="With --dry-run: every setting, not only those set here."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Check everything and describe the run; start nothing."),
+    defaults: bool = typer.Option(False, "--defaults", help="With --dry-run: print every setting, changed or not."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary (or the settings) as JSON."),
 ) -> None:
     """Train a model as the run file says."""
@@ -33,12 +37,11 @@ def train(
     if run_file is None and replay is None:
         raise typer.BadParameter("Missing argument 'RUN_FILE' (or --replay with the directory of a run).")
     starting(f"reading {run_file or replay} and loading what a run needs")
-    from headrace.base.heap import growing_heap
-    from headrace.run.cli.ahead import compile_ahead
+    from headrace.base.heap import gc_disabled
 
-    with growing_heap():
+    with gc_disabled():
         from headrace.run.session import load_config
-        from headrace.run.session.repeating import opened, recorded_settings
+        from headrace.run.session.repeating import opened_recording, recorded_settings
 
     config = load_config(
         run_file if replay is None or run_file else recorded_settings(replay), overrides, like=like
@@ -47,10 +50,9 @@ def train(
         from headrace.run.session.prepare import Inputs, prepare
 
         prepared = prepare(config, Inputs(look=True), weights=False)
-        with opened(replay or "", prepared, resume=resume):
+        with opened_recording(replay or "", prepared, resume=resume):
             _show(prepared, config, defaults=defaults, as_json=as_json)
         return
-    from headrace.run.cli.ending import show_summary
     from headrace.run.observe.words import plural
     from headrace.run.session import train as run
 
@@ -71,16 +73,73 @@ def train(
 
 
 def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: bool) -> None:
-    """What a dry run says: what will happen, what it follows from, and on request all the rest."""
+    """Print the text of a dry run: what will happen, the changed settings, and with ``defaults`` all settings."""
     if as_json:
         print_json(config.model_dump(mode="json"))
         return
-    from headrace.run.cli.ahead import plan_line
-    from headrace.run.session.explain import changed_in_words, every_setting, explain
+    from headrace.run.session.explain import changed_in_words, every_setting, explain, previews
 
     out = console()
-    out.print(f"{explain(prepared)}\n{plan_line(prepared)}\n\n{changed_in_words(prepared.config, out.width)}\n")
+    out.print(f"{explain(prepared)}\n{previews(prepared)}\n\n{changed_in_words(prepared.config, out.width)}\n")
     if defaults:
         out.print(every_setting(prepared.config))
     else:
         out.print("Every other setting has its default: --dry-run --defaults prints them all.", style="dim")
+
+
+def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
+    """Start to compile the kernels of the engine in the background, where it uses some that are not compiled yet."""
+    from headrace.models.devices import AUTO, CPU
+
+    if engine.fuses and model.dtype == "float32" and engine.device in (AUTO, CPU):
+        from headrace.models.kernels.build import build_ahead
+
+        build_ahead()
+
+
+def show_summary(summary: Summary) -> None:
+    """Print the main figures of a run that has ended, its verdict and warnings, and where its files are."""
+    from headrace.run.observe.words import plural
+
+    out = console()
+    out.print()
+    out.print(f"{summary.status} after {plural(summary.steps, 'step')}", style="bold")
+    for name, figure in _figures(summary):
+        out.print(f"  {name:<28} {figure}")
+    if summary.verdict:
+        out.print(readable(summary.verdict))
+    for name, counts in summary.reward_failures.items():
+        share = f"{counts.failed:,} of {counts.calls:,} calls failed"
+        out.print(f"reward {readable(name)}: {share}; the first: {readable(counts.first_cause)}", style="yellow")
+    for warning in summary.warnings:
+        out.print(f"warning: {readable(warning)}", style="yellow")
+    report = Path(summary.run_dir) / "report" / "report.html"
+    if report.exists():
+        out.print(f"report   {report}")
+    out.print(f"run      {readable(summary.run_dir)}")
+
+
+def _figures(summary: Summary) -> list[tuple[str, str]]:
+    """Return the names and values of the figures that are printed at the end of a run."""
+    from headrace.run.observe.words import duration, number, percent, plural
+
+    gap, groups = summary.commit_gap_ms, summary.ledger.groups
+    dropped = sum(groups.dropped.values())
+    rest = f"{groups.trained:,} trained + {dropped:,} dropped + {groups.in_flight:,} in flight"
+    restarts = plural(summary.sequences_restarted, "restart")
+    return [
+        ("held-out mean reward", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
+        ("mean reward of the batches", f"{number(summary.reward_first)} → {number(summary.reward_last)}"),
+        ("training took", duration(summary.wall_s)),
+        ("generated", f"{plural(summary.tokens_generated, 'token')}, {summary.generated_tok_s:,.0f} per second"),
+        ("trained", f"{plural(summary.tokens_trained, 'token')}, {summary.trained_tok_s:,.0f} per second"),
+        ("idle", f"engine {percent(summary.engine_idle_frac)}, learner {percent(summary.learner_idle_frac)}"),
+        ("commit gap", f"median {duration(gap.p50 / 1e3)}, p99 {duration(gap.p99 / 1e3)}; {restarts}"),
+        ("stood still for the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
+        ("oldest token trained", plural(summary.max_token_age, "version")),
+        ("engine against learner", f"mean |Δ logprob| {number(summary.mismatch_abs)} at equal weights"),
+        ("groups", f"{groups.submitted:,} submitted = {rest}"),
+    ]
+
+
+VERB = Verb(run=train, group=BEGIN, place=20)

@@ -1,4 +1,4 @@
-"""``headrace watch``."""
+"""``headrace watch``: show a run that goes on in another process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, starting
 
 if TYPE_CHECKING:
     from headrace.base.types.observation import LiveState
 
 RENEWED_S = 0.5
+"""The interval at which the picture is renewed, in seconds."""
 
 
 def watch(
     run_dir: Path = typer.Argument(help="The run's directory."),
-    once: bool = typer.Option(False, "--once", help="Show the present moment and leave; so too where this is a pipe."),
+    once: bool = typer.Option(False, "--once", help="Print the present state once and exit, as into a pipe."),
 ) -> None:
     """Show a run that goes on elsewhere as its own terminal shows it, until it ends; Ctrl-C ends only the watching."""
     starting(f"reading {run_dir}")
@@ -27,7 +29,7 @@ def watch(
     from headrace.run.observe.terminal import LiveView, draw
 
     out = console()
-    out.soft_wrap = False  # a picture is drawn for the width of the terminal; its sentences go on in the next line
+    out.soft_wrap = False  # the picture is drawn for the width of the terminal, and its sentences wrap
     state = _read(run_dir)
     if once or not out.is_terminal:
         out.print(draw(state, out.width))
@@ -37,6 +39,7 @@ def watch(
 
 
 async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
+    """Show the state of the run again and again, until it ends."""
     import asyncio
 
     from headrace.run.cli.status import look
@@ -48,7 +51,8 @@ async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
 
 
 def _read(run_dir: Path) -> LiveState:
-    """Raises :class:`~headrace.base.errors.DataError` where there is no present moment to show."""
+    """Return the present state of the run. Raises :class:`~headrace.base.errors.DataError` where it has not written
+    one."""
     import msgspec
 
     from headrace.base.errors import DataError
@@ -65,3 +69,6 @@ def _read(run_dir: Path) -> LiveState:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}", remedy="remove that file; a running run renews it") from None
+
+
+VERB = Verb(run=watch, group=LOOK, place=30)

@@ -1,16 +1,17 @@
-"""What people see of a run: files that survive, a live terminal, a report with pictures, a verdict in words.
+"""The display of a run for people: files that survive a kill, a terminal view, the dashboard's data, and a verdict.
 
     StepRecord ──▶ metrics.jsonl ─┬──▶ writers: TensorBoard, W&B, trackio, MLflow, Prometheus
                ──▶ alarms ──▶ Event
-    Span       ──▶ trace.jsonl   ─┼──▶ report/report.html and its pictures; a trace for Perfetto
+    Span       ──▶ trace.jsonl   ─┼──▶ the dashboard, also as report/report.html; a trace for Perfetto
     summary.json, config.json    ─┘
     LiveState  ──▶ terminal, live.json
-    both       ──▶ account ──▶ verdict
+    StepRecord and Span ──▶ account ──▶ verdict
 
-Nothing here is imported by the loop; everything here reads pure data.
+The control loops import nothing from here; the modules read plain records.
 """
 
 from headrace.run.observe.account import Accountant, account_of
+from headrace.run.observe.advice import VerdictSettings, settings_of
 from headrace.run.observe.alarms import AlarmWatch, Raised
 from headrace.run.observe.jsonl import (
     EVENTS_FILE,
@@ -18,15 +19,14 @@ from headrace.run.observe.jsonl import (
     METRICS_FILE,
     TRACE_FILE,
     JsonlWriter,
+    Recorder,
     read_jsonl,
     read_steps,
 )
 from headrace.run.observe.looptime import WatchedLoop
-from headrace.run.observe.recorder import Recorder
 from headrace.run.observe.report import write_report
 from headrace.run.observe.rundata import RunData, load_run, run_about, run_name
-from headrace.run.observe.settings import VerdictSettings, settings_of
-from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, figures_of, observed
+from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, observed
 from headrace.run.observe.system import SystemWatch, Usage
 from headrace.run.observe.terminal import LiveView, PlainView, TerminalView, open_view
 from headrace.run.observe.trace import account, busy_frac, idle_frac
@@ -60,7 +60,6 @@ __all__ = [
     "busy_frac",
     "commit_gap_ms",
     "evaluations",
-    "figures_of",
     "idle_frac",
     "judge",
     "load_run",

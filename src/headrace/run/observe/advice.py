@@ -1,13 +1,103 @@
-"""What to change about a run, by what holds it up and by the settings that it has."""
+"""The advice of a verdict: which settings to change, by the bound of the run and by the settings that it has."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from headrace.base.types.observation import Account, Bound, Cause
-from headrace.run.observe.settings import VerdictSettings
+from headrace.base.types.weights import Interrupt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictSettings:
+    """The settings that advice names, with their values. ``None`` means unknown, or chosen by the run itself."""
+
+    max_age: int | None = None
+    """``flow.max_age``, in versions."""
+    lead: int | None = None
+    """The number of batches that generation runs ahead: ``flow.lead``, or ``flow.max_age`` where that is unset."""
+    capacity: int | None = None
+    """``flow.capacity``, in groups."""
+    group_size: int | None = None
+    """``flow.group_size``."""
+    groups_per_step: int | None = None
+    """``flow.groups_per_step``."""
+    max_new_tokens: int | None = None
+    """``engine.max_new_tokens``."""
+    reward_workers: int | None = None
+    """``env.reward_workers``; ``None`` also where no reward is a function of the user."""
+    env_workers: int | None = None
+    """``env.workers``."""
+    engines: int | None = None
+    """``engine.count``."""
+    engine_threads: int | None = None
+    """``launch.engine_threads``; where the run file leaves it unset, half of the processors."""
+    learner_threads: int | None = None
+    """``launch.learner_threads``; where the run file leaves it unset, half of the processors."""
+    processors: int | None = None
+    """The number of processors that the run's processes may use."""
+    on_cpu: bool = False
+    """True where an engine or the learner computes on the processors."""
+    by_turns: bool = False
+    """True for ``sync.interrupt = "sleep"``: engine and learner share a device, and only one of them computes at a
+    time."""
+    order: str = ""
+    """``flow.order``; empty where it is not known."""
+
+
+UNKNOWN = VerdictSettings()
+"""The settings of a run of which none is known."""
+
+
+def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
+    """Return the settings in a resolved configuration, given as a tree.
+
+    ``processors`` and ``on_cpu`` describe the machine of the run, as in :class:`VerdictSettings`.
+
+    >>> found = settings_of({"flow": {"max_age": 2, "lead": None}})
+    >>> found.max_age, found.lead, found.engine_threads
+    (2, 2, None)
+    """
+    flow, launch, engine, env = (_table(config, name) for name in ("flow", "launch", "engine", "env"))
+    max_age = _count(flow.get("max_age"))
+    lead = _count(flow.get("lead"))
+    local = launch.get("kind", "local") == "local" and processors is not None
+    half = max(1, processors // 2) if processors is not None and local else None
+    return VerdictSettings(
+        max_age=max_age,
+        lead=max_age if lead is None else lead,
+        capacity=_count(flow.get("capacity")),
+        group_size=_count(flow.get("group_size")),
+        groups_per_step=_count(flow.get("groups_per_step")),
+        max_new_tokens=_count(engine.get("max_new_tokens")),
+        reward_workers=_count(env.get("reward_workers")) if env.get("reward") else None,
+        env_workers=_count(env.get("workers")),
+        engines=_count(engine.get("count")),
+        engine_threads=_count(launch.get("engine_threads")) or half,
+        learner_threads=_count(launch.get("learner_threads")) or half,
+        processors=processors,
+        on_cpu=on_cpu,
+        by_turns=_table(config, "sync").get("interrupt") == Interrupt.SLEEP.value,
+        order=str(flow.get("order") or ""),
+    )
+
+
+def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of the configuration; empty where it is missing."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _count(value: object) -> int | None:
+    """Return ``value`` where it is an integer, else ``None``."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
-    """A sentence or two with the names of settings and the values they have; empty where there is nothing to advise."""
+    """Return a sentence or two with the names and the values of the settings to change; empty where there is no
+    advice."""
     match bound:
         case Bound.GENERATION:
             return _engine(settings)
@@ -41,11 +131,11 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
             return "Put run.dir on a faster disk."
         case Bound.TEACHERS:
             more = "Give the teachers' engines more to compute with."
-            return " ".join(filter(None, [more, _overlap(account, settings)]))
+            return " ".join(filter(None, [more, _run_further_ahead_if_idle(account, settings)]))
 
 
 def _now(value: int | None) -> str:
-    """A value that a setting has, for behind its name; nothing where it is not known.
+    """Return the present value of a setting, to be put after its name; empty where it is not known.
 
     >>> _now(2), _now(None)
     (' (now 2)', '')
@@ -53,8 +143,9 @@ def _now(value: int | None) -> str:
     return "" if value is None else f" (now {value})"
 
 
-def _ahead(settings: VerdictSettings) -> str:
-    """How generation can run further ahead of training; empty where it cannot, or where that is not known."""
+def _run_further_ahead(settings: VerdictSettings) -> str:
+    """Return how generation can run further ahead of training; empty where it cannot, or where the settings are not
+    known."""
     age, lead = settings.max_age, settings.lead
     if settings.by_turns or age is None or lead is None:
         return ""
@@ -71,87 +162,96 @@ def _ahead(settings: VerdictSettings) -> str:
     )
 
 
-BUSY = 0.7
-"""Workers that compute, or weights that travel, this much of the time do so nearly always."""
+BUSY_SHARE = 0.7
+"""The share of the time above which workers that compute, or weights that travel, count as always busy."""
 
 
 def _scoring(account: Account, settings: VerdictSettings) -> str:
-    """Workers make one call at a time each, whether it computes or waits."""
+    """Return the advice for slow rewards. A scoring worker has one call at a time, whether that computes or waits."""
     count = settings.reward_workers
     more = f"Raise env.reward_workers{_now(count)}, or make the reward faster." if count else "Make the rewards faster."
-    return " ".join(filter(None, [more, _overlap(account, settings)]))
+    return " ".join(filter(None, [more, _run_further_ahead_if_idle(account, settings)]))
 
 
 def _sync(account: Account, settings: VerdictSettings) -> str:
-    """Versions travel one after the other: where one is always on its way, no lead brings them sooner."""
+    """Return the advice for a slow sync. Versions travel one after the other: where the sync is always busy, a
+    larger lead does not help."""
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
-    if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY:
-        return " ".join(filter(None, [less, _overlap(account, settings)]))
+    if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
+        return " ".join(filter(None, [less, _run_further_ahead_if_idle(account, settings)]))
     size = f"flow.groups_per_step{_now(settings.groups_per_step)}"
     return f"{less} Or make fewer, larger steps ({size}), which changes what is learned."
 
 
 def _environment(account: Account, settings: VerdictSettings) -> str:
-    """A worker runs many episodes at once: more workers help where they compute all the time. Where they wait
-    themselves, for a web page or a timer, more episodes at once do."""
+    """Return the advice for slow environments.
+
+    A worker runs many episodes at once. More workers help where they compute all the time; where the episodes wait for
+    a web page or a timer, more episodes at once help.
+    """
     count = settings.env_workers
     if account.observed_s > 0 and count:
         used = account.used_s.get("environment", 0.0) / account.observed_s / count
-        if used >= BUSY:
+        if used >= BUSY_SHARE:
             return f"Raise env.workers{_now(count)}, which compute all the time, or make the environment faster."
-    return " ".join(filter(None, ["Make the environment faster.", _overlap(account, settings)]))
+    return " ".join(filter(None, ["Make the environment faster.", _run_further_ahead_if_idle(account, settings)]))
 
 
-def _overlap(account: Account, settings: VerdictSettings) -> str:
-    """The same, where it helps: an engine that stands idle could sample more meanwhile."""
-    return _ahead(settings) if account.engine_idle > 0.5 else ""
+def _run_further_ahead_if_idle(account: Account, settings: VerdictSettings) -> str:
+    """Return the advice to run further ahead where the engine is idle for more than half of the time, else nothing."""
+    return _run_further_ahead(settings) if account.engine_idle > 0.5 else ""
 
 
 def _stragglers(settings: VerdictSettings) -> str:
+    """Return the advice for a run that waits for the last episodes of each batch."""
     ready = " Set flow.order = 'ready_first'." if settings.order == "strict" else ""
     tail = (
-        f"Cut the tail: lower engine.max_new_tokens{_now(settings.max_new_tokens)}, or start more episodes than a "
-        "group needs (flow.filters, kind = 'redundancy')."
+        f"Cut the tail: lower engine.max_new_tokens{_now(settings.max_new_tokens)}, or start more episodes than "
+        "a group needs (flow.filters, kind = 'redundancy')."
     )
-    return " ".join(filter(None, [_ahead(settings) + ready, tail]))
+    return " ".join(filter(None, [_run_further_ahead(settings) + ready, tail]))
 
 
 def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
-    """Processors of the engine, of the learner, and in all, where both compute on those of one machine."""
-    engine, learner, every = settings.engine_threads, settings.learner_threads, settings.processors
-    return (engine, learner, every) if settings.on_cpu and engine and learner and every else None
+    """Return the processors of the engine, of the learner and of the machine; ``None`` unless both compute on one
+    machine's processors."""
+    engine, learner, total = settings.engine_threads, settings.learner_threads, settings.processors
+    return (engine, learner, total) if settings.on_cpu and engine and learner and total else None
 
 
 def _engine(settings: VerdictSettings) -> str:
+    """Return the advice for a run that waits for tokens."""
     less = f"sample shorter answers (engine.max_new_tokens{_now(settings.max_new_tokens)})"
     threads = _threads(settings)
     if threads is None:
         return f"Add an engine: raise engine.count{_now(settings.engines)}. Or {less}."
-    engine, learner, every = threads
-    if every > engine + learner:
-        return f"Raise launch.engine_threads (now {engine}): {every - engine - learner} of {every} processors are free."
+    engine, learner, total = threads
+    if total > engine + learner:
+        return f"Raise launch.engine_threads (now {engine}): {total - engine - learner} of {total} processors are free."
     if learner > 1:
         return (
             f"Raise launch.engine_threads (now {engine}) and lower launch.learner_threads (now {learner}), or {less}."
         )
-    return f"Take a machine with more than {every} processors, or {less}."
+    return f"Take a machine with more than {total} processors, or {less}."
 
 
 def _learner(settings: VerdictSettings) -> str:
+    """Return the advice for a run whose learner works all the time."""
     threads = _threads(settings)
     if threads is None:
         return "Spread the learner over more devices (learner.parallel)."
-    engine, learner, every = threads
-    if every > engine + learner:
+    engine, learner, total = threads
+    if total > engine + learner:
         return (
-            f"Raise launch.learner_threads (now {learner}): {every - engine - learner} of {every} processors are free."
+            f"Raise launch.learner_threads (now {learner}): {total - engine - learner} of {total} processors are free."
         )
     if engine > 1:
         return f"Raise launch.learner_threads (now {learner}) and lower launch.engine_threads (now {engine})."
-    return f"Take a machine with more than {every} processors, or a smaller model."
+    return f"Take a machine with more than {total} processors, or a smaller model."
 
 
 def _controller(settings: VerdictSettings) -> str:
+    """Return the advice for a run whose controller works all the time."""
     return (
         "The controller is one thread, with work for every episode and turn, however short. A "
         f"faster processor helps, or fewer episodes for a step (flow.groups_per_step{_now(settings.groups_per_step)}, "
@@ -159,40 +259,43 @@ def _controller(settings: VerdictSettings) -> str:
     )
 
 
-OWN = 0.6
-"""A run that waits for processors and uses fewer of them than this waits for other programs."""
+OWN_SHARE = 0.6
+"""The share of the used processors below which other programs count as the cause of waiting for processors."""
 
 
 def _processors(account: Account, settings: VerdictSettings) -> str:
-    if account.processors_s < OWN * account.observed_s:
+    """Return the advice for a run whose processes wait for processors."""
+    if account.processors_s < OWN_SHARE * account.observed_s:
         return "Other programs use the processors: end them, or take a machine of the run's own."
     threads = _threads(settings)
     if threads is not None and max(threads[:2]) > 1 and sum(threads[:2]) >= threads[2]:
-        engine, learner, every = threads
+        engine, learner, total = threads
         return (
             f"Engine (launch.engine_threads, now {engine}), learner (launch.learner_threads, now {learner}) and "
-            f"controller share {every} processors: lower one of the two, or take a machine with more."
+            f"controller share {total} processors: lower one of the two, or take a machine with more."
         )
     more = f"more than {settings.processors}" if settings.processors else "more"
     return f"Its own processes use them: take a machine with {more}."
 
 
 def _turns(settings: VerdictSettings) -> str:
+    """Return the advice for a run whose engine and learner work one after the other."""
     if settings.by_turns:
         return (
             "They share a device (sync.interrupt = 'sleep'), so that only one of them can work: give each its own "
             "(engine.device, learner.device)."
         )
-    return _ahead(settings) or "Let generation run ahead: flow.max_age and flow.lead."
+    return _run_further_ahead(settings) or "Let generation run ahead: flow.max_age and flow.lead."
 
 
 def _nothing(account: Account) -> str:
+    """Return the two parts that take most of each step, since no single change helps."""
     parts = {cause: account.learner_waits(cause) for cause in Cause} | {Cause.LEARNER: 1 - account.learner_idle}
     first, second = sorted(parts, key=lambda cause: -parts[cause])[:2]
-    return f"No single change will help much: {_NAMED[first]} and {_NAMED[second]} take most of each step."
+    return f"No single change will help much: {_PART_WORDS[first]} and {_PART_WORDS[second]} take most of each step."
 
 
-_NAMED = {
+_PART_WORDS = {
     Cause.ENGINE: "the wait for the engine",
     Cause.LEARNER: "the learner's own work",
     Cause.CONTROLLER: "the wait for the controller",
@@ -203,3 +306,4 @@ _NAMED = {
     Cause.LEDGER: "the wait for the ledger's disk",
     Cause.NOBODY: "the time in which no part works",
 }
+"""The words for each part of a step."""

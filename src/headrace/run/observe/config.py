@@ -1,4 +1,4 @@
-"""Settings of what people see."""
+"""Settings of the display of a run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from headrace.run.observe.writers.registry import WriterConfig
 
 
 class ObserveConfig(Section):
-    """What is shown while a run goes on, and what it leaves behind."""
+    """The display of a run while it goes on, and the files it leaves for people."""
 
     view: Literal["auto", "plain", "none"] = "auto"
-    """``auto``: a live picture on a terminal, one line per step elsewhere; ``plain``: lines; ``none``: silence."""
+    """``auto``: a live picture on a terminal, one line per step elsewhere; ``plain``: always lines; ``none``: no
+    output."""
     report: bool = True
-    """Write the report with pictures at the end."""
+    """Write the report at the end: the dashboard of the run as one HTML file."""
     writers: tuple[WriterConfig, ...] = ()
-    """Where metrics go besides ``metrics.jsonl``, a table ``[[observe.writers]]`` for each: ``tensorboard``, ``wandb``,
-    ``trackio``, ``mlflow`` or ``prometheus``."""
+    """The writers of metrics besides ``metrics.jsonl``, a table ``[[observe.writers]]`` for each: ``tensorboard``,
+    ``wandb``, ``trackio``, ``mlflow`` or ``prometheus``."""
     alarms: AlarmsConfig = AlarmsConfig()
-    """When the run complains, and when it stops by itself."""
+    """The alarms, and which of them stop the run."""
     env_column: str = "env"
-    """The column of a row that names its environment: metrics are told apart by it. Rows without it are of none."""
+    """The column of a row that names its environment, by which metrics are split. Rows without it count for no
+    environment."""
     record_entropy: bool = False
-    """Record with every token the entropy of the distribution it was drawn from: four bytes a token, and a pass of the
-    engine over its logits. The dashboard colours by it; ``headrace view``."""
+    """Record for every token the entropy of the distribution it was drawn from. This takes four bytes a token and
+    one more pass of the engine over its logits. The dashboard (``headrace view``) can colour tokens by it."""

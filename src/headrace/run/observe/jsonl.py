@@ -1,4 +1,4 @@
-"""Append-only files of records: one JSON object per line, unbuffered.
+"""Append-only files of records: one JSON object per line, unbuffered; and the observer that writes those of a run.
 
 A killed process leaves whole lines and at most one torn one at the end. The reader skips it; the writer cuts it off
 before it appends, so that it never ends up glued to the next record.
@@ -6,7 +6,7 @@ before it appends, so that it never ends up glued to the next record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -14,19 +14,20 @@ from typing import Generic, Self, TypeVar
 import msgspec
 
 from headrace.base.errors import DataError, RunError
-from headrace.base.types.observation import StepRecord
+from headrace.base.types.observation import Event, LiveState, StepRecord
+from headrace.base.types.trace import Span
 
 METRICS_FILE = "metrics.jsonl"
-"""Where a run directory holds its :class:`~headrace.base.types.observation.StepRecord` lines."""
+"""The file of :class:`~headrace.base.types.observation.StepRecord` lines in a run directory."""
 
 TRACE_FILE = "trace.jsonl"
-"""Where a run directory holds its :class:`~headrace.base.types.trace.Span` lines."""
+"""The file of :class:`~headrace.base.types.trace.Span` lines in a run directory."""
 
 EVENTS_FILE = "events.jsonl"
-"""Where a run directory holds its :class:`~headrace.base.types.observation.Event` lines."""
+"""The file of :class:`~headrace.base.types.observation.Event` lines in a run directory."""
 
 LIVE_FILE = "live.json"
-"""The :class:`~headrace.base.types.observation.LiveState` of a running run, renewed every second."""
+"""The file with the :class:`~headrace.base.types.observation.LiveState` of a run that goes on, renewed every second."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -44,7 +45,7 @@ class JsonlWriter(Generic[R]):
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises :class:`~headrace.base.errors.RunError` if the file cannot be written."""
+        """Open the file. Raises :class:`~headrace.base.errors.RunError` where it cannot be written."""
         self._path = path
         self._encoder = msgspec.json.Encoder()
         try:
@@ -54,9 +55,10 @@ class JsonlWriter(Generic[R]):
             raise self._refused(error) from None
 
     def write(self, records: Iterable[R]) -> None:
-        """Hand ``records`` to the operating system: a kill of the process afterwards loses nothing.
+        """Append ``records``. They are passed to the operating system at once, so that a later kill of the process
+        loses nothing.
 
-        Raises :class:`~headrace.base.errors.RunError` where the file takes no more, a full disk for one.
+        Raises :class:`~headrace.base.errors.RunError` where the file cannot be written, for example on a full disk.
         """
         rest = memoryview(self._encoder.encode_lines(list(records)))
         try:
@@ -66,7 +68,7 @@ class JsonlWriter(Generic[R]):
             raise self._refused(error) from None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -76,6 +78,7 @@ class JsonlWriter(Generic[R]):
         self.close()
 
     def _refused(self, error: OSError) -> RunError:
+        """Return the error for a file that cannot be written."""
         return RunError(
             f"{self._path} cannot be written: {error.strerror}",
             remedy="make room on that disk and make the run directory writable, then go on with --resume",
@@ -83,10 +86,11 @@ class JsonlWriter(Generic[R]):
 
 
 def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None = None) -> list[R]:
-    """Every record of the file, but for a torn last line: the file of a killed or a running process.
+    """Return every record of the file. A torn last line, as a killed or a running process leaves it, is skipped.
 
-    Raises :class:`~headrace.base.errors.DataError` naming file and line where another line, or the only one, is not a
-    ``kind``. With ``skipped`` all such lines are left out, and it is told of them, once.
+    Raises :class:`~headrace.base.errors.DataError` with the file and the line where another line, or the only one, is
+    not a ``kind``. With ``skipped`` all such lines are left out instead, and it is called once with a message about
+    them.
     """
     try:
         data = path.read_bytes()
@@ -95,18 +99,18 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
     decoder = msgspec.json.Decoder(kind)
     lines = [(number, line) for number, line in enumerate(data.split(b"\n")[:-1], start=1) if line.strip()]
     records: list[R] = []
-    strange: list[tuple[int, str]] = []
+    undecoded: list[tuple[int, str]] = []
     for number, line in lines:
         try:
             records.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            strange.append((number, f"line {number} is not a {kind.__name__}: {error}"))
-    if not strange:
+            undecoded.append((number, f"line {number} is not a {kind.__name__}: {error}"))
+    if not undecoded:
         return records
-    at, words = strange[0]
+    at, words = undecoded[0]
     torn = bool(records) and at == lines[-1][0]
     if skipped is not None:
-        others = f", nor are {len(strange) - 1} others" if len(strange) > 1 else ""
+        others = f", nor are {len(undecoded) - 1} others" if len(undecoded) > 1 else ""
         skipped(f"{path}, {words}{others}")
     elif not torn:
         raise DataError(f"{path}, {words}", remedy="remove that line, or name the directory of a Headrace run")
@@ -114,8 +118,11 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
 
 
 def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list[StepRecord]:
-    """The steps that count, in order: a run that resumed from a checkpoint wrote some steps again, and the later line
-    is the true one. Errors as :func:`read_jsonl`."""
+    """Return the steps that count, in order. Errors are those of :func:`read_jsonl`.
+
+    A run that was resumed from a checkpoint wrote some steps again; the later line of a step replaces the earlier one
+    and all steps after it.
+    """
     kept: list[StepRecord] = []
     for record in read_jsonl(path, StepRecord, skipped):
         while kept and kept[-1].step >= record.step:
@@ -125,6 +132,7 @@ def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list
 
 
 def _cut_torn_line(path: Path) -> None:
+    """Cut off what follows the last line break of the file."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -140,3 +148,51 @@ def _cut_torn_line(path: Path) -> None:
             at = start
         if at < end:
             file.truncate(at)
+
+
+class Recorder:
+    """An observer that writes ``metrics.jsonl``, ``trace.jsonl``, ``events.jsonl`` and ``live.json`` into the run
+    directory.
+
+    Each call writes at once. Use it as a context manager. Raises :class:`~headrace.base.errors.RunError` where the run
+    directory cannot be written.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._metrics = JsonlWriter[StepRecord](run_dir / METRICS_FILE)
+        self._trace = JsonlWriter[Span](run_dir / TRACE_FILE)
+        self._events = JsonlWriter[Event](run_dir / EVENTS_FILE)
+        self._live = run_dir / LIVE_FILE
+
+    def step(self, record: StepRecord) -> None:
+        """Append a line of metrics."""
+        self._metrics.write([record])
+
+    def event(self, event: Event) -> None:
+        """Append an event."""
+        self._events.write([event])
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Append the spans to the trace."""
+        self._trace.write(spans)
+
+    def update(self, state: LiveState) -> None:
+        """Replace ``live.json`` at once, so that a reader sees the old or the new state."""
+        temporary = self._live.with_name(f".{LIVE_FILE}.tmp")
+        try:
+            temporary.write_bytes(msgspec.json.encode(state))
+            temporary.replace(self._live)
+        except OSError as error:
+            remedy = "make room on that disk and make the run directory writable, then go on with --resume"
+            raise RunError(f"{self._live} cannot be written: {error.strerror}", remedy=remedy) from None
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._metrics, self._trace, self._events):
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

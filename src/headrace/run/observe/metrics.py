@@ -1,4 +1,4 @@
-"""The numbers of a step under the names of the registry, for writers, charts and alarms."""
+"""The metrics of a step by the names of the registry, for writers, charts and alarms."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _FIELDS = (
     *("eval_version", "trained_tokens", "generated_tokens", "seconds", "wait_s", "exposed_sync_s", "straggler_s"),
     *("held_back_s", "commit_gap_s", "length_mean"),
 )
+"""The fields of a step record that are metrics by themselves."""
 _BY_REASON = ("dropped_groups", "set_aside_episodes", "dropped_tokens", "wasted_tokens")
+"""The fields of a step record that hold one count for each reason."""
 
 
 def flat(record: StepRecord) -> dict[str, float]:
-    """Every number of a step; what it has not measured is left out.
+    """Return every metric of a step by its name. Metrics that were not measured are left out.
 
     >>> record = StepRecord(step=0, version=1, clock_s=9.0, wall_s=4.0, reward_mean=0.5, ages={0: 8})
     >>> {name: value for name, value in flat(record).items() if value}
@@ -32,7 +34,7 @@ def flat(record: StepRecord) -> dict[str, float]:
 
 
 def over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Every metric over all steps, each combined as its row says."""
+    """Return every metric over all steps, combined as its row in the registry says."""
     values: dict[str, list[float]] = {}
     for record in steps:
         for name, value in flat(record).items():
@@ -41,7 +43,7 @@ def over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def table() -> str:
-    """The registry as a table of Markdown, for the document."""
+    """Return the registry as a Markdown table, for the document."""
     rows = [f"| `{row.name}` | {row.unit or '–'} | {row.how} | {row.what}. |" for row in REGISTRY]
     return "\n".join(["| metric | unit | over steps | meaning |", "|---|---|---|---|", *rows, ""])
 

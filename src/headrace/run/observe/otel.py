@@ -1,4 +1,4 @@
-"""The trace of a run for OpenTelemetry: every span to a collector that speaks OTLP over HTTP."""
+"""The trace of a run for OpenTelemetry: every span is sent to a collector by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 AT_ONCE = 512
-"""Spans in one request."""
+"""The number of spans in one request."""
 
 
 def send_trace(run: RunData, url: str) -> int:
-    """Send the spans of the run's last life to ``url`` (a collector's ``http://HOST:4318/v1/traces``); how many.
+    """Send the spans since the run was last started to ``url`` (a collector's ``http://HOST:4318/v1/traces``). Return
+    their number.
 
-    Raises :class:`~headrace.base.errors.ConfigError` without the packages or where the collector does not take them,
-    and :class:`~headrace.base.errors.DataError` for a run without a step: its clock is not known then.
+    Raises :class:`~headrace.base.errors.ConfigError` where the packages are missing or the collector refuses the spans,
+    and :class:`~headrace.base.errors.DataError` for a run without a step, whose clock is not known.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -35,7 +36,8 @@ def send_trace(run: RunData, url: str) -> int:
 
 
 def export(run: RunData, exporter: SpanExporter, where: str) -> int:
-    """Hand the spans to any exporter, some hundreds at a time; errors as :func:`send_trace`."""
+    """Pass the spans to ``exporter``, some hundreds at a time, and return their number. Errors are those of
+    :func:`send_trace`; ``where`` names the collector in them."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     steps = run.session
@@ -52,6 +54,7 @@ def export(run: RunData, exporter: SpanExporter, where: str) -> int:
 
 
 def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
+    """Yield the spans as OpenTelemetry has them. ``offset_s`` is the difference between its clock and the run's."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -76,9 +79,10 @@ def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
 
 
 def _attributes(span: Span) -> dict[str, str | int]:
-    told: dict[str, str | int] = {"headrace.lane": span.lane}
+    """Return the attributes of a span: its lane, and its step and episode where it has them."""
+    attributes: dict[str, str | int] = {"headrace.lane": span.lane}
     if span.step >= 0:
-        told["headrace.step"] = span.step
+        attributes["headrace.step"] = span.step
     if span.of is not None:
-        told["headrace.episode"] = str(span.of)
-    return told
+        attributes["headrace.episode"] = str(span.of)
+    return attributes

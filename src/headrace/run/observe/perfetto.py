@@ -21,6 +21,7 @@ from headrace.run.observe.rundata import RunData
 from headrace.run.observe.trace import is_wait
 
 Event = dict[str, Any]
+"""One event of the Trace Event Format."""
 
 COUNTERS = {
     "groups": ("queue/running", "queue/ready"),
@@ -28,15 +29,16 @@ COUNTERS = {
     "reward": ("reward_mean",),
     "age of trained tokens": ("age_mean", "age_max"),
 }
-"""What is drawn as curves: their names, and the metrics in each."""
+"""The curves of the trace by name, with the metrics in each."""
 _FIRST = ("engine", "learner", "sync", "scoring", "rollout")
+"""The lanes that come first, in this order."""
 
 
 def write_trace(run: RunData, path: Path) -> int:
-    """Write the spans of ``run`` to ``path``, compressed where it ends in ``.gz``; the number of events.
+    """Write the spans of ``run`` to ``path``, compressed where it ends in ``.gz``. Return the number of events.
 
-    Raises :class:`~headrace.base.errors.DataError` if the run has no trace, and :class:`~headrace.base.errors.RunError`
-    if ``path`` cannot be written.
+    Raises :class:`~headrace.base.errors.DataError` where the run has no trace, and
+    :class:`~headrace.base.errors.RunError` where ``path`` cannot be written.
     """
     if not run.spans:
         why = next((note for note in run.notes if note.startswith("trace")), "it has no span yet")
@@ -49,6 +51,7 @@ def write_trace(run: RunData, path: Path) -> int:
 
 
 def _write(file: gzip.GzipFile | BinaryIO, all_events: Iterable[Event]) -> int:
+    """Write the events as one JSON object, and return their number."""
     encoder = msgspec.json.Encoder()
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     num = 0
@@ -60,7 +63,7 @@ def _write(file: gzip.GzipFile | BinaryIO, all_events: Iterable[Event]) -> int:
 
 
 def events(run: RunData) -> Iterator[Event]:
-    """Every event of the trace; those of one track by their start."""
+    """Yield every event of the trace. The events of one track are in the order of their start."""
     zero_s = min(span.start_s for span in run.spans)
     lanes: dict[str, list[Span]] = {}
     for span in run.spans:
@@ -76,12 +79,14 @@ def events(run: RunData) -> Iterator[Event]:
 
 
 def _rank(lane: str) -> int:
+    """Return the position of a lane among the lanes."""
     first = lane.partition("-")[0]
     return _FIRST.index(first) if first in _FIRST else len(_FIRST)
 
 
 def _slice(span: Span, pid: int, tid: int, zero_s: float) -> Event:
-    told: Mapping[str, Any] = {"step": span.step, "of": str(span.of or "")}
+    """Return a span as an event; times are relative to ``zero_s``."""
+    arguments: Mapping[str, Any] = {"step": span.step, "of": str(span.of or "")}
     return {
         "ph": "X",
         "name": span.name,
@@ -90,11 +95,12 @@ def _slice(span: Span, pid: int, tid: int, zero_s: float) -> Event:
         "tid": tid,
         "ts": (span.start_s - zero_s) * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
-        "args": {name: value for name, value in told.items() if value not in (-1, "")},
+        "args": {name: value for name, value in arguments.items() if value not in (-1, "")},
     }
 
 
 def _counters(run: RunData, pid: int, zero_s: float) -> Iterator[Event]:
+    """Yield the counters of every step."""
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "metrics"}}
     for record in run.session:
         numbers = flat(record)
@@ -106,20 +112,20 @@ def _counters(run: RunData, pid: int, zero_s: float) -> Iterator[Event]:
 
 
 def tracks(spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans of a lane on as few tracks as may be: on each, one ends before the next begins.
+    """Return the spans of a lane on as few tracks as possible. On each track one span ends before the next begins.
 
     >>> spans = [Span(lane="rollout", name="episode", start_s=s, end_s=e) for s, e in ((0, 3), (1, 2), (3, 4))]
     >>> [[(span.start_s, span.end_s) for span in track] for track in tracks(spans)]
     [[(0, 3)], [(1, 2), (3, 4)]]
     """
-    laid: list[list[Span]] = []
+    placed: list[list[Span]] = []
     free: list[tuple[float, int]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         if free and free[0][0] <= span.start_s:
             _, place = heapq.heappop(free)
-            laid[place].append(span)
+            placed[place].append(span)
         else:
-            place = len(laid)
-            laid.append([span])
+            place = len(placed)
+            placed.append([span])
         heapq.heappush(free, (span.end_s, place))
-    return laid
+    return placed

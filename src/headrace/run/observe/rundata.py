@@ -1,10 +1,11 @@
-"""What the files of a run directory say, as far as they can be read."""
+"""The data of a run, read from the files of its directory as far as they can be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +16,9 @@ from headrace.base.types.observation import Account, Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.models.hub import called, is_hub_name
 from headrace.run.observe.account import account_of
+from headrace.run.observe.advice import settings_of
 from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
-from headrace.run.observe.settings import settings_of
-from headrace.run.observe.summary import figures_of, observed
+from headrace.run.observe.summary import observed
 from headrace.run.observe.trace import Interval
 from headrace.run.observe.verdict import judge
 from headrace.run.observe.words import plural
@@ -28,30 +29,48 @@ CONFIG_FILE = "config.json"
 R = TypeVar("R")
 
 
-def last_life(steps: list[StepRecord]) -> list[StepRecord]:
-    """Return the steps since the run was last started: a resumed run begins a new clock."""
-    first = 0
-    for index in range(1, len(steps)):
-        earlier, later = steps[index - 1], steps[index]
-        if later.clock_s < earlier.clock_s or later.wall_s < earlier.wall_s:
-            first = index
-    return steps[first:]
+def lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """Return the steps of each life of a run, in order. A run that is started or resumed begins a new life, with new
+    clocks.
+
+    A run without a step has no life.
+    """
+    found: list[list[StepRecord]] = []
+    for step in steps:
+        before = found[-1][-1] if found else None
+        if before is None or step.clock_s < before.clock_s or step.wall_s < before.wall_s:
+            found.append([])
+        found[-1].append(step)
+    return found
 
 
-def about_lives(steps: list[StepRecord]) -> str:
-    """Return what the figures of a resumed run are of, in words; nothing where the run has had one life."""
+def last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the steps since the run was last started or resumed."""
+    return lives(steps)[-1] if steps else []
+
+
+def clock_resets(steps: Sequence[StepRecord]) -> int:
+    """Return how often the spans' clock stood lower after a resumption: on another machine, or after a restart of
+    the machine."""
+    sessions = lives(steps)
+    return sum(later[0].clock_s < earlier[-1].clock_s for earlier, later in pairwise(sessions))
+
+
+def note_on_resumption(steps: list[StepRecord]) -> str:
+    """Return a note on which steps the figures of a resumed run cover; empty where the run has had one life."""
     last = len(last_life(steps))
     if last == len(steps):
         return ""
     return (
-        f"The run was resumed: times, rates, shares and the verdict are of the {plural(last, 'step')} since then, "
-        "rewards and the books of the whole run."
+        f"The run was resumed: its figures of time, rates, shares and the verdict are of the "
+        f"{plural(last, 'step')} since "
+        "then, rewards and the books of the whole run. Charts and timeline show all of it, with a mark at every start."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run as its directory holds it; a file that is missing or damaged leaves its field empty and a note."""
+    """A run as its directory holds it. A file that is missing or damaged leaves its field empty, and a note."""
 
     directory: Path
     steps: list[StepRecord]
@@ -59,20 +78,21 @@ class RunData:
     summary: dict[str, Any]
     config: dict[str, Any]
     live: dict[str, Any] = field(default_factory=dict)
-    """The last picture of the present moment."""
+    """The last ``live.json``."""
     events: list[Event] = field(default_factory=list)
-    """What was worth a line, alarms included; of every life of the run."""
+    """The events of all lives of the run, alarms included."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, in words."""
+    """The files that could not be read, and why, in words."""
 
     @cached_property
     def session(self) -> list[StepRecord]:
-        """The steps since the run was last started: see :func:`last_life`."""
+        """Return the steps since the run was last started: see :func:`last_life`."""
         return last_life(self.steps)
 
     @cached_property
     def loop(self) -> Interval:
-        """From the start of the wait for the session's first batch to the end of its last step, on the spans' clock."""
+        """Return the interval from the start of the wait for the session's first batch to the end of its last step,
+        on the spans' clock."""
         steps = self.session
         if steps:
             return steps[0].clock_s - steps[0].seconds - steps[0].wait_s, steps[-1].clock_s
@@ -82,58 +102,60 @@ class RunData:
 
     @cached_property
     def account(self) -> Account | None:
-        """Where the time and the tokens of the loop went, as the run itself has said last; else by its trace; ``None``
-        without either."""
-        told = told_account(self.summary) or told_account(self.live)
-        if told is not None or not self.spans or self.loop[0] >= self.loop[1]:
-            return told
+        """Return the account of the session: the one that the run wrote last, or else one made from the trace;
+        ``None`` without either."""
+        recorded = recorded_account(self.summary) or recorded_account(self.live)
+        if recorded is not None or not self.spans or self.loop[0] >= self.loop[1]:
+            return recorded
         return account_of(self.spans, self.session, self.loop)
 
     @cached_property
     def verdict(self) -> str:
-        """What held the run up, in words, as the run itself has said last; else by its trace; empty before the first
-        step, and where no trace is there."""
-        told = next((str(tree["verdict"]) for tree in (self.summary, self.live) if tree.get("verdict")), "")
-        if told or not self.steps or self.account is None:
-            return told
+        """Return the verdict in words: the one that the run wrote last, or else one made from the trace; empty
+        before the first step and without a trace."""
+        recorded = next((str(tree["verdict"]) for tree in (self.summary, self.live) if tree.get("verdict")), "")
+        if recorded or not self.steps or self.account is None:
+            return recorded
         return str(judge(self.account, settings_of(self.config)))
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Return the name that people give the run: see :func:`run_name`."""
         return run_name(self.directory, self.config)
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of the resolved configuration; ``None`` where it has none."""
+        """Return a value of the resolved configuration; ``None`` where it has none."""
         table = self.config.get(section)
         return table.get(key) if isinstance(table, dict) else None
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """The summary; where the run has left none, what steps and trace say in its place."""
-        told = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
-        return {**told, **({} if self.account is None else figures_of(self.account)), **self.summary}
+        """Return the summary; for keys that it lacks, the values that follow from steps and trace."""
+        computed = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
+        return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
     def measured(self, key: str) -> float | None:
-        """One number of the figures; ``None`` where there is none."""
+        """Return one number of the figures; ``None`` where there is none."""
         value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def run_name(directory: Path, config: Mapping[str, Any]) -> str:
-    """What people call the run in ``directory``: its name, or the name of its directory; of one that is called ``run``
-    with that of the directory above it.
+    """Return the name of the run in ``directory``: ``run.name``, or the name of the directory.
+
+    A directory that is called ``run`` is named with the directory above it.
 
     >>> run_name(Path("/runs/sums/run"), {}), run_name(Path("/runs/sums"), {"run": {"name": "first try"}})
     ('sums/run', 'first try')
     """
     table = config.get("run")
     given = table.get("name") if isinstance(table, dict) else None
-    return visible(str(given or _called(directory.resolve())))
+    return visible(str(given or _short_name(directory.resolve())))
 
 
 def run_about(config: Mapping[str, Any]) -> str:
-    """Model, rows and reward or environment of a run, in a line; empty where its settings say none of them.
+    """Return the model, the rows and the reward or environment of a run in one line; empty where its settings have
+    none.
 
     >>> run_about({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
     'Qwen3-0.6B · sums.jsonl · r.py:f'
@@ -142,19 +164,21 @@ def run_about(config: Mapping[str, Any]) -> str:
     settings = (("model", "path"), ("data", "path"), ("env", "entry"), ("env", "reward"))
     values = [tables.get(section, {}).get(key) for section, key in settings]
     known = [value for value in values if isinstance(value, str) and value]
-    return visible(" · ".join(called(value) if is_hub_name(value) else _called(Path(value)) for value in known))
+    return visible(" · ".join(called(value) if is_hub_name(value) else _short_name(Path(value)) for value in known))
 
 
-def _called(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}" if path.name in _TOO_PLAIN and path.parent.name else path.name
+def _short_name(path: Path) -> str:
+    """Return the name of a path, with the directory above it where the name alone says nothing."""
+    return f"{path.parent.name}/{path.name}" if path.name in _UNTELLING_NAMES and path.parent.name else path.name
 
 
-_TOO_PLAIN = ("run", "model")
-"""Names of directories that say nothing without the directory that they are in."""
+_UNTELLING_NAMES = ("run", "model")
+"""The names of directories that say nothing without the directory above them."""
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` is no directory or holds no file of a run."""
+    """Read the run in ``run_dir``. Raises :class:`~headrace.base.errors.DataError` where it is not a directory, or
+    holds no file of a run."""
     names = (METRICS_FILE, TRACE_FILE, SUMMARY_FILE, CONFIG_FILE)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in names):
         what = "holds no run" if run_dir.is_dir() else "is not a directory"
@@ -163,18 +187,18 @@ def load_run(run_dir: Path) -> RunData:
     metrics, trace = run_dir / METRICS_FILE, run_dir / TRACE_FILE
     return RunData(
         directory=run_dir,
-        steps=_try(lambda: read_steps(metrics, notes.append), metrics, [], notes),
-        spans=_try(lambda: _sound(read_jsonl(trace, Span, notes.append)), trace, [], notes),
-        summary=_try(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
-        config=_try(lambda: _tree(run_dir / CONFIG_FILE), run_dir / CONFIG_FILE, {}, notes),
+        steps=_read_or_note(lambda: read_steps(metrics, notes.append), metrics, [], notes),
+        spans=_read_or_note(lambda: _valid_spans(read_jsonl(trace, Span, notes.append)), trace, [], notes),
+        summary=_read_or_note(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
+        config=_read_or_note(lambda: _tree(run_dir / CONFIG_FILE), run_dir / CONFIG_FILE, {}, notes),
         live=_live(run_dir),
         events=_events(run_dir, notes),
         notes=notes,
     )
 
 
-def told_account(tree: Mapping[str, Any]) -> Account | None:
-    """The account in ``summary.json`` or ``live.json``; ``None`` where it holds none of some time."""
+def recorded_account(tree: Mapping[str, Any]) -> Account | None:
+    """Return the account in ``summary.json`` or ``live.json``; ``None`` where it has none, or one of no time."""
     try:
         account = msgspec.convert(tree.get("account") or {}, Account)
     except msgspec.ValidationError:
@@ -183,7 +207,7 @@ def told_account(tree: Mapping[str, Any]) -> Account | None:
 
 
 def _live(run_dir: Path) -> dict[str, Any]:
-    """The last picture of the present moment; empty where there is none: no report depends on it."""
+    """Return the last ``live.json``; empty where it is missing or damaged, since no report depends on it."""
     try:
         return _tree(run_dir / LIVE_FILE)
     except DataError:
@@ -191,11 +215,13 @@ def _live(run_dir: Path) -> dict[str, Any]:
 
 
 def _events(run_dir: Path, notes: list[str]) -> list[Event]:
+    """Return the events of the run; a run of an older version has none."""
     path = run_dir / EVENTS_FILE
-    return _try(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
+    return _read_or_note(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
 
 
-def _try(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
+def _read_or_note(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
+    """Return the result of ``read``; where the file is missing or damaged, ``empty`` and a note."""
     if not path.exists():
         notes.append(f"{path.name} is not there{_MEANING.get(path.name, '')}")
         return empty
@@ -207,13 +233,16 @@ def _try(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
 
 
 _MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
+"""The meaning of a file that is missing, as the end of a note."""
 
 
-def _sound(spans: list[Span]) -> list[Span]:
+def _valid_spans(spans: list[Span]) -> list[Span]:
+    """Return the spans that end after they start, by their start."""
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
 
 
 def _tree(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

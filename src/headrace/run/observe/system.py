@@ -1,8 +1,7 @@
-"""What the processes of a run take of their machine."""
+"""The memory and processor time that the processes of a run use."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,53 +11,57 @@ from pathlib import Path
 import psutil
 
 from headrace.base.clock import Clock
-from headrace.base.environ import num_cores
+from headrace.base.environ import num_cores, thread_times_ns
 
 Part = tuple[str, int]
-"""Role and pid of a process."""
+"""The role and the pid of a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What the processes of a run took of their machine between two looks."""
+    """The processor time that the processes of a run used between two readings."""
 
     seconds: float
-    """Between the looks."""
+    """The time between the readings."""
     processors_s: float
-    """Their processor time, over the number of processors that they may use."""
+    """The processor time of all processes, divided by the number of processors that they may use."""
     used_s: Mapping[str, float]
-    """By kind of process: its processor time."""
+    """The processor time, by kind of process."""
     queued_s: Mapping[str, float]
-    """By kind of process: how long its thread that waited longest could have run, and had no processor. Empty where the
-    system does not tell: only Linux does."""
+    """The time for which the thread that waited longest was ready to run and had no processor, by kind of process.
+    Empty on systems other than Linux, which do not report it."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Look:
-    """One process, as it was when it was looked at."""
+class _Sample:
+    """The counters of one process at one reading."""
 
     at_s: float
+    """The time of the reading."""
     used_s: float
-    """Processor time of all its threads since it began."""
+    """The processor time of all its threads since it started."""
     queued_s: dict[str, float] = field(default_factory=dict)
-    """By thread: how long it could have run, and had no processor."""
+    """The time for which a thread was ready to run and had no processor, by thread."""
 
 
 class SystemWatch:
-    """Reads memory and processor time of the parts; those of one kind (``scorer-0``, ``scorer-1``) are added up."""
+    """Reads memory and processor time of the parts. Processes of one kind (``scorer-0``, ``scorer-1``) are added up."""
 
     def __init__(self, run_dir: Path, clock: Clock) -> None:
         self._run_dir = run_dir
         self._clock = clock
         self._processes: dict[int, psutil.Process] = {}
-        self._before: dict[int, _Look] = {}
+        self._before: dict[int, _Sample] = {}
         self._read_s: float | None = None
         self.usage: Usage | None = None
-        """Between the last two readings; ``None`` before the second."""
+        """The usage between the last two readings; ``None`` before the second."""
 
     def read(self, parts: Iterable[Part]) -> dict[str, float]:
-        """``memory/{part}`` in bytes, the room on the disk and, from the second reading on, of the time since the last
-        one: ``cpu/{part}`` in processors, ``cpu_queued/{part}`` as a fraction, and ``cpu_used_frac``."""
+        """Return the memory ``memory/KIND`` of the parts in bytes, and the free disk space.
+
+        From the second reading on, the result also has the usage since the last one: ``cpu/KIND`` in processors,
+        ``cpu_queued/KIND`` as a fraction, and ``cpu_used_frac``.
+        """
         memory: dict[str, float] = defaultdict(float)
         cpu: dict[str, float] = defaultdict(float)
         queued_s: dict[str, float] = {}
@@ -69,35 +72,35 @@ class SystemWatch:
             kind = role.partition("-")[0]
             try:
                 memory[f"memory/{kind}"] += self._process(pid).memory_info().rss
-                before, look = self._before.get(pid), self._look(pid)
-            except psutil.Error:  # it has ended: whoever watches it says so
+                before, sample = self._before.get(pid), self._sample(pid)
+            except psutil.Error:  # it has ended, which the launcher reports
                 self._processes.pop(pid, None)
                 continue
-            self._before[pid] = look
-            if before is None or look.at_s <= before.at_s:
+            self._before[pid] = sample
+            if before is None or sample.at_s <= before.at_s:
                 continue
-            took_s = look.used_s - before.used_s
-            cpu[f"cpu/{kind}"] += took_s / (look.at_s - before.at_s)
+            took_s = sample.used_s - before.used_s
+            cpu[f"cpu/{kind}"] += took_s / (sample.at_s - before.at_s)
             used_s[kind] += took_s
-            waited = [told_s - before.queued_s.get(thread, 0.0) for thread, told_s in look.queued_s.items()]
+            waited = [queued - before.queued_s.get(thread, 0.0) for thread, queued in sample.queued_s.items()]
             if waited:
                 queued_s[kind] = max(queued_s.get(kind, 0.0), *waited)
         whole_s = sum(used_s.values()) / num_cores()
         self.usage = Usage(seconds=since_s, processors_s=whole_s, used_s=used_s, queued_s=queued_s) if since_s else None
-        told = {} if self.usage is None else {"cpu_used_frac": self.usage.processors_s / since_s}
-        told |= {f"cpu_queued/{kind}": min(1.0, waited_s / since_s) for kind, waited_s in queued_s.items() if since_s}
+        shares = {} if self.usage is None else {"cpu_used_frac": self.usage.processors_s / since_s}
+        shares |= {f"cpu_queued/{kind}": min(1.0, waited_s / since_s) for kind, waited_s in queued_s.items() if since_s}
         free = shutil.disk_usage(self._run_dir).free
-        return {**memory, **cpu, **told, "disk_free_bytes": float(free)}
+        return {**memory, **cpu, **shares, "disk_free_bytes": float(free)}
 
     def _process(self, pid: int) -> psutil.Process:
+        """Return the process ``pid``; the object is kept, since it caches what it reads."""
         if pid not in self._processes:
             self._processes[pid] = psutil.Process(pid)
         return self._processes[pid]
 
-    def _look(self, pid: int) -> _Look:
+    def _sample(self, pid: int) -> _Sample:
+        """Read the counters of a process."""
         times = self._process(pid).cpu_times()
-        look = _Look(at_s=self._clock.now(), used_s=times.user + times.system)
-        for told in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError, ValueError):  # a thread that has just ended
-                look.queued_s[told.parent.name] = int(told.read_text().split()[1]) / 1e9
-        return look
+        sample = _Sample(at_s=self._clock.now(), used_s=times.user + times.system)
+        sample.queued_s = {thread: waited / 1e9 for thread, (_, waited) in thread_times_ns(pid).items()}
+        return sample

@@ -1,6 +1,6 @@
-"""The live view: a picture that is redrawn on a terminal, one plain line per step anywhere else.
+"""The terminal view: a picture that is redrawn in place on a terminal, or one plain line per step elsewhere.
 
-Text of a model, of data or of an error is shown with its control characters spelled out and is never read as markup.
+Control characters in the text of a model, of data or of an error are spelled out, and no text is read as markup.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from headrace.control.observer import Observer
 from headrace.run.observe.words import ages_in_words, bar, duration, number, percent, sparkline
 
 NARROW = 60
-"""Columns below which the frame and the explanations go."""
+"""The width in columns below which the frame and the explanations are left out."""
 
 
 class TerminalView(Observer, Protocol):
-    """An observer that also shows the present moment; a context manager, so that a terminal is left as it was found."""
+    """An observer that also shows the present state. It is a context manager, which restores the terminal at its
+    end."""
 
     def update(self, state: LiveState) -> None:
-        """The present moment."""
+        """Show the present state."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -40,7 +41,7 @@ class TerminalView(Observer, Protocol):
 
 
 def open_view(stream: TextIO, steps_total: int) -> TerminalView:
-    """The live picture if ``stream`` is a terminal that redraws and shows Unicode, plain lines otherwise."""
+    """Return the live picture where ``stream`` is a terminal that redraws and shows Unicode, else plain lines."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:
         return LiveView(console)
@@ -61,7 +62,7 @@ class PlainView:
         self._steps_total = steps_total
 
     def step(self, record: StepRecord) -> None:
-        """Print the step."""
+        """Print a line about the step."""
         parts = [f"step {record.step + 1}/{self._steps_total}", f"reward {number(record.reward_mean)}"]
         if record.eval_accuracy is not None:
             parts.append(f"eval {number(record.eval_accuracy)}")
@@ -80,10 +81,10 @@ class PlainView:
         self._print(f"{mark}{visible(event.text)}  at {duration(event.wall_s)}")
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Nothing."""
+        """Do nothing: this observer has no use for spans."""
 
     def update(self, state: LiveState) -> None:
-        """Nothing: lines are for what has happened."""
+        """Do nothing: lines are printed for steps and events alone."""
 
     def __enter__(self) -> Self:
         return self
@@ -98,19 +99,19 @@ class PlainView:
 
 
 class SilentView:
-    """Shows nothing."""
+    """A view that prints nothing."""
 
     def step(self, record: StepRecord) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def event(self, event: Event) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def update(self, state: LiveState) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -120,14 +121,14 @@ class SilentView:
 
 
 class LiveView:
-    """A picture that stays in place at the foot of the terminal; events scroll by above it."""
+    """A picture that stays at the foot of the terminal. Events are printed above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
 
     def step(self, record: StepRecord) -> None:
-        """Nothing: the picture has it."""
+        """Do nothing: :meth:`update` draws the steps."""
 
     def event(self, event: Event) -> None:
         """Print the event above the picture."""
@@ -136,10 +137,10 @@ class LiveView:
         self._console.print(text)
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Nothing."""
+        """Do nothing: this observer has no use for spans."""
 
     def update(self, state: LiveState) -> None:
-        """Redraw."""
+        """Draw the picture of the present state."""
         picture = draw(state, self._console.width)
         self._live.update(picture, refresh=True)
 
@@ -152,27 +153,27 @@ class LiveView:
 
 
 def draw(state: LiveState, width: int) -> RenderableType:
-    """The picture of ``state`` for a terminal of ``width`` columns."""
-    pen = _Pen(state, width)
+    """Return the picture of ``state`` for a terminal of ``width`` columns."""
+    shown = _Rows(state, width)
     idle = (None, None) if state.account is None else (state.account.engine_idle, state.account.learner_idle)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True, min_width=9)
     rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    rows.add_row("progress", pen.progress())
-    rows.add_row("reward", pen.reward())
+    rows.add_row("progress", shown.progress())
+    rows.add_row("reward", shown.reward())
     if state.throughput:
-        rows.add_row("trained", pen.throughput())
-    rows.add_row("engine", pen.side(state.generated_tok_s, idle[0], state.engine_version))
-    rows.add_row("learner", pen.side(state.trained_tok_s, idle[1], state.learner_version))
-    rows.add_row("groups", pen.queue())
-    rows.add_row("token age", pen.ages())
+        rows.add_row("trained", shown.throughput())
+    rows.add_row("engine", shown.component(state.generated_tok_s, idle[0], state.engine_version))
+    rows.add_row("learner", shown.component(state.trained_tok_s, idle[1], state.learner_version))
+    rows.add_row("groups", shown.queue())
+    rows.add_row("token age", shown.ages())
     parts: list[RenderableType] = [rows]
     if state.waits:
-        parts += [Text(), pen.waits()]
-    parts += [pen.verdict(), *pen.warnings()]
-    if state.sample and not pen.narrow:
-        parts.append(pen.sample())
-    if pen.narrow:
+        parts += [Text(), shown.waits()]
+    parts += [shown.verdict(), *shown.warnings()]
+    if state.sample and not shown.narrow:
+        parts.append(shown.sample())
+    if shown.narrow:
         return Group(*parts)
     title = Text.assemble((" headrace ", "bold"), (f"{visible(state.title, 60)} ", ""), (f"{state.phase} ", "cyan"))
     return Panel(
@@ -180,8 +181,8 @@ def draw(state: LiveState, width: int) -> RenderableType:
     )
 
 
-class _Pen:
-    """Draws the parts of one state."""
+class _Rows:
+    """Draws the rows of the picture for one state."""
 
     def __init__(self, state: LiveState, width: int) -> None:
         self.narrow = width < NARROW
@@ -190,6 +191,7 @@ class _Pen:
         self._bars = max(6, min(30, self._inner - 54))
 
     def progress(self) -> Text:
+        """Return the bar of steps with the times."""
         state = self._state
         frac = state.steps_done / state.steps_total if state.steps_total else 0.0
         text = Text.assemble((self._bar(frac), "cyan"), f" step {state.steps_done}/{state.steps_total}")
@@ -197,6 +199,7 @@ class _Pen:
         return text.append(f"  {duration(state.wall_s)}{left}", style="dim")
 
     def reward(self) -> Text:
+        """Return the curve of the mean rewards."""
         known = [reward for reward in self._state.rewards if reward is not None]
         if not known:
             return Text("none yet", style="dim")
@@ -208,7 +211,8 @@ class _Pen:
         return text
 
     def throughput(self) -> Text:
-        """Tokens trained per second, step by step, and how much of it the learner waited."""
+        """Return the tokens trained per second in each step, and the share of each step for which the learner
+        waited."""
         rates, waited = self._state.throughput, self._state.waited
         text = Text.assemble((sparkline(rates, self._bars), "green"), " ", (f"{number(rates[-1])} tok/s", "bold"))
         if waited and not self.narrow:
@@ -216,7 +220,8 @@ class _Pen:
             text.append(f" {percent(waited[-1])}")
         return text
 
-    def side(self, tok_s: float, idle: float | None, version: int) -> Text:
+    def component(self, tok_s: float, idle: float | None, version: int) -> Text:
+        """Return the bar of the working time of the engine or the learner, with its rate and version."""
         if idle is None:
             return Text("not started yet", style="dim")
         text = Text.assemble(
@@ -225,10 +230,12 @@ class _Pen:
         return text.append(f"  version {version}" if version >= 0 else "  no version yet", style="dim")
 
     def queue(self) -> Text:
+        """Return the number of groups in each state."""
         queue = self._state.queue
         return Text(f"{queue.submitted} submitted  {queue.running} running  {queue.ready} ready")
 
     def ages(self) -> Text:
+        """Return the bar of the ages of trained tokens."""
         ages = sorted(self._state.ages.items())
         total = sum(self._state.ages.values())
         if not total:
@@ -239,6 +246,7 @@ class _Pen:
         return text.append(f" {ages_in_words(dict(ages))}")
 
     def waits(self) -> Table:
+        """Return the table of the loops and what they wait for."""
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=not self.narrow, header_style="dim", pad_edge=False)
         table.add_column("loop", no_wrap=True, min_width=8)
         table.add_column("", no_wrap=True, min_width=7)
@@ -261,15 +269,18 @@ class _Pen:
         return row if self.narrow else [*row, Text(visible(wait.unblocked_by, 40))]
 
     def verdict(self) -> Text:
+        """Return the verdict."""
         if not self._state.verdict:
             return Text(end="")
         bound, _, words = self._state.verdict.partition(": ")
         return Text.assemble("\n" if self._state.waits else "", (f"{bound}: ", "bold"), words)
 
     def warnings(self) -> list[Text]:
+        """Return the last three warnings."""
         return [Text(f"⚠ {visible(warning, 500)}", style="yellow") for warning in self._state.warnings[-3:]]
 
     def sample(self) -> Text:
+        """Return the latest completion, cut to two lines."""
         text = Text("latest completion", style="dim", no_wrap=True, overflow="ellipsis", end="")
         if self._state.sample_reward is not None:
             text.append(f" (reward {number(self._state.sample_reward)})")

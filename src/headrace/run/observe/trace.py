@@ -1,4 +1,4 @@
-"""Where the time went, from spans: intervals, their union, and fractions of a lane.
+"""The time of a run, computed from its spans: intervals, their union, and the working share of a lane.
 
 A span whose name begins with ``wait`` is a wait; every other span is work. Spans of one lane may overlap (several
 scorers work at once), so time is the length of a union of intervals, never a sum of spans.
@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
-import numpy as np
-import numpy.typing as npt
-
 from headrace.base.types.observation import Account, Cause
 from headrace.base.types.trace import Span
 
@@ -20,12 +17,12 @@ Interval = tuple[float, float]
 
 
 def is_wait(span: Span) -> bool:
-    """Whether the lane stood still during the span."""
+    """Return whether the lane waited during the span."""
     return span.name.startswith("wait")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals, in order.
+    """Return the intervals merged into disjoint ones, in order.
 
     >>> union([(3, 4), (0, 2), (1, 2.5)])
     [(0, 2.5), (3, 4)]
@@ -42,7 +39,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """The time in both of two unions.
+    """Return the time that two unions have in common.
 
     >>> intersection([(0, 2), (3, 5)], [(1, 4)])
     [(1, 2), (3, 4)]
@@ -61,7 +58,7 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
 
 
 def complement(intervals: Sequence[Interval], within: Interval) -> list[Interval]:
-    """The time of ``within`` that a union leaves free.
+    """Return the time of ``within`` that a union does not cover.
 
     >>> complement([(1, 2)], (0, 3))
     [(0, 1), (2, 3)]
@@ -71,17 +68,17 @@ def complement(intervals: Sequence[Interval], within: Interval) -> list[Interval
 
 
 def seconds(intervals: Iterable[Interval]) -> float:
-    """The length of a union."""
+    """Return the length of a union, in seconds."""
     return sum(end - start for start, end in intervals)
 
 
 def busy(spans: Iterable[Span], lane: str) -> list[Interval]:
-    """When the lane worked."""
+    """Return the time in which the lane worked."""
     return union((span.start_s, span.end_s) for span in spans if span.lane == lane and not is_wait(span))
 
 
 def busy_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
-    """The fraction of ``within`` in which the lane worked; 0 for an empty interval.
+    """Return the fraction of ``within`` in which the lane worked; 0 for an empty interval.
 
     >>> spans = [Span(lane="engine", name="generate", start_s=0, end_s=3)]
     >>> busy_frac(spans, "engine", (0, 4)), idle_frac(spans, "engine", (2, 4))
@@ -92,16 +89,17 @@ def busy_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
 
 
 def idle_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
-    """The fraction of ``within`` in which the lane did not work."""
+    """Return the fraction of ``within`` in which the lane did not work."""
     return 1.0 - busy_frac(spans, lane, within)
 
 
 def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
-    """Who worked during ``within``, and what the others waited for: the part of an account that spans tell. ``known``:
-    lanes that there are, though they may have no span here.
+    """Return the part of an account that follows from spans: the work of each part in ``within``, and the causes of
+    waits.
 
-    A moment at which the learner stands idle belongs to the first part of :data:`LEARNER_WAITS` that works at it, and
-    likewise for every engine: the shares are disjoint, and leave nothing out.
+    A moment in which the learner is idle belongs to the first part in :data:`LEARNER_WAITS` that works at that moment,
+    and likewise for every engine. The shares are therefore disjoint, and they cover all idle time. ``known`` names
+    lanes that exist, although they may have no span in ``within``.
     """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
     for span in spans:
@@ -110,8 +108,8 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
         if span.end_s > within[0] and span.start_s < within[1]:
             lanes[span.lane].append(span)
 
-    def when(lane: str, told: Callable[[Span], bool]) -> list[Interval]:
-        return _cut(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if told(span)), within)
+    def when(lane: str, matches: Callable[[Span], bool]) -> list[Interval]:
+        return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
 
     works = {lane: when(lane, _works) for lane in lanes}
     engines = [lane for lane in lanes if is_engine(lane)]
@@ -138,24 +136,27 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
 
 
 WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC = "wait batch", "wait rewards", "wait sync"
-"""Spans of the learner: until the last episode of its batch had ended, from then until the batch was put together, and
-until there was a buffer for its weights."""
+"""The wait spans of the learner: until the last episode of its batch has ended, from then until the batch is put
+together, and until there is a buffer for its weights."""
 _OTHERS = (Cause.SCORING, Cause.TEACHERS, Cause.SYNC, Cause.LEDGER)
 LEARNER_WAITS: dict[str, tuple[Cause, ...]] = {
     WAIT_BATCH: (Cause.ENGINE, Cause.CONTROLLER, Cause.ENVIRONMENT, *_OTHERS),
     WAIT_REWARDS: (Cause.CONTROLLER, Cause.SCORING, Cause.TEACHERS, Cause.LEDGER),
     "": (Cause.CONTROLLER, Cause.LEDGER),
 }
-"""By what the controller says of a wait, who may be waited for, the first that works first. An engine that works when
-the last episode of the batch has ended works on another batch. What no span tells is between two steps."""
+"""The parts for which the learner may wait, by the name of its wait span; the first that works is the cause.
+
+An engine that works after the last episode of the batch has ended works on another batch, so it is not a cause then.
+The empty name stands for idle time without a span, which lies between two steps.
+"""
 ENGINE_WAITS = (Cause.CONTROLLER, Cause.ENVIRONMENT, Cause.LEARNER, *_OTHERS)
-"""The same of an engine without requests."""
+"""The parts for which an engine without requests may wait; the first that works is the cause."""
 
 
 def split(
     idle: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], order: Iterable[Cause]
 ) -> dict[str, list[Interval]]:
-    """``idle`` by who works then: every moment is given to the first of ``order`` that does, else to nobody.
+    """Return ``idle`` by its cause: each moment belongs to the first part in ``order`` that works, or else to nobody.
 
     >>> split([(0, 4)], {"controller": [(1, 3)], "scoring": [(0, 2)]}, (Cause.CONTROLLER, Cause.SCORING))
     {'controller': [(1, 3)], 'scoring': [(0, 1)], 'nobody': [(3, 4)]}
@@ -169,17 +170,17 @@ def split(
     return shares
 
 
-def _without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """The time of a union that another leaves free."""
-    if not intervals or not taken:
+def _without(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list[Interval]:
+    """Return the time of ``intervals`` that ``covered`` does not cover."""
+    if not intervals or not covered:
         return list(intervals)
-    return intersection(intervals, complement(taken, (intervals[0][0], intervals[-1][1])))
+    return intersection(intervals, complement(covered, (intervals[0][0], intervals[-1][1])))
 
 
 def _learner_waits(
     idle: list[Interval], waits: Mapping[str, Sequence[Interval]], parts: Mapping[str, Sequence[Interval]]
 ) -> dict[str, float]:
-    """What the learner waited for, in seconds: those causes that there were."""
+    """Return the seconds that the learner waited, by cause; causes without any are left out."""
     total: dict[str, float] = {}
     for_buffer = intersection(idle, waits[WAIT_SYNC])
     total[str(Cause.SYNC)] = seconds(for_buffer)
@@ -193,33 +194,20 @@ def _learner_waits(
 
 
 def _named(name: str) -> Callable[[Span], bool]:
+    """Return a test for spans with this name."""
     return lambda span: span.name == name
 
 
 def _works(span: Span) -> bool:
+    """Return whether the lane worked during the span."""
     return not is_wait(span)
 
 
-def _cut(intervals: Iterable[Interval], within: Interval) -> list[Interval]:
+def _union_within(intervals: Iterable[Interval], within: Interval) -> list[Interval]:
+    """Return the union of ``intervals`` inside ``within``."""
     return intersection(union(intervals), [within])
 
 
 def is_engine(lane: str) -> bool:
-    """Whether a lane is that of an engine, alone or in a fleet."""
+    """Return whether a lane is that of an engine, alone or in a fleet."""
     return lane == "engine" or lane.startswith("engine-")
-
-
-def coverage(intervals: Sequence[Interval], edges_B: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The fraction of each bin that a union covers; ``edges_B`` rises, the result is one shorter.
-
-    >>> coverage([(0.5, 2.0)], np.array([0.0, 1.0, 2.0, 3.0])).tolist()
-    [0.5, 1.0, 0.0]
-    """
-    if not intervals:
-        return np.zeros(len(edges_B) - 1)
-    times = np.array(intervals, np.float64).ravel()
-    lengths = times[1::2] - times[::2]
-    covered = np.repeat(np.cumsum(lengths), 2)
-    covered[::2] -= lengths
-    result: npt.NDArray[np.float64] = np.diff(np.interp(edges_B, times, covered)) / np.diff(edges_B)
-    return result

@@ -1,7 +1,7 @@
-"""Where the time goes, in words: which part holds the run up, what the others wait for, and which setting to turn.
+"""The verdict on a run: which part holds it up, what the other parts wait for, and which setting to change.
 
-One pure function over one record, for the live view, the summary, the report and the dashboard alike. Its percentages
-are shares of one interval, and those of one part add up to 100.
+It is one pure function of one record, for the live view, the summary, the report and the dashboard alike. Its
+percentages are shares of one interval, and those of one part add up to 100.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.base.types.observation import Account, Bound, Cause
-from headrace.run.observe.advice import advise
-from headrace.run.observe.settings import UNKNOWN, VerdictSettings
+from headrace.run.observe.advice import UNKNOWN, VerdictSettings, advise
 from headrace.run.observe.words import number, percent, percents
 
 
-class Gain(enum.StrEnum):
-    """What bounds the rate once the loss is gone."""
+class NextBound(enum.StrEnum):
+    """The part that holds a run up next, once the present bound is gone."""
 
     ENGINE = "the engine"
     LEARNER = "the learner"
@@ -28,39 +27,41 @@ class Gain(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """One finding and one piece of advice."""
+    """The verdict: the bound of a run, the finding that explains it, and advice."""
 
     bound: Bound
+    """The part, or the lack, that holds the run up."""
     frac: float
-    """The share of the learner's time that is lost to it; where the learner holds the run up: its work."""
+    """The share of the learner's time that the bound costs; for a bound by the learner, the share in which it works."""
     most_tok_s: float
-    """Trained tokens per second that there can be at most without it, where all parts work as fast as now: see
-    :func:`_most`; 0 where nothing is promised."""
+    """The largest rate of trained tokens per second without the bound, where all parts work as fast as now: see
+    :func:`_largest_rate`. It is 0 where no such rate is known."""
     finding: str
-    """What every part does with its time."""
+    """The time of each part, in words."""
     gain: str
-    """What there is to gain at most; empty where nothing is promised."""
+    """The largest possible gain, in words; empty where it is not known."""
     advice: str
-    """What to change, by the names of settings; empty when balanced."""
+    """The settings to change, in words; empty where the run is balanced."""
     besides: str = ""
-    """What else is worth knowing: sync, tokens that nobody trains. Empty where there is nothing."""
+    """Other losses, in words: waits for the sync, and tokens that are never trained. Empty where there are none."""
 
     def __str__(self) -> str:
         words = " ".join(filter(None, [self.finding, self.gain, self.advice, self.besides]))
         return f"{self.bound}: {words}"
 
 
-SMALL = 0.10
-"""A share of the time below which nobody is said to wait."""
-MOSTLY = 0.5
-"""A cause that explains at least this much of the waiting is its cause."""
-SATURATED = 0.8
-"""A part that works this much of the time holds the run up."""
-FAR = 10.0
-"""A rate that many times the present one is none that a run will see: it is not told."""
-WORTH_A_WORD = 0.01
+SMALL_SHARE = 0.10
+"""The share of the time below which a wait is not mentioned."""
+MAIN_SHARE = 0.5
+"""The share of the waiting above which a cause is named as the cause of the wait."""
+SATURATED_SHARE = 0.8
+"""The share of the time above which a part that works holds the run up."""
+MAX_PROMISED_GAIN = 10.0
+"""A possible rate of more than this many times the present one is not promised, since no run would reach it."""
+NOTED_SHARE = 0.01
+"""The share of time or tokens above which a loss is mentioned besides the bound."""
 
-_OF_CAUSE = {
+_BOUND_OF_CAUSE = {
     Cause.ENGINE: Bound.GENERATION,
     Cause.CONTROLLER: Bound.CONTROLLER,
     Cause.ENVIRONMENT: Bound.ENVIRONMENT,
@@ -69,7 +70,8 @@ _OF_CAUSE = {
     Cause.SYNC: Bound.SYNC,
     Cause.LEDGER: Bound.LEDGER,
 }
-_WAITS = {
+"""The bound of a run that waits for this part."""
+_WAIT_WORDS = {
     Cause.ENGINE: "for tokens from the engine",
     Cause.LEARNER: "while the learner works",
     Cause.CONTROLLER: "for the controller",
@@ -80,10 +82,11 @@ _WAITS = {
     Cause.LEDGER: "for the ledger's disk",
     Cause.NOBODY: "while no part works",
 }
+"""The words for a wait, by its cause."""
 
 
 def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
-    """The verdict on one interval of a run with ``settings``.
+    """Return the verdict on one interval of a run with ``settings``.
 
     >>> waits = {"engine": 36.0, "controller": 2.0}
     >>> found = judge(Account(seconds=100.0, engine_busy_s=98.0, engine_waits_s={"controller": 2.0},
@@ -94,25 +97,27 @@ def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
     """
     bound = bound_of(account, settings)
     frac = _share(bound, account)
-    most, next_one = _most(bound, frac, account)
+    most, next_one = _largest_rate(bound, frac, account)
     rate = account.per_second(account.trained_tokens)
-    told = rate > 0 and rate < most < FAR * rate
+    promised = rate > 0 and rate < most < MAX_PROMISED_GAIN * rate
     return RunVerdict(
         bound=bound,
         frac=frac,
-        most_tok_s=most if told else 0.0,
+        most_tok_s=most if promised else 0.0,
         finding=_finding(bound, account),
-        gain=_gain(bound, (rate, most), next_one) if told else "",
+        gain=_gain(bound, (rate, most), next_one) if promised else "",
         advice=advise(bound, account, settings),
-        besides=_besides(bound, account),
+        besides=_other_losses(bound, account),
     )
 
 
-def starved(a: Account) -> dict[str, float]:
-    """By part on whose work the learner's time depends: the share of all time in which it could have gone on, and
-    waited for a processor. The engine and the controller count as far as the learner waits for them.
+def processor_waits(a: Account) -> dict[str, float]:
+    """Return the share of all time that waiting for a processor costs the learner, by the part that waits.
 
-    >>> starved(Account(seconds=10.0, learner_busy_s=8.0, observed_s=5.0, queued_s={"learner": 1.0}))
+    A part counts as far as the learner depends on it: the engine and the controller only while the learner waits for
+    them.
+
+    >>> processor_waits(Account(seconds=10.0, learner_busy_s=8.0, observed_s=5.0, queued_s={"learner": 1.0}))
     {'learner': 0.2}
     """
     if a.observed_s <= 0:
@@ -131,57 +136,81 @@ def starved(a: Account) -> dict[str, float]:
 
 
 def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
-    """What holds a run up that spent its time like this."""
+    """Return the bound of a run with this account."""
     busy = {
         Bound.LEARNER: 1 - a.learner_idle,
         Bound.GENERATION: 1 - a.engine_idle,
         Bound.CONTROLLER: a.of_time(a.controller_busy_s),
     }
-    if _starves(a):
+    if _is_short_of_processors(a):
         return Bound.PROCESSORS
-    if min(busy[Bound.LEARNER], busy[Bound.GENERATION]) >= SATURATED:
+    if min(busy[Bound.LEARNER], busy[Bound.GENERATION]) >= SATURATED_SHARE:
         return Bound.BALANCED
+    if max(a.learner_waits(Cause.CONTROLLER), a.engine_waits(Cause.CONTROLLER)) < SMALL_SHARE:
+        del busy[Bound.CONTROLLER]  # it works while the others do: no part would be faster without it
     fullest = max(busy, key=lambda bound: busy[bound])
-    if busy[fullest] >= SATURATED:
-        return _of_episodes(a, fullest)
-    waits = {cause: a.learner_waits(cause) for cause in _OF_CAUSE}
+    if busy[fullest] >= SATURATED_SHARE:
+        return _precise_bound(a, fullest)
+    waits = {cause: a.learner_waits(cause) for cause in _BOUND_OF_CAUSE}
     cause = max(waits, key=lambda each: waits[each])
-    if waits[cause] < SMALL or waits[cause] < MOSTLY * a.learner_idle:
+    beside = cause is not Cause.ENGINE
+    if beside and busy[Bound.LEARNER] >= MAIN_SHARE and _summed_waits(a, Cause.LEARNER) > _summed_waits(a, cause):
+        return Bound.NOTHING  # the engine waits for the learner for longer than both wait for that part
+    mostly = waits[cause] >= MAIN_SHARE * a.learner_idle or _is_waited_for_most(a, cause)
+    if waits[cause] < SMALL_SHARE or not mostly:
         return Bound.NOTHING
-    named = _of_episodes(a, _OF_CAUSE[cause])
-    alternate = settings.by_turns or a.engine_waits(Cause.LEARNER) >= SMALL
+    named = _precise_bound(a, _BOUND_OF_CAUSE[cause])
+    alternate = settings.by_turns or a.engine_waits(Cause.LEARNER) >= SMALL_SHARE
     return Bound.TURNS if alternate and named in (Bound.GENERATION, Bound.PREFILL) else named
 
 
-def _starves(a: Account) -> bool:
-    """Whether waiting for a processor takes more of the learner's time than anything else, these waits aside."""
-    queued = starved(a)
+def _summed_waits(a: Account, cause: Cause) -> float:
+    """Return the sum of the shares of their time that learner and engine wait for a part."""
+    return a.learner_waits(cause) + a.engine_waits(cause)
+
+
+def _is_waited_for_most(a: Account, cause: Cause) -> bool:
+    """Return whether learner and engine together wait longer for ``cause`` than for any other part.
+
+    This holds only for a part other than the two, and only where the learner waits longer for it than it waits while no
+    part works.
+    """
+    beside = cause not in (Cause.ENGINE, Cause.LEARNER, Cause.NOBODY)
+    longest = max(Cause, key=lambda each: _summed_waits(a, each))
+    return beside and longest is cause and a.learner_waits(cause) > a.learner_waits(Cause.NOBODY)
+
+
+def _is_short_of_processors(a: Account) -> bool:
+    """Return whether waiting for a processor costs the learner more time than any other wait or its own work, each
+    without the waiting for a processor in it."""
+    queued = processor_waits(a)
     lost = sum(queued.values())
-    shares = {Cause.LEARNER: 1 - a.learner_idle, **{cause: a.learner_waits(cause) for cause in _OF_CAUSE}}
-    return lost >= 2 * SMALL and all(lost >= share - queued.get(part, 0.0) for part, share in shares.items())
+    shares = {Cause.LEARNER: 1 - a.learner_idle, **{cause: a.learner_waits(cause) for cause in _BOUND_OF_CAUSE}}
+    return lost >= 2 * SMALL_SHARE and all(lost >= share - queued.get(part, 0.0) for part, share in shares.items())
 
 
-def _of_episodes(a: Account, bound: Bound) -> Bound:
-    """``bound`` or, where the learner waits for episodes of which more could run, or for the last of them, that."""
-    if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.of_time(a.held_back_s) >= MOSTLY:
+def _precise_bound(a: Account, bound: Bound) -> Bound:
+    """Return the precise bound where the learner waits for episodes: too few in flight, the last ones of a batch, or
+    the reading of prompts; else ``bound``."""
+    if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.of_time(a.held_back_s) >= MAIN_SHARE:
         return Bound.CAPACITY
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT):
         waits = a.learner_waits(Cause.ENGINE) + a.learner_waits(Cause.ENVIRONMENT)
         tail = a.of_time(a.straggler_s)
-        if tail >= SMALL and tail >= MOSTLY * waits:
+        if tail >= SMALL_SHARE and tail >= MAIN_SHARE * waits:
             return Bound.STRAGGLERS
-    if bound is Bound.GENERATION and a.prefill_s >= MOSTLY * a.engine_busy_s > 0:
+    if bound is Bound.GENERATION and a.prefill_s >= MAIN_SHARE * a.engine_busy_s > 0:
         return Bound.PREFILL
     return bound
 
 
 def _share(bound: Bound, a: Account) -> float:
-    """What of the learner's time it takes."""
+    """Return the share of the learner's time that the bound costs."""
     match bound:
         case Bound.LEARNER:
             return 1 - a.learner_idle
         case Bound.PROCESSORS:
-            return sum(starved(a).values())
+            return sum(processor_waits(a).values())
         case Bound.STRAGGLERS:
             return min(a.of_time(a.straggler_s), a.learner_idle)
         case Bound.BALANCED | Bound.NOTHING:
@@ -190,103 +219,132 @@ def _share(bound: Bound, a: Account) -> float:
             return a.learner_idle
         case Bound.TURNS | Bound.GENERATION | Bound.PREFILL:
             return a.learner_waits(Cause.ENGINE)
-    return a.learner_waits(next(cause for cause, named in _OF_CAUSE.items() if named is bound))
+    return a.learner_waits(next(cause for cause, named in _BOUND_OF_CAUSE.items() if named is bound))
 
 
-_OWN = {
-    Bound.LEARNER: Gain.LEARNER,
-    Bound.CONTROLLER: Gain.CONTROLLER,
-    Bound.GENERATION: Gain.ENGINE,
-    Bound.PREFILL: Gain.ENGINE,
+_OWN_SPEED = {
+    Bound.LEARNER: NextBound.LEARNER,
+    Bound.CONTROLLER: NextBound.CONTROLLER,
+    Bound.GENERATION: NextBound.ENGINE,
+    Bound.PREFILL: NextBound.ENGINE,
 }
+"""The part whose own speed is the bound."""
 
 
-def _most(bound: Bound, frac: float, a: Account) -> tuple[float, Gain]:
-    """The rate at which tokens could be trained at most if nobody waited for what holds the run up, and the part that
-    would hold it up then: rate / the share of the time that the busiest other part works, as fast as now. Waiting for
-    processors makes every share longer: there it is rate / (1 − the share that goes by waiting for them).
+def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBound]:
+    """Return the largest possible rate of trained tokens without the bound, in tokens per second, and the part that
+    would then hold the run up.
+
+    The rate is the present one divided by the share of the time in which the busiest other part works, as fast as now.
+    Waiting for processors makes every share longer: for that bound the rate is divided by 1 minus the share of the time
+    that is spent waiting for them.
     """
     rate = a.per_second(a.trained_tokens)
     if bound in (Bound.BALANCED, Bound.NOTHING):
-        return 0.0, Gain.REST
+        return 0.0, NextBound.REST
     if bound is Bound.PROCESSORS:
-        return (rate / (1 - frac) if frac < 1 else 0.0), Gain.REST
-    busy = {Gain.LEARNER: 1 - a.learner_idle, Gain.CONTROLLER: a.of_time(a.controller_busy_s)}
-    if bound in (Bound.LEARNER, Bound.CONTROLLER, Bound.TURNS):  # else it may sample more at once in the same time
-        busy[Gain.ENGINE] = 1 - a.engine_idle
-    if a.observed_s > 0 and bound not in _OWN:
-        busy[Gain.PROCESSORS] = a.processors_s / a.observed_s
-    busy.pop(_OWN.get(bound, Gain.REST), None)
+        return (rate / (1 - frac) if frac < 1 else 0.0), NextBound.REST
+    busy = {NextBound.LEARNER: 1 - a.learner_idle, NextBound.CONTROLLER: a.of_time(a.controller_busy_s)}
+    # for other bounds the engine could sample more sequences at once in the same time
+    if bound in (Bound.LEARNER, Bound.CONTROLLER, Bound.TURNS):
+        busy[NextBound.ENGINE] = 1 - a.engine_idle
+    if a.observed_s > 0 and bound not in _OWN_SPEED:
+        busy[NextBound.PROCESSORS] = a.processors_s / a.observed_s
+    busy.pop(_OWN_SPEED.get(bound, NextBound.REST), None)
     next_one = max(busy, key=lambda part: busy[part])
     return (rate / busy[next_one] if busy[next_one] > 0 else 0.0), next_one
 
 
-def _gain(bound: Bound, rates: tuple[float, float], next_one: Gain) -> str:
+def _gain(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
+    """Return the possible gain in words; ``rates`` are the present and the largest possible rate."""
     rate, most = (f"{number(each)}" for each in rates)
     if bound is Bound.PROCESSORS:
         return f"Without waiting for processors the run would train at most {most} tokens/s instead of {rate}."
-    if bound in _OWN:
-        faster = f"If {_OWN[bound]} were faster, {next_one} would hold the run up next"
+    if bound in _OWN_SPEED:
+        faster = f"If {_OWN_SPEED[bound]} were faster, {next_one} would hold the run up next"
     else:
         faster = f"If nothing had to wait, {next_one} would hold the run up"
     return f"{faster}: at most {most} tokens/s instead of {rate}."
 
 
 def _finding(bound: Bound, a: Account) -> str:
-    """How each part spends its time. The words are the same for every bound, so that one run can be read against
-    another; what the bound needs besides follows."""
-    said = [f"The learner {_spends(a.learner_busy_s, a.learner_waits_s, a.seconds)}."]
+    """Return how each part spends its time, in words, and then what the bound adds.
+
+    The words are the same for every bound, so that two runs can be compared.
+    """
+    sentences = [f"The learner {_spends(a.learner_busy_s, a.learner_waits_s, a.seconds)}."]
     engine = _spends(a.engine_busy_s, a.engine_waits_s, a.seconds)
     brief = f"works {percent(1 - a.engine_idle)}"
-    idle_matters = bound in (Bound.TURNS, Bound.LEARNER, Bound.NOTHING, Bound.CONTROLLER)
-    said.append(f"The engine {engine if idle_matters else brief}.")
+    cause = next((each for each, named in _BOUND_OF_CAUSE.items() if named is bound and each is not Cause.ENGINE), None)
+    together = cause is not None and SMALL_SHARE <= a.learner_waits(cause) < MAIN_SHARE * a.learner_idle
+    idle_matters = together or bound in (Bound.TURNS, Bound.LEARNER, Bound.NOTHING, Bound.CONTROLLER)
+    sentences.append(f"The engine {engine if idle_matters else brief}.")
     if a.controller_busy_s:
-        said.append(f"The controller works {percent(a.of_time(a.controller_busy_s))}.")
+        sentences.append(f"The controller works {percent(a.of_time(a.controller_busy_s))}.")
+    if cause is not None and together and _is_waited_for_most(a, cause):
+        learner = _waits(a.learner_busy_s, a.learner_waits_s, a.seconds).get(cause, 0)
+        waits = _waits(a.engine_busy_s, a.engine_waits_s, a.seconds).get(cause, 0)
+        sentences.append(
+            f"Both together wait longest {_WAIT_WORDS[cause]}: {learner}% of the learner's time, {waits}% of the "
+            "engine's."
+        )
     match bound:
         case Bound.PREFILL:
-            said.append(f"{percent(a.prefill_s / a.engine_busy_s)} of the engine's work is reading prompts.")
+            sentences.append(f"{percent(a.prefill_s / a.engine_busy_s)} of the engine's work is reading prompts.")
         case Bound.STRAGGLERS:
             tail = percent(a.of_time(a.straggler_s))
-            said.append(f"{tail} of the time the learner waits for the last tenth of a batch's episodes.")
+            sentences.append(f"{tail} of the time the learner waits for the last tenth of a batch's episodes.")
         case Bound.CAPACITY:
             held = percent(a.of_time(a.held_back_s))
-            said.append(f"{held} of the time flow.capacity keeps more groups from running, and no request waits.")
-    queued = starved(a)
-    if bound is Bound.PROCESSORS or sum(queued.values()) >= SMALL:
+            sentences.append(f"{held} of the time flow.capacity keeps more groups from running, and no request waits.")
+    queued = processor_waits(a)
+    if bound is Bound.PROCESSORS or sum(queued.values()) >= SMALL_SHARE:
         each = ", ".join(f"{part} {percent(share)}" for part, share in queued.items())
         used = percent(min(1.0, a.processors_s / a.observed_s))
-        said.append(
+        sentences.append(
             f"Within these times, {percent(sum(queued.values()))} of all time goes by waiting for a processor "
             f"({each}); the run uses {used} of the processors it may use."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _spends(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> str:
-    """Work and waits in whole percent that add up to 100.
+    """Return the work and the waits of a part in whole percent, which add up to 100.
 
     >>> _spends(5.04, {"scoring": 2.48, "nobody": 2.48}, 10.0)
     'works 50% of the time and waits 50%: 25% for rewards, 25% while no part works'
     """
-    busy = 100 - percents([max(0.0, 1 - busy_s / seconds)], None)[0] if seconds > 0 else 0
-    if busy == 100:
+    waits = _waits(busy_s, waits_s, seconds)
+    idle = sum(waits.values()) if waits_s else _idle(busy_s, seconds)
+    if not idle:
         return "works 100% of the time"
+    phrases = [f"{share}% {_WAIT_WORDS[Cause(cause)]}" for cause, share in waits.items() if share]
+    return f"works {100 - idle}% of the time and waits {idle}%" + (f": {', '.join(phrases)}" if phrases else "")
+
+
+def _waits(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> dict[str, int]:
+    """Return the waits by cause in whole percent, the longest first. They add up to 100 less the work."""
     causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
-    shares = percents([waits_s[cause] / seconds for cause in causes], 100 - busy)
-    told = [f"{share}% {_WAITS[Cause(cause)]}" for cause, share in zip(causes, shares, strict=True) if share]
-    return f"works {busy}% of the time and waits {100 - busy}%" + (f": {', '.join(told)}" if told else "")
+    shares = percents([waits_s[cause] / seconds if seconds > 0 else 0.0 for cause in causes], _idle(busy_s, seconds))
+    return dict(zip(causes, shares, strict=True))
 
 
-def _besides(bound: Bound, a: Account) -> str:
-    said: list[str] = []
-    if bound is not Bound.SYNC and (exposed := a.of_time(a.exposed_sync_s)) >= WORTH_A_WORD:
-        said.append(f"the learner stands still for the sync {percent(exposed)} of the time")
-    if bound is not Bound.STRAGGLERS and (tail := a.of_time(a.straggler_s)) >= SMALL:
-        said.append(f"{percent(tail)} of the time it waits for the last tenth of a batch's episodes")
+def _idle(busy_s: float, seconds: float) -> int:
+    """Return the idle share of a part in whole percent."""
+    return percents([max(0.0, 1 - busy_s / seconds)], None)[0] if seconds > 0 else 100
+
+
+def _other_losses(bound: Bound, a: Account) -> str:
+    """Return the losses beside the bound, in words."""
+    sentences: list[str] = []
+    if bound is not Bound.SYNC and (exposed := a.of_time(a.exposed_sync_s)) >= NOTED_SHARE:
+        sentences.append(f"the learner stands still for the sync {percent(exposed)} of the time")
+    if bound is not Bound.STRAGGLERS and (tail := a.of_time(a.straggler_s)) >= SMALL_SHARE:
+        sentences.append(f"{percent(tail)} of the time it waits for the last tenth of a batch's episodes")
     wasted = sum(a.wasted_tokens.values())
-    if wasted and wasted >= WORTH_A_WORD * a.generated_tokens:
+    if wasted and wasted >= NOTED_SHARE * a.generated_tokens:
         most = sorted(a.wasted_tokens.items(), key=lambda item: -item[1])[:3]
         reasons = ", ".join(f"{reason} {number(count)}" for reason, count in most)
         share = wasted / max(a.generated_tokens, wasted)
-        said.append(f"{percent(share)} of the sampled tokens are never trained ({reasons})")
-    return f"Besides: {'; '.join(said)}." if said else ""
+        sentences.append(f"{percent(share)} of the sampled tokens are never trained ({reasons})")
+    return f"Besides: {'; '.join(sentences)}." if sentences else ""

@@ -1,4 +1,4 @@
-"""Numbers and foreign text as people read them."""
+"""Numbers, durations and shares as text for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` with ``digits`` significant digits; a dash for ``None``.
+    """Return ``value`` with ``digits`` significant digits; a dash for ``None``.
 
     >>> number(0.71349), number(12345.6), number(None)
     ('0.713', '12,346', '–')
@@ -22,7 +22,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def plural(amount: float | None, one: str, many: str = "") -> str:
-    """An amount with its unit in the right number; a dash for ``None``.
+    """Return an amount with its unit in the singular or the plural; a dash for ``None``.
 
     >>> plural(1, "version"), plural(0, "version"), plural(2, "entry", "entries"), plural(12345, "token")
     ('1 version', '0 versions', '2 entries', '12,345 tokens')
@@ -34,7 +34,7 @@ def plural(amount: float | None, one: str, many: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent, halves rounded up, as the dashboard rounds.
+    """Return a share in whole percent. Halves are rounded up, as the dashboard does.
 
     >>> percent(0.125), percent(0.124)
     ('13%', '12%')
@@ -43,7 +43,8 @@ def percent(share: float) -> str:
 
 
 def percents(shares: Sequence[float], total: int | None) -> list[int]:
-    """Shares in whole percent. With a ``total`` they add up to it: those with the greatest fractions are rounded up.
+    """Return shares in whole percent. With ``total`` they add up to it: those with the largest fractions are rounded
+    up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
     ([13, 12, 25], [13])
@@ -59,7 +60,7 @@ def percents(shares: Sequence[float], total: int | None) -> list[int]:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people say them.
+    """Return a time in the unit that people would use; a dash for ``None``.
 
     >>> duration(0), duration(0.00012), duration(0.0312), duration(0.42), duration(72), duration(7384), duration(None)
     ('0 s', '120 µs', '31.2 ms', '0.42 s', '1 min 12 s', '2 h 03 min', '–')
@@ -81,7 +82,8 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """``values`` as a row of at most ``width`` bars, each the mean of its share; a blank where nothing was measured.
+    """Return ``values`` as at most ``width`` bars, each the mean of several values; a blank for values that are all
+    ``None``.
 
     >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2)
     ('▁▃▆█', '▁█')
@@ -98,7 +100,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def bar(frac: float, width: int) -> str:
-    """A bar that is full at 1.
+    """Return a bar of ``width`` characters that is full at 1.
 
     >>> bar(0.5, 4)
     '██░░'
@@ -108,7 +110,7 @@ def bar(frac: float, width: int) -> str:
 
 
 def ages_in_words(ages: Mapping[int, int]) -> str:
-    """A histogram of ages as shares.
+    """Return a histogram of ages as shares.
 
     >>> ages_in_words({0: 30, 1: 10})
     '0: 75%, 1: 25%'
@@ -118,5 +120,6 @@ def ages_in_words(ages: Mapping[int, int]) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the known values; ``None`` without any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

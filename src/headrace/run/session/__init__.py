@@ -1,4 +1,4 @@
-"""The front door: run files, run directories, and the verbs train and evaluate."""
+"""Run files, run directories, and the two functions :func:`train` and :func:`evaluate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from headrace.run.session.evaluating import Evaluation, Measures, evaluate
     from headrace.run.session.training import train
 
-_HOMES = {
+_MODULES = {
     "Evaluation": "evaluating",
     "Measures": "evaluating",
     "RunConfig": "config",
@@ -17,14 +17,15 @@ _HOMES = {
     "load_config": "config",
     "train": "training",
 }
-"""Names and the modules they come from, imported when first used: a verb that reads a run directory trains nothing."""
+"""The module of each public name. A module is imported when one of its names is first used, so that a verb that only
+reads a run directory does not import torch."""
 
 __all__ = ["Evaluation", "Measures", "RunConfig", "evaluate", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'headrace.run.session' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"headrace.run.session.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"headrace.run.session.{_MODULES[name]}"), name)

@@ -1,18 +1,20 @@
-"""``headrace check env``: whether an environment, a rollout, a program, a bridge or a reward can be trusted with a run,
-in words.
+"""``headrace check env``: check whether an environment, a rollout, a program, a bridge or a reward is fit for a run.
 
-It is run in an environment worker as a run would run it, against models that say what scripts say. No weights are
-needed: what is looked at is what the user's code does.
+The user's code runs in an environment worker, as it would in a run, and a scripted model answers it. No weights are
+needed, because the checks are about the user's code alone.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,33 +22,41 @@ import msgspec
 import numpy as np
 
 from headrace.base.clock import RealClock
-from headrace.base.errors import ConfigError, EpisodeError
+from headrace.base.config.user_code import find_in_file
+from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.base.types.chat import Message
 from headrace.base.types.task import Task
-from headrace.launch.clients import EnvPool, EnvTerms
+from headrace.launch.clients import EnvPool, EnvPoolConfig
 from headrace.launch.hosts import trial
 from headrace.launch.starts import EnvironmentStart
 from headrace.launch.trial import trial_pool
 from headrace.rollout.environments.blocking import blocking_calls
-from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, says_what_is_right
+from headrace.rollout.environments.bridges import BRIDGES, find_bridge
+from headrace.rollout.environments.program import with_absolute_files
+from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, has_right_answer
+from headrace.rollout.scoring.fit import imported_signatures
 from headrace.run.observe.words import plural
-from headrace.run.session.references import kind_of
 from headrace.run.session.running import first_cause, in_own_loop
 
 MAX_ANSWERS = 64
-"""An episode that asks for more is one that does not end by itself."""
+"""An episode that asks the model for more answers than this is taken for one that does not end by itself."""
 MAX_LAG_S = 0.5
-"""Code that keeps the loop of a worker from turning for longer than this, twice in the same episode, blocks it."""
+"""Code that blocks the event loop of its worker for longer than this, in both runs of a repeated episode, fails the
+check. In seconds."""
 BLOCK_S = 2.0
-"""The same where the check gives up on it."""
+"""The worker gives an episode up when its code has blocked the event loop for this long. In seconds."""
 NUM_TASKS = 3
-"""Tasks of a library that makes its own on which it is tried."""
-_HOPELESS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
-"""Reasons after which nothing more is tried."""
+"""The number of tasks to try of a library that generates its tasks, where no rows are given."""
+START_S = 60.0
+"""The longest time that the worker may take to start. In seconds."""
+PROGRESS_EVERY_S = 1.0
+"""The interval between two progress lines, in seconds. Episodes that end sooner may have no line."""
+_FATAL_REASONS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
+"""The reasons of failure after which no further episode is tried."""
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -55,44 +65,45 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvFinding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     clause: str
+    """The property that was checked, in words."""
     level: Level
     detail: str
-    """What was seen, and what would mend it."""
+    """The observation in words; for a problem, also how to mend it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvTimings:
-    """In seconds."""
+    """The durations that were measured while the episodes ran, in seconds."""
 
     load_s: float
-    """To import the file."""
+    """The time to import the file."""
     episode_s: float
-    """One episode, at the median; the scripted model answers at once."""
+    """The median time of an episode; the scripted model answers at once."""
     slowest_episode_s: float
     turn_s: float
-    """Between an answer and the next question, at the median."""
+    """The median time between an answer of the model and the next request to it."""
     slowest_turn_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvReport:
-    """What :func:`check_env` found."""
+    """The result of :func:`check_env`."""
 
     reference: str
     kind: str
     """``env``, ``rollout``, ``program``, ``bridge`` or ``reward``."""
     episodes: int
-    """That were tried."""
+    """The number of episodes that were tried."""
     findings: tuple[EnvFinding, ...]
     timings: EnvTimings | None
-    """``None`` where no episode ended."""
+    """``None`` where no episode ended without an error."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """True where no check failed; warnings do not count."""
         return all(finding.level is not Level.FAIL for finding in self.findings)
 
     def __str__(self) -> str:
@@ -111,18 +122,23 @@ class EnvReport:
 
 @dataclass(slots=True, kw_only=True)
 class _CheckedEpisode:
-    """One episode."""
+    """One episode of the check: its plan, and its outcome once it has run."""
 
     script: str
+    """The name of the script that the model follows."""
     row: int
     again: bool
-    """Whether it repeats the one before it."""
-    talk: ScriptedEpisode
+    """True where it repeats the episode before it, with the same row, script and seed."""
+    model: ScriptedEpisode
+    """The scripted model; it also records the requests of the user's code."""
     reward: float | None = None
     reason: str = ""
+    """The reason of the failure; empty where the episode ended with a reward."""
     problem: str = ""
+    """The failure in words; empty where the episode ended with a reward."""
     seconds: float = 0.0
     report: trial.TrialReport = field(default_factory=trial.TrialReport)
+    """The measurements that the worker sent at the end of the episode."""
 
     @property
     def name(self) -> str:
@@ -135,12 +151,18 @@ def check_env(
     rows: Sequence[Mapping[str, Any]] = (),
     timeout_s: float = 20.0,
     options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> EnvReport:
-    """Try ``file.py:Name`` (an ``Env``, a rollout, a reward function), the command of a program, or ``LIBRARY/WHAT`` of
-    a bridge with its ``options`` on some rows; of a bridge, unless there are any, on the tasks of the first numbers.
+    """Run the user's code on some rows against scripted models, and report every property that a run needs.
 
-    Every row meets every script; the first two scripts twice with the same seed. An episode may take ``timeout_s``.
-    Raises :class:`~headrace.base.errors.ConfigError` for a reference that names nothing, and what workers say that
+    ``reference`` is ``file.py:Name`` (an ``Env``, a rollout or a reward function), the command of a program, or
+    ``LIBRARY/WHAT`` of a bridge, to which ``options`` are given. A bridge without ``rows`` is tried on the first
+    :data:`NUM_TASKS` tasks that it generates.
+
+    Every row is tried with every script, and some episodes are repeated with the same seed. An episode may take
+    ``timeout_s`` seconds. ``tell`` is called with a line about the progress of the check.
+
+    Raises :class:`~headrace.base.errors.ConfigError` where ``reference`` names nothing, and the errors of a worker that
     cannot start.
     """
     kind, entry, tree = kind_of(reference)
@@ -151,8 +173,8 @@ def check_env(
     blocking = [] if tree is None else blocking_calls(tree, entry.rpartition(":")[2])
     numbered = [{"number": number} for number in range(NUM_TASKS)]
     tried = list(rows) or (numbered if kind == "bridge" else [{}])
-    order = {"kind": kind, "entry": entry, "options": dict(options or {})}
-    attempts = in_own_loop(lambda _: _tried(order, tried, timeout_s))
+    target = {"kind": kind, "entry": entry, "options": dict(options or {})}
+    attempts = in_own_loop(lambda _: _run_episodes(target, tried, timeout_s, tell))
     return EnvReport(
         reference=reference,
         kind=kind,
@@ -162,38 +184,64 @@ def check_env(
     )
 
 
-async def _tried(
-    named: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float
+async def _run_episodes(
+    target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float, tell: Callable[[str], None]
 ) -> list[_CheckedEpisode]:
-    """``named``: what is tried."""
+    """Run the planned episodes of ``target`` on ``rows`` in one worker, and return those that were tried."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
-    terms = EnvTerms(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=60.0, scored=False)
-    attempts = _plan(rows)
-    orders = [{**named, "row": dict(rows[attempt.row])} for attempt in attempts]
+    pool_config = EnvPoolConfig(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=START_S, scored=False)
+    attempts = _planned_episodes(rows)
+    trials = [{**target, "row": dict(rows[attempt.row])} for attempt in attempts]
+    tell(f"starting a worker for it, in at most {START_S:g} s")
     try:
-        async with trial_pool(start, terms, lambda _: None) as pool:
-            return await _one_by_one(pool, attempts, orders, timeout_s)
+        async with trial_pool(start, pool_config, lambda _: None) as pool:
+            tell(f"trying {plural(len(attempts), 'episode')} one after the other, each for at most {timeout_s:g} s")
+            return await _run_one_by_one(pool, attempts, trials, timeout_s, tell)
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
 
 
-async def _one_by_one(
-    pool: EnvPool, attempts: list[_CheckedEpisode], orders: Sequence[Mapping[str, Any]], timeout_s: float
+async def _run_one_by_one(
+    pool: EnvPool,
+    attempts: list[_CheckedEpisode],
+    trials: Sequence[Mapping[str, Any]],
+    timeout_s: float,
+    tell: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
-    """Those that were made."""
-    for number, (attempt, order) in enumerate(zip(attempts, orders, strict=True), start=1):
-        await _attempt(pool, attempt, order, timeout_s)
-        if attempt.reason in _HOPELESS:
-            return attempts[:number]
-    return attempts
+    """Run the episodes one after the other; return all of them, or those up to the first fatal failure."""
+    position = [0]  # the number of the running episode, which the progress lines read
+    async with asyncio.TaskGroup() as group:
+        progress = group.create_task(_report_progress(attempts, position, tell))
+        for number, (attempt, trial_row) in enumerate(zip(attempts, trials, strict=True), start=1):
+            position[0] = number
+            await _run_episode(pool, attempt, trial_row, timeout_s)
+            if attempt.reason in _FATAL_REASONS:
+                break
+        progress.cancel()
+    return attempts[: position[0]]
 
 
-def _plan(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
+async def _report_progress(
+    attempts: Sequence[_CheckedEpisode], position: Sequence[int], tell: Callable[[str], None]
+) -> None:
+    """Report the number and the name of the episode that is running, every :data:`PROGRESS_EVERY_S`, until
+    cancelled."""
+    reported = 0
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        if position[0] != reported:
+            reported = position[0]
+            tell(f"episode {reported} of {len(attempts)}: {attempts[reported - 1].name}")
+
+
+def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
+    """Return the episodes to try: every script on every row, and some of them twice with the same seed."""
+
     def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _CheckedEpisode:
-        talk = ScriptedEpisode(
+        model = ScriptedEpisode(
             row=rows[row], script=script, seed=1000 + number, max_answers=MAX_ANSWERS, clock=RealClock()
         )
-        return _CheckedEpisode(script=name, row=row, again=again, talk=talk)
+        return _CheckedEpisode(script=name, row=row, again=again, model=model)
 
     planned: list[_CheckedEpisode] = []
     for row in range(len(rows)):
@@ -204,24 +252,25 @@ def _plan(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
     return planned
 
 
-async def _attempt(pool: EnvPool, attempt: _CheckedEpisode, order: Mapping[str, Any], timeout_s: float) -> None:
-    task = Task(row_index=attempt.row, row=dict(order), prompt="", prompt_ids_T=np.zeros(0, np.int32))
+async def _run_episode(pool: EnvPool, attempt: _CheckedEpisode, trial_row: Mapping[str, Any], timeout_s: float) -> None:
+    """Run one episode in the worker, and write its outcome into ``attempt``."""
+    task = Task(row_index=attempt.row, row=dict(trial_row), prompt="", prompt_ids_T=np.zeros(0, np.int32))
     clock = RealClock()
     began_s = clock.now()
     try:
         async with asyncio.timeout(timeout_s):
-            outcome = await pool.run(task, attempt.talk)
+            outcome = await pool.run(task, attempt.model)
         attempt.reward = outcome.reward
     except EpisodeError as error:
         attempt.reason, attempt.problem = error.reason, error.problem
     except TimeoutError:
         attempt.reason, attempt.problem = "env_timeout", f"it was not over after {timeout_s:g} s"
     attempt.seconds = clock.now() - began_s
-    if attempt.talk.reports:
-        attempt.report = msgspec.json.decode(attempt.talk.reports[-1], type=trial.TrialReport)
+    if attempt.model.reports:
+        attempt.report = msgspec.json.decode(attempt.model.reports[-1], type=trial.TrialReport)
 
 
-# -- what was seen ----------------------------------------------------------------------------------------------------
+# -- the findings ----------------------------------------------------------------------------------------------------
 
 
 def _findings(
@@ -230,8 +279,8 @@ def _findings(
     first = attempts[0]
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
-    looks: list[Callable[[], EnvFinding | None]] = [
-        lambda: _found("it can be loaded", [], f"in {first.report.load_s:.2f} s"),
+    checks: list[Callable[[], EnvFinding | None]] = [
+        lambda: _finding("it can be loaded", [], f"in {first.report.load_s:.2f} s"),
         lambda: _episodes_end(attempts),
         lambda: _ends_by_itself(attempts),
         lambda: _rewards_are_numbers(kind, attempts),
@@ -241,53 +290,58 @@ def _findings(
         lambda: _can_be_copied(attempts) if kind == "env" else None,
         lambda: _tools_are_described(attempts),
     ]
-    return [finding for look in looks if (finding := look()) is not None]
+    return [finding for check in checks if (finding := check()) is not None]
 
 
-def _found(clause: str, wrong: Sequence[str], right: str, level: Level = Level.FAIL) -> EnvFinding:
-    if not wrong:
-        return EnvFinding(clause=clause, level=Level.OK, detail=right)
-    more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
-    return EnvFinding(clause=clause, level=level, detail="; ".join(wrong[:4]) + more)
+def _finding(clause: str, problems: Sequence[str], passed: str, level: Level = Level.FAIL) -> EnvFinding:
+    """Return the finding of one check: OK with the text ``passed`` where ``problems`` is empty, else ``level`` with
+    the first four problems."""
+    if not problems:
+        return EnvFinding(clause=clause, level=Level.OK, detail=passed)
+    more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+    return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:4]) + more)
 
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    told = ("max_turns", "reward_none", "reward_nan")
-    failed = Counter(f"{a.reason}: {a.problem}" for a in attempts if a.reason and a.reason not in told)
+    checked_elsewhere = ("max_turns", "reward_none", "reward_nan")
+    failed = Counter(f"{a.reason}: {a.problem}" for a in attempts if a.reason and a.reason not in checked_elsewhere)
     where = {f"{a.reason}: {a.problem}": a.name for a in reversed(attempts) if a.reason}
-    if mute := [a for a in attempts if not a.talk.heard and a.reason in ("", *told)]:  # as a run would count them
+    # a run counts an episode without any sampled token as failed
+    if mute := [a for a in attempts if not a.model.requests and a.reason in ("", *checked_elsewhere)]:
         cause = "nothing_sampled: it ended without asking the model"
         failed[cause], where[cause] = len(mute), mute[0].name
-    wrong = [f"{cause} ({times} of {len(attempts)} episodes; first {where[cause]})" for cause, times in failed.items()]
-    return _found("its episodes end without an error", wrong, f"{len(attempts)} did")
+    problems = [
+        f"{cause} ({times} of {len(attempts)} episodes; first {where[cause]})" for cause, times in failed.items()
+    ]
+    return _finding("its episodes end without an error", problems, f"{len(attempts)} did")
 
 
 def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    if attempts[-1].reason in _HOPELESS:
-        return None  # it was not seen to end
-    spent = [attempt for attempt in attempts if attempt.talk.was_spent]
-    wrong = [f"{spent[0].name}: it asked for more than {MAX_ANSWERS} answers; say done=True, or return, at some point "
-             "whatever the model says (env.max_turns cuts it off, else)"] if spent else []  # fmt: skip
-    most = max(len(attempt.talk.heard) for attempt in attempts)
-    return _found("it ends whatever the model says", wrong, f"after at most {most} answers")
+    if attempts[-1].reason in _FATAL_REASONS:
+        return None  # its last episode was cut off, so nothing is known
+    spent = [attempt for attempt in attempts if attempt.model.was_spent]
+    problems = [f"{spent[0].name}: it asked for more than {MAX_ANSWERS} answers; say done=True, or return, at some "
+                "point whatever the model says (env.max_turns cuts it off, else)"] if spent else []  # fmt: skip
+    most = max(len(attempt.model.requests) for attempt in attempts)
+    return _finding("it ends whatever the model says", problems, f"after at most {most} answers")
 
 
 def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    looked = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
-    if not looked:
+    judged = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
+    if not judged:
         return None
-    left_out = sum(attempt.reward is None and attempt.reason != "reward_nan" for attempt in looked)
+    left_out = sum(attempt.reward is None and attempt.reason != "reward_nan" for attempt in judged)
     refused = ("reward_nan",) if kind == "reward" else ("reward_none", "reward_nan")  # a function may leave one out
-    wrong = [f"{a.problem} ({a.name})" for a in looked if a.reason in refused]
+    problems = [f"{a.problem} ({a.name})" for a in judged if a.reason in refused]
     level = Level.FAIL
     if left_out == len(attempts) and kind == "reward":
-        right = any(says_what_is_right(attempt.talk.row) for attempt in attempts)
-        level = Level.FAIL if right else Level.WARN
-        wrong = ["it returned None for every answer, and those do not count: does it return what it found?"]
+        has_answer = any(has_right_answer(attempt.model.row) for attempt in attempts)
+        level = Level.FAIL if has_answer else Level.WARN
+        problems = ["it returned None for every answer, and those do not count: does it return what it found?"]
     elif left_out == len(attempts):
-        wrong, level = ["it never says what an episode earned: return a reward, or set env.reward"], Level.WARN
-    counted = f"{len(looked) - left_out} of {len(looked)}; with None, the others do not count"
-    return _found("rewards are numbers", wrong, counted if left_out else "every one", level)
+        problems, level = ["it never says what an episode earned: return a reward, or set env.reward"], Level.WARN
+    counted = f"{len(judged) - left_out} of {len(judged)}; with None, the others do not count"
+    return _finding("rewards are numbers", problems, counted if left_out else "every one", level)
 
 
 def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
@@ -295,40 +349,42 @@ def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     if len(rewards) < 2:
         return None
     low, high = min(rewards), max(rewards)
-    said = len({attempt.script for attempt in attempts})
-    wrong = [
-        f"every episode earned {low:g}, whether the model said the row's answer, nothing or something else ({said} "
-        "scripts): a model learns nothing from equal rewards. Is the answer compared as it should be, and in a column "
-        "'answer' (give rows with --data)?"
+    num_scripts = len({attempt.script for attempt in attempts})
+    problems = [
+        f"every episode earned {low:g}, whether the model said the row's answer, nothing or something else "
+        f"({num_scripts} scripts): a model learns nothing from equal rewards. Is the answer compared as it should be, "
+        "and in a column 'answer' (give rows with --data)?"
     ] if low == high else []  # fmt: skip
-    if wrong and not any(says_what_is_right(attempt.talk.row) for attempt in attempts):
-        wrong = [f"every episode earned {low:g}: no row says what is right in a column 'answer', so no script did "
+    if problems and not any(has_right_answer(attempt.model.row) for attempt in attempts):
+        problems = [f"every episode earned {low:g}: no row says what is right in a column 'answer', so no script did "
                  "either; that may be as it should be (give rows that say so with --data)"]  # fmt: skip
-    return _found("rewards differ", wrong, f"from {low:g} to {high:g}", Level.WARN)
+    return _finding("rewards differ", problems, f"from {low:g} to {high:g}", Level.WARN)
 
 
 def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
     if not pairs:
         return None
-    wrong = [f"{two.name}: {said}" for one, two in pairs if (said := _difference(one, two))]
-    if wrong:
+    problems = [f"{two.name}: {changed}" for one, two in pairs if (changed := _difference(one, two))]
+    if problems:
         seed = {"env": "self.seed", "rollout": "policy.seed"}.get(kind, "the row")
-        wrong[-1] += f"; draw from random.Random({seed})" if kind != "program" else ""
-    return _found(
-        "the same seed gives the same episode", wrong, f"{plural(len(pairs), 'episode was', 'episodes were')} repeated"
+        problems[-1] += f"; draw from random.Random({seed})" if kind != "program" else ""
+    return _finding(
+        "the same seed gives the same episode",
+        problems,
+        f"{plural(len(pairs), 'episode was', 'episodes were')} repeated",
     )
 
 
 def _difference(one: _CheckedEpisode, two: _CheckedEpisode) -> str:
-    """The first thing in which two attempts that should be the same are not; empty where there is none."""
-    for place, (before, after) in enumerate(zip(one.talk.heard, two.talk.heard, strict=False)):
+    """Return the first difference between two episodes that should be equal, in words; empty where there is none."""
+    for index, (before, after) in enumerate(zip(one.model.requests, two.model.requests, strict=False)):
         if before != after:
             words = [(b, a) for b, a in zip(_texts(before), _texts(after), strict=False) if b != a]
             was, then = words[0] if words else (f"{len(before)} messages", f"{len(after)} messages")
-            return f"question {place + 1} was {_short(was)} and then {_short(then)}"
-    if len(one.talk.heard) != len(two.talk.heard):
-        return f"it asked {len(one.talk.heard)} times and then {len(two.talk.heard)} times"
+            return f"question {index + 1} was {_short(was)} and then {_short(then)}"
+    if len(one.model.requests) != len(two.model.requests):
+        return f"it asked {len(one.model.requests)} times and then {len(two.model.requests)} times"
     if one.reward != two.reward:
         return f"it earned {one.reward} and then {two.reward}"
     return (
@@ -346,42 +402,43 @@ def _short(value: object) -> str:
 
 
 def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    wrong = [
+    problems = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
         for line, called, function in blocking
     ]
-    wrong += [f"{a.problem} ({a.name})" for a in attempts if a.reason == "env_blocked"]
+    problems += [f"{a.problem} ({a.name})" for a in attempts if a.reason == "env_blocked"]
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
+    # one slow pass may be the machine's; code that blocks is slow both times
     lags = [(min(one.report.lag_s, two.report.lag_s), two) for one, two in pairs]
     lag_s, slow = max(lags, key=lambda each: each[0], default=(0.0, attempts[0]))
-    if lag_s > MAX_LAG_S and not wrong:
-        wrong = [f"its code kept the loop of the worker from turning for {lag_s:.2f} s, again and again ({slow.name}): "
-                 "hand what computes to asyncio.to_thread"]  # fmt: skip
-    return _found("async code does not block", wrong, f"nobody waited longer than {lag_s * 1e3:.0f} ms")
+    if lag_s > MAX_LAG_S and not problems:
+        problems = [f"its code kept the loop of the worker from turning for {lag_s:.2f} s, again and again "
+                    f"({slow.name}): hand what computes to asyncio.to_thread"]  # fmt: skip
+    return _finding("async code does not block", problems, f"nobody waited longer than {lag_s * 1e3:.0f} ms")
 
 
 def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    held = [attempt.report.uncopyable for attempt in attempts if attempt.report.uncopyable]
-    wrong = (
-        [f"{each}: it cannot be kept or forked with its episode; make it when it is needed" for each in held[0]]
-        if held
+    uncopyable = [attempt.report.uncopyable for attempt in attempts if attempt.report.uncopyable]
+    problems = (
+        [f"{each}: it cannot be kept or forked with its episode; make it when it is needed" for each in uncopyable[0]]
+        if uncopyable
         else []
     )
-    return _found("its state can be copied", wrong, "every attribute", Level.WARN)
+    return _finding("its state can be copied", problems, "every attribute", Level.WARN)
 
 
 def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    tools = {name: tool for attempt in attempts for name, tool in attempt.talk.tools.items()}
+    tools = {name: tool for attempt in attempts for name, tool in attempt.model.tools.items()}
     if not tools:
         return None
-    wrong = [f"tool {name!r} has no docstring" for name, tool in tools.items() if not tool.description]
+    problems = [f"tool {name!r} has no docstring" for name, tool in tools.items() if not tool.description]
     for name, tool in tools.items():
         for argument, schema in tool.parameters.get("properties", {}).items():
             if schema.keys() <= {"default", "description"}:
-                wrong.append(f"argument {argument!r} of tool {name!r} has no type")
+                problems.append(f"argument {argument!r} of tool {name!r} has no type")
             elif "description" not in schema:
-                wrong.append(f"argument {argument!r} of tool {name!r} is not described (Args: in the docstring)")
-    return _found("tools are described", wrong, ", ".join(tools), Level.WARN)
+                problems.append(f"argument {argument!r} of tool {name!r} is not described (Args: in the docstring)")
+    return _finding("tools are described", problems, ", ".join(tools), Level.WARN)
 
 
 def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
@@ -389,7 +446,7 @@ def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
     if not ended:
         return None
     seconds = [attempt.seconds - attempt.report.load_s for attempt in ended]
-    turns = [own_s for attempt in ended for own_s in attempt.talk.own_s] or [0.0]
+    turns = [own_s for attempt in ended for own_s in attempt.model.own_s] or [0.0]
     return EnvTimings(
         load_s=attempts[0].report.load_s,
         episode_s=median(seconds),
@@ -397,3 +454,68 @@ def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
         turn_s=median(turns),
         slowest_turn_s=max(turns),
     )
+
+
+_COMPLETIONS = frozenset({"completion", "completions", "completion_ids"})
+"""Parameter names that only rewards have."""
+
+
+def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
+    """Return the kind of ``reference``, the reference with an absolute path, and the syntax tree of its file (``None``
+    for a program or a bridge).
+
+    Raises :class:`~headrace.base.errors.ConfigError` where the name is neither a class, a function nor a reward.
+    """
+    library, _, what = reference.partition("/")
+    if library in BRIDGES and what and (BRIDGES.load(library).names_file or ".py:" not in what):
+        find_bridge(reference)
+        return "bridge", _with_full_path(library, what), None
+    if ".py:" not in reference:
+        return "program", _with_absolute_command(reference), None
+    path, name = find_in_file(reference, "the environment")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    entry = f"{path.resolve()}:{name}"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return "env", entry, tree
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            return ("reward" if _is_reward(node) else "rollout"), entry, tree
+    # the file imports or computes the name: its parameters are known only once the file is imported
+    try:
+        signature = imported_signatures([entry])[entry]
+    except EnvError:  # no function, or a file that cannot be imported
+        signature = None
+    if signature is not None and _COMPLETIONS & set(signature.names):
+        return "reward", entry, tree
+    raise ConfigError(
+        f"{reference}: {name!r} is no class and no function that this file defines, and no reward that it imports",
+        remedy="name the file that defines it",
+    )
+
+
+def _with_absolute_command(command: str) -> str:
+    """Return ``command`` with absolute paths of the files it names, since a program runs in a working directory of
+    its own."""
+    try:
+        parts = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"the command {command!r} cannot be split: {error}", remedy="close the quotation") from None
+    if not parts:
+        raise ConfigError("the command is empty", remedy="write headrace check env 'python agent.py'")
+    return shlex.join(with_absolute_files(parts, Path.cwd()))
+
+
+def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether the function is meant as a reward: it takes completions, or does not look like a rollout, which
+    is async or takes a task and a policy."""
+    parameters = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
+    meant_as_rollout = isinstance(function, ast.AsyncFunctionDef) or len(parameters) == 2
+    return bool(parameters & _COMPLETIONS) or not meant_as_rollout
+
+
+def _with_full_path(library: str, what: str) -> str:
+    """Return ``LIBRARY/WHAT`` of a bridge, with an absolute path where ``WHAT`` names a file."""
+    if not BRIDGES.load(library).names_file:
+        return f"{library}/{what}"
+    path, name = find_in_file(what, "the environment")
+    return f"{library}/{path.resolve()}:{name}"

@@ -1,284 +1,92 @@
-"""A whole run file."""
+"""The configuration of a run: all sections of a run file, how the file is loaded, the checks between its sections,
+and the names of its models."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-import numpy as np
 from pydantic import model_validator
 
-from headrace.algo.advantages import Outcomes
-from headrace.algo.advantages.groups import Gdpo
-from headrace.algo.advantages.tokens import Prpo
-from headrace.algo.config import AlgoConfig
-from headrace.base.config import Section, leaves, load_toml, merge, parse_override, validate
-from headrace.base.errors import ConfigError, DataError
-from headrace.control import RunSection
-from headrace.engine.fleet import FleetConfig
-from headrace.flow import FlowConfig
-from headrace.flow.filters import LengthFilter
-from headrace.launch.config import LaunchConfig
-from headrace.learner import LearnerConfig
-from headrace.learner.companions.critic_config import CriticConfig
-from headrace.learner.companions.fit import refuse_misfit
-from headrace.models import ModelConfig
-from headrace.models.hub import MODEL_PATHS, MODEL_TABLES, is_hub_name
-from headrace.rollout.environments import DataConfig, EnvConfig
+from headrace.base.config import leaves, load_toml, merge, parse_override, validate
+from headrace.base.errors import ConfigError
+from headrace.base.types.weights import Interrupt
+from headrace.engine.capabilities import Capabilities
+from headrace.models.hub import (
+    MODEL_PATHS,
+    MODEL_TABLES,
+    Change,
+    is_hub_name,
+    local_directory,
+    pinned,
+    same_repository,
+    with_models,
+)
 from headrace.rollout.environments.program import with_absolute_files
-from headrace.run.observe.config import ObserveConfig
-from headrace.run.session.agent_fit import refuse_strange_agents
-from headrace.run.session.credit_fit import refuse_deaf_losses, refuse_pivots, refuse_ungraded
-from headrace.run.session.engine_fit import refuse_incapable
-from headrace.sync import SyncConfig
-from headrace.wings.cluster.ray.fit import refuse_misfit as refuse_misfit_on_ray
-from headrace.wings.recipes.systems import recipe
+from headrace.run.rules import FORMER_KEYS, refuse
+from headrace.run.rules.sections import RunSections
+from headrace.run.rules.settings import SETTINGS
+from headrace.run.session.recipes import recipe
+
+NATIVE = "set engine.kind = 'native'"
+"""The remedy for a setting that the chosen engine cannot serve."""
 
 RunFile = str | Path | Mapping[str, Any]
 """The path of a TOML file, or its tree."""
 
 
-class RunConfig(Section):
-    """Everything that a run file can say."""
+class RunConfig(RunSections):
+    """Everything that a run file can say: its sections, checked by the rules between them."""
 
-    model: ModelConfig
-    """Which model is trained."""
-    data: DataConfig = DataConfig()
-    """The rows: to train on, and held out."""
-    env: EnvConfig = EnvConfig()
-    """What is asked of the model, and what it earns."""
-    engine: FleetConfig = FleetConfig()
-    """How completions are sampled."""
-    flow: FlowConfig = FlowConfig()
-    """How much is in flight, how old a token may be, what makes a batch."""
-    algo: AlgoConfig = AlgoConfig()
-    """What is learned from rewards: advantages, loss, corrections."""
-    learner: LearnerConfig = LearnerConfig()
-    """The optimizer and its schedule."""
-    sync: SyncConfig = SyncConfig()
-    """How new weights reach the engine."""
-    launch: LaunchConfig = LaunchConfig()
-    """Where the parts run, and on how many cores."""
-    observe: ObserveConfig = ObserveConfig()
-    """What is shown and kept of the run."""
-    run: RunSection = RunSection()
-    """How long, from which seed, where to."""
+    former_keys: ClassVar[Mapping[str, str]] = FORMER_KEYS
+    """Keys that were renamed, and the names they have now."""
 
     @model_validator(mode="after")
-    def _stale_tokens_are_corrected(self) -> Self:
-        if self.flow.greatest_age > 0 and not self.algo.corrected and not self.algo.allow_uncorrected:
-            raise ConfigError(
-                f"flow.max_age={self.flow.max_age} trains tokens of older weights, and algo corrects for none of it",
-                remedy="set algo.correction = 'tis' (or another), algo.old = 'engine', or flow.max_age = 0; to insist, "
-                "algo.allow_uncorrected = true",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _masters_are_more_precise(self) -> Self:
-        if not self.learner.memory.masters and self.model.dtype == "float32":
-            raise ConfigError(
-                "learner.memory.masters=false has no effect: with model.dtype='float32' the optimizer keeps no copy",
-                remedy="leave it out, or set model.dtype = 'bfloat16'",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_there(self) -> Self:
-        if self.sync.codec == "adapter" and self.model.lora is None:
-            raise ConfigError(
-                "sync.codec='adapter' sends adapters alone, and model.lora is not set",
-                remedy="set model.lora, or sync.codec = 'full'",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engine_has_the_same_weights(self) -> Self:
-        if self.model.deterministic and self.sync.codec.startswith("cast"):
-            raise ConfigError(
-                f"model.deterministic=true with sync.codec={self.sync.codec!r}: weights that are rounded on their way "
-                "give other log-probabilities than the learner's",
-                remedy="set sync.codec = 'full' or 'delta', or leave model.deterministic out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _agents_are_there(self) -> Self:
-        refuse_strange_agents(self.model, self.env)
-        return self
-
-    @model_validator(mode="after")
-    def _commits_roll(self) -> Self:
-        rolling, count = self.sync.rolling, self.engine.count
-        if rolling is not None and rolling > count:
-            raise ConfigError(
-                f"sync.rolling={rolling} engines are to commit at once, and engine.count={count}",
-                remedy=f"set sync.rolling <= {count}, or leave it out",
-            )
+    def _settings_go_together(self) -> RunConfig:
+        refuse(SETTINGS, self, self)
         return self
 
     @model_validator(mode="after")
     def _parts_fit_a_cluster(self) -> Self:
-        refuse_misfit_on_ray(self.launch, self.engine, self.learner, self.sync)
-        return self
-
-    @model_validator(mode="after")
-    def _others_have_something_to_do(self) -> Self:
-        join, env = self.launch.join, self.env
-        if join and not env.remote:
-            raise ConfigError(
-                f"launch.join={join!r}, and env.kind={env.kind!r} runs in no worker that another machine could bring",
-                remedy="leave launch.join out, or set env.kind = 'env', 'rollout', 'program' or 'bridge'",
-            )
-        if not env.workers and not join:
-            raise ConfigError(
-                "env.workers=0 keeps no environment on this machine, and no other may join",
-                remedy="set env.workers >= 1, or launch.join = 'ADDRESS:PORT'",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _filters_act(self) -> Self:
-        for place, each in enumerate(self.flow.filters):
-            longest = each.max_tokens if isinstance(each, LengthFilter) else None
-            if longest is not None and longest >= self.engine.max_new_tokens and self.env.kind == "single_turn":
-                raise ConfigError(
-                    f"flow.filters[{place}] 'length': max_tokens={longest}, and no answer has more than "
-                    f"engine.max_new_tokens={self.engine.max_new_tokens}",
-                    remedy=f"set max_tokens < {self.engine.max_new_tokens}, or leave it out: what was cut off is meant",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_heeds_rewards(self) -> Self:
-        refuse_deaf_losses(self.algo, self.learner)
-        return self
-
-    @model_validator(mode="after")
-    def _learner_has_the_columns(self) -> Self:
-        refuse_misfit(self.algo, self.learner)
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_are_weighed_once(self) -> Self:
-        advantage, rewards = self.algo.advantage, self.env.rewards
-        if not isinstance(advantage, Gdpo) or not rewards:
-            return self
-        if advantage.weights is None and len({reward.weight for reward in rewards}) > 1:
-            raise ConfigError(
-                "algo.advantage='gdpo' normalises each reward by itself: the weights of env.rewards do not count",
-                remedy=f"set algo.advantage.weights = {[reward.weight for reward in rewards]}",
-            )
-        if advantage.weights is not None and len(advantage.weights) != len(rewards):
-            raise ConfigError(
-                f"algo.advantage.weights has {len(advantage.weights)} entries for {len(rewards)} env.rewards",
-                remedy="give one for each, in order",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _episodes_have_the_columns(self) -> Self:
-        """Tried on two episodes with what single-turn episodes have: rewards, groups, lengths."""
-        advantage = self.algo.advantage
-        if advantage.stateful:
-            raise ConfigError(
-                f"algo.advantage={advantage.kind!r} keeps a baseline between batches, which a run does not carry on",
-                remedy="choose another algo.advantage",
-            )
-        if isinstance(advantage, Prpo):
-            refuse_ungraded(self.algo, self.env)
-            return self
-        if advantage.by_critic or advantage.by_teacher:
-            return self
-        ones = np.ones(2, np.int64)
-        try:
-            parts_EK = np.array([[0.0], [1.0]]).repeat(max(1, len(self.env.rewards)), axis=1)
-            outcomes = Outcomes(rewards_E=np.array([0.0, 1.0]), parts_EK=parts_EK, groups_E=ones, lengths_E=ones)
-            credit = self.algo.credit(outcomes)
-        except DataError as error:
-            raise ConfigError(
-                f"algo.advantage={advantage.kind!r} does not fit env.kind={self.env.kind!r}: {error.problem}",
-                remedy="choose another algo.advantage",
-            ) from None
-        if advantage.per_token or credit.shape != (2,):
-            raise ConfigError(
-                f"algo.advantage={advantage.kind!r} credits single tokens, and a run credits whole episodes",
-                remedy="choose another algo.advantage",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _branches_can_be_compared(self) -> Self:
-        refuse_pivots(self.flow, self.algo, self.env, self.engine)
+        if self.launch.cluster is not None:
+            self.launch.cluster.refuse(self.launch, self.engine, self.learner, self.sync)
         return self
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
-        refuse_incapable(self)
-        return self
-
-    @model_validator(mode="after")
-    def _groups_have_a_baseline(self) -> Self:
-        least = "group_size" if self.flow.group_size == 1 else "min_episodes"
-        if self.algo.advantage.compares_siblings and self.flow.min_episodes == 1:
-            raise ConfigError(
-                f"flow.{least}=1 with algo.advantage={self.algo.advantage.kind!r}, which compares the episodes of a "
-                "group: one by itself earns no credit",
-                remedy=f"set flow.{least} >= 2, or algo.advantage = 'gae' or 'reinforce_pp'",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _critic_is_asked_for(self) -> Self:
-        critic, advantage = self.learner.critic, self.algo.advantage
-        if not advantage.by_critic:
-            changed = [key for key, value in critic.model_dump().items() if value != CriticConfig().model_dump()[key]]
-            if changed:
-                raise ConfigError(
-                    f"learner.critic.{changed[0]}={critic.model_dump()[changed[0]]!r} has no effect: "
-                    f"algo.advantage={advantage.kind!r} has no critic",
-                    remedy="set algo.advantage = 'gae', or leave [learner.critic] out",
-                )
-            return self
-        if self.learner.parallel.world > 1:
-            raise ConfigError(
-                f"algo.advantage={advantage.kind!r} trains a critic, which is for one process, and learner.parallel "
-                f"asks for {self.learner.parallel.world} ranks",
-                remedy="leave learner.parallel out, or choose another algo.advantage",
-            )
-        if critic.warmup_steps >= self.run.steps:
-            raise ConfigError(
-                f"learner.critic.warmup_steps={critic.warmup_steps} leaves none of run.steps={self.run.steps} to the "
-                "policy",
-                remedy="set run.steps above learner.critic.warmup_steps",
-            )
+        _refuse_incapable(self)
         return self
 
 
 def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, like: str = "") -> RunConfig:
-    """A run file with ``section.key=value`` overrides laid over it, checked. What neither says is as in the recipe that
-    ``like`` names (:mod:`headrace.wings.recipes.systems`).
+    """Return the checked configuration of a run file, with the ``section.key=value`` pairs of ``overrides`` applied.
 
-    Paths in a TOML file are relative to the file; in a tree and in ``overrides``, to the working directory.
+    ``like`` names a recipe (:mod:`headrace.run.session.recipes`) for the settings that neither of them has. A table
+    with another ``kind`` than the recipe's replaces the recipe's table as a whole.
+
+    Paths in a TOML file are relative to the file. Paths in a tree and in ``overrides`` are relative to the working
+    directory.
 
     >>> load_config({"model": {"path": "m"}}, ["flow.max_age=0"]).flow.max_age
     0
     """
     tree = run_tree(source)
     settings = recipe(like).settings if like else {}
-    tree = _absolute(merge(settings, tree, *(parse_override(text) for text in overrides)), Path.cwd())
+    own = merge(tree, *(parse_override(text) for text in overrides))
+    tree = _absolute(merge(settings, own, whole_kinds=True), Path.cwd())
     try:
         return validate(RunConfig, tree)
     except ConfigError as error:
-        _tell_whose(error, settings, tree, like)
+        _name_recipe_settings(error, settings, tree, like)
         raise
 
 
 def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
-    """What a run file says; its paths are absolute where it is a file."""
+    """Return the settings of a run file as a tree of tables. Paths are absolute where ``source`` is a file."""
     if isinstance(source, RunConfig):
         return source.model_dump(mode="json")
     if isinstance(source, Mapping):
@@ -286,10 +94,11 @@ def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
     return _absolute(load_toml(Path(source)), Path(source).resolve().parent)
 
 
-def _tell_whose(error: ConfigError, settings: Mapping[str, Any], tree: Mapping[str, Any], like: str) -> None:
-    """Add which of the settings that ``error`` names stand in no file of the reader's: the recipe brought them."""
-    brought = {f"{path}={value!r}" for path, value in leaves(settings).items() if path in str(error)}
-    kept = sorted(brought & {f"{path}={value!r}" for path, value in leaves(tree).items()})
+def _name_recipe_settings(error: ConfigError, settings: Mapping[str, Any], tree: Mapping[str, Any], like: str) -> None:
+    """Add to ``error`` the settings it names that come from the recipe ``like``, since no file of the reader has
+    them."""
+    from_recipe = {f"{path}={value!r}" for path, value in leaves(settings).items() if path in str(error)}
+    kept = sorted(from_recipe & {f"{path}={value!r}" for path, value in leaves(tree).items()})
     if kept:
         error.problem += f" (the recipe {like!r} says {', '.join(kept)})"
         error.remedy += ", or take another recipe"
@@ -302,6 +111,7 @@ _PATHS = (
 
 
 def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return ``tree`` with every relative path in it resolved against ``directory``."""
     for path in _PATHS:
         *sections, key = path.split(".")
         table: Any = tree
@@ -325,18 +135,19 @@ def _absolute_path(path: str, directory: Path) -> str:
 
 
 def _absolute_model(path: str, directory: Path) -> str:
-    """A name of a hub stays as it is where no directory is meant."""
+    """Return the absolute path of a model; a hub name is returned as it is, unless a directory of that name exists."""
     found = _absolute_path(path, directory)
     return path if is_hub_name(path) and not Path(found).exists() else found
 
 
 def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A program runs in a directory of its own: the files that its command names are found from there, too."""
+    """Return ``tree`` with absolute paths in ``env.command``, since a program runs in a working directory of its
+    own."""
     env = tree.get("env")
     command = env.get("command") if isinstance(env, dict) else None
     try:
         parts = shlex.split(command) if isinstance(command, str) else command
-    except ValueError:  # said where settings are checked
+    except ValueError:  # the validation of settings reports it
         return tree
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return tree
@@ -345,11 +156,12 @@ def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, A
 
 
 def _absolute_bridge(entry: str, directory: Path) -> str:
-    """``LIBRARY/WHAT``, where what may be a command or ``file.py:name``: files that it names are found from there."""
+    """Return ``LIBRARY/WHAT`` with absolute paths of the files in ``WHAT``, which may be a command or
+    ``file.py:name``."""
     library, _, what = entry.partition("/")
     try:
         parts = shlex.split(what)
-    except ValueError:  # said where the command is started
+    except ValueError:  # the start of the command reports it
         return entry
     files = [part.rpartition(":")[0] if ".py:" in part else part for part in parts]
     found = [
@@ -360,10 +172,12 @@ def _absolute_bridge(entry: str, directory: Path) -> str:
 
 
 _TABLES = (("env", "rewards", "ref"), *MODEL_TABLES)
-"""Lists of tables in sections, and their key that names a file: ``file.py:function``, or a directory."""
+"""The lists of tables whose entries name a file: section, list, and the key that holds ``file.py:function`` or a
+directory."""
 
 
 def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return ``tree`` with absolute paths in the lists of tables that :data:`_TABLES` names."""
     for section, name, key in _TABLES:
         table = tree.get(section)
         tables = table.get(name) if isinstance(table, dict) else None
@@ -381,7 +195,8 @@ def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, An
 
 
 def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A loss of the user's own is named ``file.py:function``, alone or as the ``ref`` of its table."""
+    """Return ``tree`` with the absolute path of a custom loss, which is ``file.py:function`` alone or as ``ref`` of
+    its table."""
     algo = tree.get("algo")
     loss = algo.get("loss") if isinstance(algo, dict) else None
     ref = loss.get("ref") if isinstance(loss, dict) else loss
@@ -389,3 +204,107 @@ def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]
         return tree
     absolute = str(directory / Path(ref).expanduser())
     return merge(tree, {"algo": {"loss": {"ref": absolute} if isinstance(loss, dict) else absolute}})
+
+
+def _refuse_incapable(config: RunConfig) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for the first setting that the chosen engine does not
+    support."""
+    engine, can = config.engine, config.engine.can
+    refuse_interrupt(config, can)
+    lora = config.model.lora
+    truncated = engine.top_k > 0 or engine.top_p < 1 or engine.min_p > 0
+    requirements = {
+        "model.deterministic=true": (config.model.deterministic and not can.deterministic, "leave it out"),
+        "model.lora, whose adapters alone travel": (lora is not None and not can.adapters, "leave it out"),
+        f"room for model.lora.rank={lora.rank if lora else 0}": (
+            lora is not None and can.max_rank is not None and lora.rank > can.max_rank,
+            f"set it to {can.max_rank} or less",
+        ),
+        "model.lora.use_dora or experts": (
+            lora is not None and (lora.use_dora or lora.experts) and not can.any_adapters,
+            "leave them out",
+        ),
+        "engine.top_k, top_p or min_p": (truncated and not can.truncates, "leave them out"),
+        "learner.keep_sampling_mask=true under engine.top_k, top_p or min_p": (
+            truncated and config.learner.keep_sampling_mask and not can.kept_sets,
+            "set it to false: log π is then that of the whole vocabulary",
+        ),
+        "entropies (observe.record_entropy, or an advantage that reads them)": (
+            (config.observe.record_entropy or "entropies" in config.algo.advantage.reads) and not can.entropies,
+            "leave them out",
+        ),
+        "flow.pivots, whose branches stay under the weights they leave": (
+            config.flow.pivots is not None and not can.pins,
+            "leave them out",
+        ),
+    }
+    for feature, (lacking, instead) in requirements.items():
+        if lacking:
+            raise ConfigError(f"engine.kind={engine.kind!r} has no {feature}", remedy=f"{instead}, or {NATIVE}")
+    engine.server.refuse_run(count=engine.count, start_timeout_s=config.launch.start_timeout_s)
+
+
+def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` where the engine cannot commit weights with
+    ``sync.interrupt``."""
+    mode = config.sync.interrupt
+    if mode in can.interrupts:
+        return
+    supported = ", ".join(repr(one.value) for one in sorted(can.interrupts))
+    unknown_versions = "does not say which tokens the old weights sampled"
+    why = "gives no memory back there" if mode is Interrupt.SLEEP else unknown_versions
+    raise ConfigError(
+        f"engine.kind={config.engine.kind!r} cannot commit with sync.interrupt={mode.value!r}: it {why}",
+        remedy=f"set sync.interrupt to one of {supported}, or {NATIVE}",
+    )
+
+
+def with_local_models(config: RunConfig, *, weights: bool = True) -> RunConfig:
+    """Return the settings with a local directory in place of each hub name. A model that is not in the cache is
+    fetched.
+
+    Where ``weights`` is false, only configurations and tokenizers are fetched. Raises
+    :class:`~headrace.base.errors.ModelError`.
+    """
+    return _with_changed_paths(config, lambda setting, path: local_directory(path, setting, weights=weights))
+
+
+def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
+    """Return the settings with the revisions that the recorded ``settings`` file has, where ``config`` names the same
+    model without a revision.
+
+    A resumed run thereby keeps its weights, although the branch on the hub may have moved on.
+    """
+    try:
+        recorded = json.loads(settings.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a run that cannot be resumed is refused where it is opened
+        return config
+    known = {setting: str(path) for setting, path in _model_paths(recorded)}
+    return _with_changed_paths(
+        config, lambda setting, path: known[setting] if same_repository(path, known.get(setting, "")) else path
+    )
+
+
+def as_recorded(config: RunConfig, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings as ``config.json`` keeps them, without the keys in ``exclude``: hub models by name and
+    commit, independent of the cache directory."""
+    return with_models(config.model_dump(mode="json", exclude=exclude), lambda _, path: pinned(path))
+
+
+def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:
+    """Return the settings with ``change`` applied to the path of every model."""
+    tree = config.model_dump(mode="json")
+    found = with_models(tree, change)
+    return config if found == tree else validate(RunConfig, found)
+
+
+def _model_paths(tree: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the name of each setting that holds a model, and its path."""
+    found: list[tuple[str, str]] = []
+
+    def note(setting: str, path: str) -> str:
+        found.append((setting, path))
+        return path
+
+    with_models(tree, note)
+    return found

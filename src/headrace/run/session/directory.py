@@ -1,4 +1,4 @@
-"""A run's directory: its lock, and the files that say what it is and how it ended."""
+"""The directory of a run: its lock, its settings, and the files that hold its status and its summary."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import msgspec
 from headrace.base.clock import Clock
 from headrace.base.config import merge
 from headrace.base.errors import ConfigError, DataError, RunError
+from headrace.control.metrics.rewards import RewardFailures
 from headrace.control.recovery import starting_point
-from headrace.control.rewarding import RewardFailures
 from headrace.flow.ledger.opening import LOCK_FILE, SQLITE_FILE, has_ledger
 from headrace.launch.order import ComponentStatus
-from headrace.learner.checksums import CHECKSUMS_FILE, checksum, listed_checksums, verify, write_checksums
+from headrace.learner.disk import CHECKSUMS_FILE, checksum, listed_checksums, verify, write_checksums
 from headrace.models import ModelConfig
 
 CONFIG_FILE = "config.json"
@@ -30,7 +30,7 @@ SUMMARY_FILE = "summary.json"
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """``status.json``: what a run is doing, written every second while it lives."""
+    """The content of ``status.json``: the present state of a run, written every second while it lives."""
 
     phase: str
     steps_done: int
@@ -38,48 +38,49 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     steps_total: int
     """Optimizer steps that the run will have."""
     version: int
-    """The committed one; −1 before the first."""
+    """The version that is committed; −1 before the first commit."""
     written_s: float
-    """Seconds since 1970."""
+    """The time of writing, in seconds since 1970."""
     components: list[ComponentStatus]
     waits: list[str]
-    """The loops of the controller, a line each."""
+    """One line for each loop of the controller: the state it is in, and what it waits for."""
     warnings: list[str] = []
-    """What the run has warned of so far, one of each kind."""
+    """The warnings of the run so far, one of each kind."""
     rewards: dict[str, RewardFailures] = {}
-    """The components of the reward that have failed in this life, by name."""
+    """The failure counts of the reward components that have failed since the run was started or resumed, by name."""
 
 
-def choose_directory(asked: str, clock: Clock, *, prefix: str = "") -> Path:
-    """The directory of a new or resumed run; unless asked for, a new one under ``runs/``, named after the moment."""
-    if asked:
-        return Path(asked).expanduser().resolve()
+def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
+    """Return the directory of a run: ``requested`` as an absolute path, or where it is empty a new one under
+    ``runs/``, named after ``prefix`` and the present time."""
+    if requested:
+        return Path(requested).expanduser().resolve()
     moment = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
     return (Path("runs") / f"{prefix}{moment}").resolve()
 
 
 class HeldDirectory:
-    """A run directory that this process holds, and which others may remove or move all the same.
+    """A run directory that this process has locked, and that other programs may still remove or move.
 
-    What is open stays writable then, SQLite's file too, and all of it is gone in the end; and a second run may have
-    begun under the same path. So whoever writes by a path calls :meth:`refuse_lost` first.
+    After such a loss open files stay writable, SQLite's too, but their content is gone once they are closed; and a
+    second run may have started under the same path. Therefore call :meth:`refuse_lost` before writing to a path in it.
     """
 
     def __init__(self, run_dir: Path, descriptor: int) -> None:
         self._run_dir = run_dir
         self._descriptor = descriptor
         self._ledger: tuple[int, int] | None = None
-        """Which file the ledger was when it was first seen.
+        """The device and inode of the ledger file when it was first found; ``None`` before that.
 
-        Its write-ahead log is no sign of a loss: SQLite removes it whenever the last connection is closed, as at the
-        end of each life of a run, and makes it anew.
+        The write-ahead log is not checked: SQLite removes it whenever the last connection is closed, as at the end of
+        each life of a run, and makes it anew.
         """
 
     def refuse_lost(self) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` where the directory or the ledger in it is not this run's any
-        more.
+        """Raise :class:`~headrace.base.errors.RunError` where the directory, or the ledger in it, was removed, moved or
+        replaced.
 
-        A directory that cannot be asked just now (a network that stalls) is not lost.
+        A directory whose state cannot be read at present (a network file system that stalls) does not count as lost.
         """
         mine = os.fstat(self._descriptor)
         if _identity(self._run_dir / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
@@ -95,7 +96,7 @@ class HeldDirectory:
             self._ledger = found
 
     def _lost(self) -> RunError:
-        now = self._new_place()
+        now = self._present_path()
         if now is None:
             return RunError(
                 f"run.dir={str(self._run_dir)!r} was removed while the run was writing it: what it recorded is lost",
@@ -106,8 +107,8 @@ class HeldDirectory:
             remedy=f"go on with --resume --set run.dir={now}; move the directory of a run when it has ended",
         )
 
-    def _new_place(self) -> Path | None:
-        """Where the directory is now; ``None`` where it is gone, or the system does not tell."""
+    def _present_path(self) -> Path | None:
+        """Return the present path of the directory; ``None`` where it was removed, or the system does not say."""
         try:
             mine = os.fstat(self._descriptor)
             now = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
@@ -117,10 +118,12 @@ class HeldDirectory:
 
 
 _GONE = (-1, -1)
+"""The identity of a file that does not exist."""
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return which file ``path`` is; :data:`_GONE` where there is none, ``None`` where that cannot be told."""
+    """Return the device and inode of ``path``; :data:`_GONE` where it does not exist, ``None`` where the system does
+    not say."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -132,10 +135,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
-    """Hold ``run_dir`` for this process alone.
+    """Lock ``run_dir`` for this process alone.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if another process holds it, if it has a run already and
-    ``resume`` is not asked for, or if there is none to resume.
+    Raises :class:`~headrace.base.errors.ConfigError` where another process holds it, where it has a run already and
+    ``resume`` is false, or where ``resume`` is true and it has none.
     """
     _refuse_lost_ledger(run_dir)
     if resume and not has_ledger(run_dir):
@@ -168,9 +171,8 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
 
 
 def _refuse_lost_ledger(run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where a run has checkpoints and its ledger is gone: neither can
-    it go
-    on, nor can another begin there."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where a run has checkpoints but no ledger: it cannot be
+    resumed, and no other run can start in its directory."""
     if has_ledger(run_dir) or (newest := starting_point(run_dir)).snapshot is None:
         return
     raise ConfigError(
@@ -182,7 +184,8 @@ def _refuse_lost_ledger(run_dir: Path) -> None:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Write ``tree`` (or a record) so that a reader sees the old file or the new one."""
+    """Write ``tree`` (or a record) as JSON. The file is replaced at once, so that a reader sees the old or the new
+    content."""
     data = msgspec.json.format(msgspec.json.encode(tree), indent=2)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -193,9 +196,10 @@ def write_json(path: Path, tree: Any) -> None:
 
 
 def write_sealed(path: Path, tree: Any) -> None:
-    """Write ``tree`` as :func:`write_json` does, with a checksum for :func:`read_sealed`.
+    """Write ``tree`` as :func:`write_json` does, with a checksum that :func:`read_sealed` verifies.
 
-    A kill between the two leaves a directory without checksums rather than one whose checksums are wrong.
+    The old checksums are removed first: a kill between the two steps leaves a directory without checksums, not one with
+    wrong ones.
     """
     listed = listed_checksums(path.parent)
     (path.parent / CHECKSUMS_FILE).unlink(missing_ok=True)
@@ -204,9 +208,9 @@ def write_sealed(path: Path, tree: Any) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read what :func:`write_sealed` wrote; an older program wrote no checksums, and is believed.
+    """Read a file that :func:`write_sealed` wrote. A file without a checksum, from an older version, is not verified.
 
-    Raises :class:`~headrace.base.errors.DataError` where the file has changed since, ``OSError`` where it cannot be
+    Raises :class:`~headrace.base.errors.DataError` where the file has changed since, and ``OSError`` where it cannot be
     read.
     """
     if path.is_file():
@@ -219,7 +223,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """The last status; ``None`` if the run has not written one."""
+    """Return the last status of the run; ``None`` where it has not written one. Raises
+    :class:`~headrace.base.errors.DataError` where the file is damaged."""
     try:
         return msgspec.json.decode((run_dir / STATUS_FILE).read_bytes(), type=Status)
     except OSError:
@@ -229,7 +234,8 @@ def read_status(run_dir: Path) -> Status | None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of the run's last life; ``None`` if it has not ended."""
+    """Return the summary of the run's last life; ``None`` where that has not ended. Raises
+    :class:`~headrace.base.errors.DataError` where the file is damaged."""
     try:
         tree: dict[str, Any] = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except OSError:
@@ -244,7 +250,8 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def run_file_of(where: Path) -> dict[str, Any] | Path:
-    """What to evaluate: a run file as it is, or a run directory's settings with its newest checkpoint as the model."""
+    """Return the run file to evaluate: ``where`` itself where it is a file; for a run directory its settings, with
+    the newest checkpoint as the model."""
     if not where.is_dir():
         return where
     try:

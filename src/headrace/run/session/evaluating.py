@@ -1,4 +1,4 @@
-"""``headrace eval``: a model in its environment on the held-out rows, without training."""
+"""``headrace eval``: measure a model in its environment on the held-out rows, without training."""
 
 from __future__ import annotations
 
@@ -17,41 +17,54 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
 from headrace.control import RunSection, Serving
 from headrace.control.board import ActivityBoard, LoopContract
-from headrace.control.estimates import IntervalEstimate, mean_of, pass_at_k, pass_hat_k, share_of
-from headrace.control.evaluation import EvaluationListener, Evaluator
+from headrace.control.evaluation import (
+    EvaluationListener,
+    Evaluator,
+    IntervalEstimate,
+    mean_of,
+    pass_at_k,
+    pass_hat_k,
+    share_of,
+)
 from headrace.control.observer import Observers
-from headrace.engine.remote import Elsewhere, RemoteEngine, reached
+from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
 from headrace.launch.local import local_serving
-from headrace.run.observe.pages import Book, Figure, Shown
+from headrace.run.observe.pages import Figure, PageInputs, PageWriter
+from headrace.run.observe.words import plural
 from headrace.run.session.config import RunConfig, RunFile, load_config
 from headrace.run.session.directory import write_json
 from headrace.run.session.engine_fit import slower_here
-from headrace.run.session.order import make_order
-from headrace.run.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
+from headrace.run.session.prepare import Inputs, Prepared, Rows, make_order, prepare, refuse_inside_a_run
 from headrace.run.session.running import first_cause, in_own_loop
 
 RESULT = "evaluation.json"
+"""The name of the result's file in the directory of an evaluation."""
 PROGRESS_EVERY_S = 10.0
-"""Between two lines about what has been sampled."""
+"""The interval between two lines about the number of tokens sampled, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """What is measured, and what is kept of it."""
+    """The measures of an evaluation, and the files that it leaves."""
 
     ks: Sequence[int] = ()
-    """The ``k`` of pass@k and pass^k; empty: 1, 2, 4, ... up to the attempts at each task."""
+    """The values of ``k`` for pass@k and pass^k; empty: 1, 2, 4, ... up to the number of attempts at each task."""
     pass_reward: float = 1.0
-    """An attempt passes that earns at least this."""
+    """The least reward with which an attempt passes."""
     directory: str | Path = ""
-    """Where the pages, a line for each attempt, the result and the parts' logs go; empty: nowhere."""
+    """The directory for the pages, one line for each attempt, the result and the logs of the processes; empty: no
+    file is kept."""
     max_pages: int = 1000
-    """Episodes that get a page."""
-    elsewhere: Elsewhere | None = None
-    """An engine that somebody else runs, with the model's tokenizer; ``None``: those of the run file are started."""
+    """The largest number of episodes that get a page."""
+    elsewhere: RemoteEndpoint | None = None
+    """An engine that is running already, with the model's tokenizer; ``None``: the engines of the run file are
+    started."""
 
     def chosen(self, samples: int) -> tuple[int, ...]:
-        """The ``k`` for so many attempts; :class:`~headrace.base.errors.ConfigError` where they cannot say it."""
+        """Return the values of ``k`` for ``samples`` attempts at each task.
+
+        Raises :class:`~headrace.base.errors.ConfigError` for a ``k`` that is larger than ``samples`` or smaller than 1.
+        """
         wrong = [k for k in self.ks if not 1 <= k <= samples]
         if wrong:
             raise ConfigError(
@@ -62,34 +75,36 @@ class Measures:
 
 
 _POWERS = tuple(2**power for power in range(16))
+"""The default values of ``k``, before those above the number of attempts are left out."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """The result of an evaluation."""
 
     model: str
     mean_reward: float
-    """Over all attempts (avg@k, where k is their number); one that fails counts as 0."""
+    """The mean reward over all attempts (avg@k, where k is the number of attempts at each task); a failed attempt
+    counts as 0."""
     avg: IntervalEstimate
-    """The same with its 95 % interval."""
+    """The mean reward with its 95 % interval."""
     pass_at: dict[int, IntervalEstimate]
-    """By k: how likely at least one of k attempts passes."""
+    """By k, the probability that at least one of k attempts passes (pass@k)."""
     pass_hat: dict[int, IntervalEstimate]
-    """By k: how likely all of k attempts pass (pass^k)."""
+    """By k, the probability that all of k attempts pass (pass^k)."""
     pass_reward: float
-    """What an attempt must earn to pass."""
+    """The least reward with which an attempt passes."""
     tasks: int
     samples: int
-    """Attempts at each."""
+    """The number of attempts at each task."""
     temperature: float
-    """At which the attempts were sampled; 0: the most likely token."""
+    """The sampling temperature; 0 means that the most likely token is taken."""
     tokens: int
-    """Sampled in all attempts."""
+    """The number of tokens sampled in all attempts."""
     seconds: float
-    """From the first request to the last reward."""
+    """The time from the first request to the last reward."""
     warnings: list[str]
     directory: str = ""
-    """Where its pages are; empty where none were written."""
+    """The directory of the pages; empty where none were written."""
 
 
 def evaluate(
@@ -101,8 +116,10 @@ def evaluate(
     measures: Measures | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """The model ``model.path`` in its environment, on the rows of ``data.eval_path`` (or ``eval_data``), each of them
-    ``run.eval_samples`` times. ``tell`` is called with a line for people when something long begins.
+    """Measure the model ``model.path`` in its environment, and return the result.
+
+    Each row of ``data.eval_path`` (or of ``eval_data``) is attempted ``run.eval_samples`` times. ``reward`` is a
+    function of a file in place of ``env.reward``. ``tell`` is called with one line whenever a long stage begins.
 
     Raises :class:`~headrace.base.errors.HeadraceError`.
     """
@@ -118,29 +135,29 @@ def evaluate(
 
 async def _evaluate(prepared: Prepared, measures: Measures, where: Path, tell: Callable[[str], None]) -> Evaluation:
     run, clock = prepared.config.run, RealClock()
-    tokens, told_s = 0, clock.now()
+    tokens, reported_s = 0, clock.now()
     warnings = [] if measures.elsewhere else slower_here(prepared.config, prepared.devices)
 
     def count(arrived: int) -> None:
-        nonlocal tokens, told_s
+        nonlocal tokens, reported_s
         tokens += arrived
-        if clock.now() - told_s >= PROGRESS_EVERY_S:
-            told_s = clock.now()
+        if clock.now() - reported_s >= PROGRESS_EVERY_S:
+            reported_s = clock.now()
             tell(f"{tokens:,} tokens sampled so far")
 
-    book = _book(prepared, measures, where)
+    book = _page_writer(prepared, measures, where)
     order = make_order(prepared, run_dir=where, snapshot=None, observers=Observers(()))
-    told = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
+    listener = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
     tell(f"starting scoring workers, {order.devices if measures.elsewhere is None else measures.elsewhere.url}")
     try:
         async with _engine(measures.elsewhere) as remote, local_serving(order, remote) as serving:
             began_s = clock.now()
-            tell(f"{len(prepared.eval_tasks):,} rows × {run.eval_samples} attempts")
-            rewards = await watched(serving, run, told)
+            tell(f"{plural(len(prepared.eval_tasks), 'row')} × {plural(run.eval_samples, 'attempt')}")
+            rewards = await attempt_rewards(serving, run, listener)
             seconds = clock.now() - began_s
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
-    evaluation = _summed_up(prepared, measures, rewards)
+    evaluation = _summarize(prepared, measures, rewards)
     evaluation = msgspec.structs.replace(evaluation, tokens=tokens, seconds=seconds, warnings=warnings)
     if book is not None:
         evaluation = msgspec.structs.replace(evaluation, directory=str(where))
@@ -150,27 +167,32 @@ async def _evaluate(prepared: Prepared, measures: Measures, where: Path, tell: C
 
 
 @asynccontextmanager
-async def _engine(where: Elsewhere | None) -> AsyncIterator[RemoteEngine | None]:
+async def _engine(where: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | None]:
+    """Connect to the running engine at ``where`` for the duration of the context; ``None`` where the engines are
+    started."""
     if where is None:
         yield None
         return
-    async with reached(where) as remote:
+    async with connect(where) as remote:
         yield remote
 
 
-def _book(prepared: Prepared, measures: Measures, where: Path) -> Book | None:
+def _page_writer(prepared: Prepared, measures: Measures, where: Path) -> PageWriter | None:
+    """Return the writer of the pages; ``None`` where no directory was chosen."""
     if not measures.directory:
         return None
-    shown = Shown(
+    shown = PageInputs(
         rows=[task.row for task in prepared.eval_tasks],
         num_attempts=prepared.config.run.eval_samples,
-        spell=partial(prepared.chat.tokenizer.decode, skip_special_tokens=False),
+        decode=partial(prepared.chat.tokenizer.decode, skip_special_tokens=False),
         max_pages=measures.max_pages,
     )
-    return Book(where, shown)
+    return PageWriter(where, shown)
 
 
-def _summed_up(prepared: Prepared, measures: Measures, rewards: Sequence[Sequence[float]]) -> Evaluation:
+def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequence[float]]) -> Evaluation:
+    """Return the measures of ``rewards``, which are indexed by task and attempt; tokens, seconds and warnings are
+    left empty."""
     run, engine = prepared.config.run, prepared.config.engine
     avg = mean_of([sum(task) / len(task) for task in rewards])
     passed = [sum(reward >= measures.pass_reward for reward in task) for task in rewards]
@@ -192,6 +214,7 @@ def _summed_up(prepared: Prepared, measures: Measures, rewards: Sequence[Sequenc
 
 
 def _figures(evaluation: Evaluation) -> list[Figure]:
+    """Return the figures that stand at the top of the index page."""
     named = {f"avg@{evaluation.samples}": evaluation.avg}
     named |= {f"pass@{k}": estimate for k, estimate in evaluation.pass_at.items()}
     named |= {f"pass^{k}": estimate for k, estimate in evaluation.pass_hat.items()}
@@ -207,19 +230,23 @@ _CONTRACT = LoopContract(
 )
 
 
-async def watched(serving: Serving, run: RunSection, told: EvaluationListener) -> list[list[float]]:
-    """The reward of every attempt at the held-out tasks; :class:`~headrace.base.errors.StallError` if nothing moves for
-    ``run.stall_timeout_s``."""
+async def attempt_rewards(serving: Serving, run: RunSection, listener: EvaluationListener) -> list[list[float]]:
+    """Return the reward of every attempt at the held-out tasks, by task and attempt.
+
+    Raises :class:`~headrace.base.errors.StallError` where there is no progress for ``run.stall_timeout_s``.
+    """
     board = ActivityBoard((_CONTRACT,), serving.clock)
     evaluator = Evaluator(serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed)
 
     def arrived(tokens: int) -> None:
         board.progress()
-        told.on_tokens(tokens)
+        listener.on_tokens(tokens)
 
     async with asyncio.TaskGroup() as group:
-        watchdog = group.create_task(board.watch(run.stall_timeout_s, serving.num_steps, serving.standing))
+        watchdog = group.create_task(board.watch(run.stall_timeout_s, serving.num_steps, serving.standstills))
         with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
-            rewards = await evaluator.rewards(EvaluationListener(on_tokens=arrived, warn=told.warn, keep=told.keep))
+            rewards = await evaluator.rewards(
+                EvaluationListener(on_tokens=arrived, warn=listener.warn, keep=listener.keep)
+            )
         watchdog.cancel()
     return rewards

@@ -1,19 +1,21 @@
-"""A dry run: what will happen in words, the settings that differ from their defaults, and all of them on request."""
+"""The text of a dry run: a description of the run, the settings that differ from their defaults, and all settings on
+request."""
 
 from __future__ import annotations
 
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pydantic
 
 from headrace.base.config import Section, descriptions
 from headrace.base.environ import num_cores
+from headrace.base.errors import ConfigError
+from headrace.base.plugins import Registry
 from headrace.launch.config import threads
-from headrace.learner.companions.fit import columns_of
 from headrace.models.devices import CPU
 from headrace.models.hub import pinned
 from headrace.rollout.environments.agents import TrainedAgent
@@ -24,7 +26,7 @@ from headrace.run.session.prepare import Prepared
 
 
 def explain(prepared: Prepared) -> str:
-    """A paragraph about what will happen."""
+    """Return a paragraph that describes the run: its size, its staleness, its parts and their devices."""
     config = prepared.config
     flow, cores = config.flow, num_cores()
     episodes = flow.groups_per_step * flow.group_size
@@ -33,17 +35,22 @@ def explain(prepared: Prepared) -> str:
         f"generation runs up to {plural(flow.effective_lead, 'batch', 'batches')} ahead; no token is trained at an "
         f"age over {flow.greatest_age}"
     )  # fmt: skip
+    cluster, engines, ranks = config.launch.cluster, config.engine.count, config.learner.parallel.world
     lines = [
         f"{plural(len(prepared.tasks), 'task')}, {len(prepared.eval_tasks):,} held out; "
         f"{plural(config.run.steps, 'step')} of {plural(flow.groups_per_step, 'group')} × {flow.group_size} = "
         f"{plural(episodes, 'episode')} a step, {plural(float(f'{epochs:.3g}'), 'epoch')}.",
-        *_selection(config, len(prepared.tasks)),
+        *_selection_sentences(config, len(prepared.tasks)),
         f"Up to {plural(config.engine.max_new_tokens, 'new token')}, {prepared.max_context} with the prompt; {pace}.",
-        *(_on_cluster(config) if config.launch.remote else _here(prepared, cores)),
-        *_others(config),
-        *_servers(config),
+        *(
+            _machine_sentences(prepared, cores)
+            if cluster is None
+            else [cluster.sentence(config.launch, engines, ranks)]
+        ),
+        *_joining_sentences(config),
+        *filter(None, [config.engine.server.sentence(config.engine.kind)]),
     ]
-    learner = config.learner.serving(columns_of(config.algo))
+    learner = config.learner.serving(config.algo.columns)
     uses = {"reference": "the reference (metric kl_ref)", "old": "π_old", "teachers[0]": "the teacher"}
     lines += [f"{uses[name][0].upper()}{uses[name][1:]} is {policy}." for name, policy in learner.policies.items()]
     served = learner.served_teachers.items()
@@ -56,19 +63,38 @@ def explain(prepared: Prepared) -> str:
     return "\n".join(lines)
 
 
+PREVIEWS = Registry[Callable[[Prepared], str]](
+    group="headrace.previews",
+    setting="the preview",
+    check=lambda made: None if callable(made) else "cannot be called",
+)
+"""Functions of a prepared run whose text a dry run prints after that of :func:`explain`."""
+
+
+def previews(prepared: Prepared) -> str:
+    """Return the text of each preview, in the order of their names; for a preview that cannot be loaded, the reason."""
+    texts: list[str] = []
+    for name in PREVIEWS:
+        try:
+            texts.append(PREVIEWS.load(name)(prepared))
+        except ConfigError as error:
+            texts.append(f"No preview {name!r}: {error.problem}; {error.remedy}.")
+    return "\n".join(texts)
+
+
 class Changed(NamedTuple):
-    """A setting that is not as it is by default."""
+    """A setting whose value differs from its default."""
 
     name: str
-    """As ``--set`` takes it."""
+    """The dotted name, as ``--set`` takes it."""
     value: Any
     default: Any
     words: str
-    """The first sentence of its description."""
+    """The first sentence of the setting's description."""
 
 
 def changed(config: RunConfig) -> list[Changed]:
-    """The settings of a run that differ from their defaults, in the order of a run file."""
+    """Return the settings of a run that differ from their defaults, in the order of a run file."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
         Changed("model.path", pinned(config.model.path), None, _sentence(config.model, "path")),
@@ -77,7 +103,8 @@ def changed(config: RunConfig) -> list[Changed]:
 
 
 def changed_in_words(config: RunConfig, width: int) -> str:
-    """A line for each setting that differs from its default, and what it means, for a terminal of ``width`` columns."""
+    """Return one line for each setting that differs from its default, and below it the meaning, wrapped to ``width``
+    columns."""
     lines = ["Set here, where the default is another:"]
     for name, value, default, words in changed(config):
         usual = "" if name == "model.path" else f"  (default {_value(default)})"
@@ -87,7 +114,7 @@ def changed_in_words(config: RunConfig, width: int) -> str:
 
 
 def every_setting(config: RunConfig) -> str:
-    """All settings as lines like those of a run file."""
+    """Return all settings as lines of a run file."""
     lines: list[str] = []
     for section, settings in config.model_dump(mode="json").items():
         lines += ["", f"[{section}]", *(f"{key} = {_value(value)}" for key, value in settings.items())]
@@ -95,6 +122,8 @@ def every_setting(config: RunConfig) -> str:
 
 
 def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
+    """Yield the settings below the table ``found`` that differ from the table ``usual``; ``above`` is the prefix of
+    their names."""
     for key, shown in found.model_dump(mode="json").items():
         here, there = (model.model_dump()[key] for model in (found, usual))
         inside, beside = (dict(model)[key] for model in (found, usual))
@@ -103,66 +132,46 @@ def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -
         if isinstance(inside, pydantic.BaseModel) and type(inside) is type(beside):
             yield from _changed(inside, beside, f"{above}{key}.")
         else:
-            value = _given(inside) if isinstance(inside, pydantic.BaseModel) else shown
+            value = _non_default(inside) if isinstance(inside, pydantic.BaseModel) else shown
             yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _sentence(found, key))
 
 
-def _given(table: pydantic.BaseModel) -> dict[str, Any]:
-    """What of a table is not as it is by default, with its kind."""
+def _non_default(table: pydantic.BaseModel) -> dict[str, Any]:
+    """Return the entries of a table that differ from their defaults, and its ``kind``."""
     fields = type(table).model_fields
     shown = table.model_dump(mode="json")
     return {key: shown[key] for key, value in table if key == "kind" or value != fields[key].default}
 
 
 def _sentence(section: pydantic.BaseModel, key: str) -> str:
+    """Return the first sentence of the description of a setting; empty where it has none."""
     kind = type(section)
-    told = descriptions(kind).get(key, "") if issubclass(kind, Section) else ""
-    described = " ".join(told.replace("``", "").split())
+    description = descriptions(kind).get(key, "") if issubclass(kind, Section) else ""
+    described = " ".join(description.replace("``", "").split())
     return re.split(r"(?<=[.;]) ", described)[0].rstrip(".;")
 
 
-def _servers(config: RunConfig) -> list[str]:
-    """What samples, where that is not the embedded engine."""
-    engine = config.engine
-    if engine.kind == "native":
-        return []
-    urls, python = engine.server.urls, engine.server.python or "this environment"
-    where = f"at {', '.join(urls)}" if urls else f"that each engine starts from {python}"
-    return [f"Answers are sampled by {engine.kind}, {where}."]
-
-
-def _others(config: RunConfig) -> list[str]:
-    """What machines that join are for."""
+def _joining_sentences(config: RunConfig) -> list[str]:
+    """Return the sentence about machines that may join; no sentence where ``launch.join`` is not set."""
     if not config.launch.join:
         return []
     here = "all of them run there" if not config.env.workers else f"beside {config.env.workers} of this machine"
     return [f"Other machines may join at {config.launch.join} with workers for environments, {here}."]
 
 
-def _here(prepared: Prepared, cores: int) -> list[str]:
-    """What the parts may compute with on this machine, and on which devices."""
+def _machine_sentences(prepared: Prepared, cores: int) -> list[str]:
+    """Return the sentences about the threads and devices of this machine."""
     config = prepared.config
     return [
-        f"{_engines(config, threads(config.launch.engine_threads, cores))}; learner: "
+        f"{_engine_words(config, threads(config.launch.engine_threads, cores))}; learner: "
         f"{plural(threads(config.launch.learner_threads, cores), 'thread')}; this machine has {plural(cores, 'core')}.",
-        *_where(prepared),
+        *_device_sentences(prepared),
         *(f"Slower than it could be: {words}." for words in slower_here(config, prepared.devices)),
     ]
 
 
-def _on_cluster(config: RunConfig) -> list[str]:
-    """What the parts ask a cluster for."""
-    ray, ranks = config.launch.ray, config.learner.parallel.world
-    learner = "the learner" if ranks == 1 else f"each of {ranks} ranks of the learner"
-    engine = "the engine" if config.engine.count == 1 else f"each of {config.engine.count} engines"
-    return [
-        f"On the Ray cluster {ray.address!r}: {learner} asks for {ray.learner}, {engine} for {ray.engine}; the "
-        "controller stays here."
-    ]
-
-
-def _engines(config: RunConfig, num_threads: int) -> str:
-    """How many engines there are, and what each may compute with."""
+def _engine_words(config: RunConfig, num_threads: int) -> str:
+    """Return how many engines there are, and how many threads each has, in words."""
     count = config.engine.count + sum(not isinstance(agent, TrainedAgent) for agent in config.env.agents)
     count += len(config.learner.served_teachers)
     if count == 1:
@@ -170,12 +179,12 @@ def _engines(config: RunConfig, num_threads: int) -> str:
     return f"{count} engines of {plural(max(1, num_threads // count), 'thread')} each"
 
 
-def _where(prepared: Prepared) -> list[str]:
-    """Which devices compute, and how their memory is divided."""
+def _device_sentences(prepared: Prepared) -> list[str]:
+    """Return the sentences about the devices, and about the share of GPU memory that each engine takes."""
     devices = prepared.devices
     lines = [f"{str(devices)[0].upper()}{str(devices)[1:]}."]
     for device in dict.fromkeys(each for each in devices.engines if each != CPU):
-        share = prepared.config.engine.of_one(devices.engines.index(device), devices).cache_share
+        share = prepared.config.engine.for_engine(devices.engines.index(device), devices).cache_share
         rest = "; what remains is the learner's" if device in devices.learner else ""
         count = devices.engines.count(device)
         who = "The engine keeps" if count == 1 else f"Each of {count} engines keeps"
@@ -186,8 +195,9 @@ def _where(prepared: Prepared) -> list[str]:
     return lines
 
 
-def _selection(config: RunConfig, num_rows: int) -> list[str]:
-    """Which groups are attempted and kept, where that is not all of them."""
+def _selection_sentences(config: RunConfig, num_rows: int) -> list[str]:
+    """Return the sentences about the end of the data and about filters; none where every group is attempted and
+    kept."""
     lines: list[str] = []
     if config.data.epochs is not None:
         groups = config.data.epochs * num_rows
@@ -203,4 +213,5 @@ def _selection(config: RunConfig, num_rows: int) -> list[str]:
 
 
 def _value(value: object) -> str:
+    """Return a value as a run file has it; ``(unset)`` for ``None``, which a run file cannot say."""
     return "(unset)" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What was trained, as the plain files that any Hugging Face program loads.
+"""Export trained weights as plain files that any Hugging Face program loads.
 
 run ──▶ its newest whole checkpoint ─┬─ a model: its files, byte for byte, however many ranks wrote them
 checkpoint, or a saved policy ───────┘─ an adapter: merged into its base, or by itself as peft has it; that of an
@@ -21,32 +21,34 @@ from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint.snapshot import STATE_FILE
-from headrace.learner.checksums import verify
-from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, whole_or_nothing
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, verify, whole_or_nothing
 from headrace.models.config import AGENTS
 from headrace.models.hub import is_hub_name, local_directory
 from headrace.rollout.environments.agents import POLICY
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-"""Patterns of what a directory of weights holds that others read, beside the tokenizer's; the optimizer is not."""
+"""Patterns of the files in a checkpoint that other programs read, beside the tokenizer's. The optimizer's files are
+not exported."""
 
 AdapterForm = Literal["merged", "separate"]
+"""The form in which an adapter is exported: merged into its base model, or as files of its own."""
 NumberFormat = Literal["float32", "bfloat16"]
+"""The number format of a merged model."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written."""
+    """The result of an export."""
 
     source: str
-    """The checkpoint it is from."""
+    """The checkpoint that was exported."""
     directory: str
     kind: Literal["model", "merged adapter", "adapter"]
     agent: str = ""
-    """Whose adapter, where agents have trained their own; empty: the policy's."""
+    """The agent whose adapter was exported; empty for the policy's."""
     lost_share: float | None = None
-    """Of the weights that an adapter changes, those that are the base's again in the number format that was written;
-    ``None`` where nothing was merged."""
+    """The share of the weights changed by the adapter that equal the base's again after rounding to the number
+    format; ``None`` where nothing was merged."""
 
 
 def export(
@@ -56,13 +58,16 @@ def export(
     dtype: NumberFormat | None = None,
     agent: str = "",
 ) -> Exported:
-    """Write what the run or checkpoint ``where`` trained into ``out``, which appears whole or not at all.
+    """Write the weights of the run or checkpoint ``where`` into the new directory ``out``, which appears whole or not
+    at all.
 
-    ``adapter`` says what becomes of an adapter (merged, if not said), ``dtype`` in which number format it is merged
-    (float32), ``agent`` whose adapter is meant where agents have trained their own (``policy``: the policy's). Raises
-    :class:`~headrace.base.errors.ConfigError` for what is not there to be exported and for an ``out`` that is there
-    already, :class:`~headrace.base.errors.CheckpointError` where it cannot be written, and
-    :class:`~headrace.base.errors.ModelError` for a base that is gone.
+    ``adapter`` is the form of an adapter; ``None`` means merged. ``dtype`` is the number format of a merged model;
+    ``None`` means float32. ``agent`` names the agent whose adapter is exported, where agents have trained their own;
+    ``policy`` names the policy's.
+
+    Raises :class:`~headrace.base.errors.ConfigError` where there are no such weights, and where ``out`` exists already;
+    :class:`~headrace.base.errors.CheckpointError` where ``out`` cannot be written; and
+    :class:`~headrace.base.errors.ModelError` where the adapter's base model is missing.
     """
     checkpoint_dir, out = _source(where), out.expanduser().absolute()
     source = _of_agent(checkpoint_dir, agent)
@@ -94,12 +99,13 @@ def export(
     kind: Literal["model", "merged adapter", "adapter"] = "model"
     if adapted:
         kind = "adapter" if lost_share is None else "merged adapter"
-    whose = "" if agent == POLICY else agent
-    return Exported(source=str(source), directory=str(out), kind=kind, agent=whose, lost_share=lost_share)
+    exported_agent = "" if agent == POLICY else agent
+    return Exported(source=str(source), directory=str(out), kind=kind, agent=exported_agent, lost_share=lost_share)
 
 
 def _of_agent(source: Path, agent: str) -> Path:
-    """The directory of the adapter that is meant."""
+    """Return the directory of the adapter of ``agent``; ``source`` itself for the policy's adapter and for a whole
+    model."""
     found = sorted(path.name for path in (source / AGENTS).glob("*"))
     known = [POLICY, *found] if found else []
     if known and not agent:
@@ -115,7 +121,8 @@ def _of_agent(source: Path, agent: str) -> Path:
 
 
 def _source(where: Path) -> Path:
-    """A directory with weights."""
+    """Return the directory of the weights that ``where`` stands for: the newest checkpoint of a run, or the
+    directory itself."""
     source = where.expanduser().absolute()
     if (source / CHECKPOINTS).is_dir():
         snapshot = starting_point(source).snapshot
@@ -135,6 +142,7 @@ def _source(where: Path) -> Path:
 
 
 def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dtype: NumberFormat | None) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for an option that has no effect on these weights."""
     if adapter is not None and not adapted:
         raise ConfigError(
             f"--adapter {adapter}: {source} holds a whole model and no adapter", remedy="leave --adapter out"
@@ -147,6 +155,8 @@ def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dty
 
 
 def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
+    """Write the adapter in ``source``, merged into its base model, into ``out``. Return the share of its changes
+    that rounding lost."""
     from headrace.models.lora import read_adapter
     from headrace.models.merge import export_merged
 
@@ -157,6 +167,7 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
 
 
 def _copy(paths: Iterable[Path], out: Path) -> None:
+    """Copy the files at ``paths`` into the new directory ``out``."""
     files = sorted(set(paths))
     out.mkdir()
     with whole_or_nothing(out, sum(path.stat().st_size for path in files) + SLACK_BYTES):

@@ -1,4 +1,4 @@
-"""A first run file: what of model, rows and reward can be found out is found out, and checked, before it is written.
+"""Write a first run file from a model, rows and a reward. It is checked by a dry run before it is written.
 
 model ─▶ context, chat template ─┐
 rows  ─▶ columns, longest prompt ├─▶ run.toml, which a dry run has read
@@ -7,64 +7,70 @@ reward ─▶ its signature          ┘
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
 from headrace.base.config.user_code import find_in_file
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, DataError
 from headrace.models import context_length, load_tokenizer
 from headrace.models.devices import num_gpus
 from headrace.models.hub import local_directory
 from headrace.rollout.environments.data import Row, load_rows
 from headrace.rollout.environments.prompts import make_tasks
+from headrace.rollout.scoring.signature import signature_in
 from headrace.run.session.config import load_config
 from headrace.run.session.prepare import Inputs, prepare
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "input")
+"""The names under which the column of the prompts is looked for, most likely first."""
 ANSWERS = ("answer", "solution", "label", "target", "ground_truth", "expected", "output")
-GIVEN = frozenset({"completion", "completions", "prompt", "prompts", "history", "turn"})
-"""What a reward is handed besides the columns of the row."""
-LOOKED_AT = 256
-"""Rows whose prompts are tried and measured."""
+"""The names under which the column of the expected answer is looked for, most likely first."""
+TESTS = ("tests", "test_cases", "unit_tests", "test_list")
+"""The names under which the column of tests for generated code is looked for."""
+HELD_OUT = ("held_out", "test", "eval", "validation", "val", "dev")
+"""The names, without suffix, under which a file of held-out rows is looked for."""
+NUM_PROBED_ROWS = 256
+"""The number of rows whose prompts are tokenized to find the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is known of a model."""
+    """The facts about a model that a run file depends on."""
 
     path: str
-    """As it was given: a directory, or a name on a hub."""
+    """The path as it was given: a directory, or a name on a hub."""
     directory: str
     context: int
-    """The longest it was made for, in tokens."""
+    """The longest sequence that the model was made for, in tokens."""
     chats: bool
-    """Whether it has a chat template."""
+    """True where it has a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What is known of the rows."""
+    """The facts about the rows that a run file depends on."""
 
     path: Path
     rows: Sequence[Row]
     prompt_column: str
     longest: int
-    """The longest prompt that was looked at, in tokens."""
+    """The longest prompt of the first :data:`NUM_PROBED_ROWS` rows, in tokens."""
     notes: list[str] = field(default_factory=list)
-    """What may surprise, in words."""
+    """Facts about the rows that may surprise the user, in words."""
 
     @property
     def columns(self) -> list[str]:
-        """Those of the first row."""
+        """The columns of the first row."""
         return list(self.rows[0])
 
 
 def find_model(path: str) -> Model:
-    """Look at the model at ``path``. Raises :class:`~headrace.base.errors.ModelError`."""
+    """Read the context and the chat template of the model at ``path``. Raises
+    :class:`~headrace.base.errors.ModelError`."""
     directory = local_directory(
         str(Path(path).expanduser()) if path.startswith("~") else path, "--model", weights=False
     )
@@ -74,7 +80,11 @@ def find_model(path: str) -> Model:
 
 
 def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
-    """Read the rows and try their prompts on the model's tokenizer. Raises :class:`~headrace.base.errors.DataError`."""
+    """Read the rows, and tokenize their prompts with the model's tokenizer.
+
+    Raises :class:`~headrace.base.errors.DataError`, and :class:`~headrace.base.errors.ConfigError` where no column of
+    prompts is found.
+    """
     rows = load_rows(path)
     column = prompt_column or next((name for name in PROMPTS if name in rows[0]), "")
     if column not in rows[0]:
@@ -82,7 +92,7 @@ def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
             f"{path} has no column {column or 'of prompts'!r}: it has {', '.join(rows[0])}",
             remedy="name the column of the prompts: --prompt-column NAME",
         )
-    tasks = make_tasks(rows[:LOOKED_AT], column, load_tokenizer(model.directory), source=str(path))
+    tasks = make_tasks(rows[:NUM_PROBED_ROWS], column, load_tokenizer(model.directory), source=str(path))
     longest = max(len(task.prompt_ids_T) for task in tasks)
     plain = isinstance(rows[0][column], str)
     notes = [
@@ -95,39 +105,75 @@ def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
 
 
 def answer_column(data: Data) -> str:
-    """The column that seems to hold the expected answer; empty where none does."""
+    """Return the name of the column that seems to hold the expected answer; empty where none does."""
     return next((name for name in ANSWERS if name in data.columns and name != data.prompt_column), "")
 
 
-def check_reward(reference: str, data: Data) -> None:
-    """Refuse a reward that asks for what no row has. Raises :class:`~headrace.base.errors.ConfigError`."""
-    path, name = find_in_file(reference, "--reward")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            _refuse_strange_arguments(reference, node.args, data)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardChoice:
+    """One reward that is possible with the columns of the rows."""
+
+    name: str
+    """The value of ``--reward``: ``file`` for a new ``reward.py``, or the kind of a built-in reward."""
+    column: str
+    """The column that the reward reads."""
+    meaning: str
+    """The description that the user is shown."""
 
 
-def _refuse_strange_arguments(reference: str, given: ast.arguments, data: Data) -> None:
-    places = [*given.posonlyargs, *given.args]
-    needed = [each.arg for each in places[: len(places) - len(given.defaults)]]
-    needed += [each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-    names = {each.arg for each in (*places, *given.kwonlyargs)}
-    if not names & {"completion", "completions"}:
-        raise ConfigError(
-            f"--reward {reference} takes ({', '.join(needed)}), and neither completion nor completions",
-            remedy="write reward(completion, **row) or reward(prompts, completions, **columns)",
+def fitting_rewards(data: Data, answers: str = "") -> list[RewardChoice]:
+    """Return the rewards that are possible with the columns of the rows, the recommended one first. ``answers``
+    names the column of the expected answer."""
+    answers = answers or answer_column(data)
+    found: list[RewardChoice] = []
+    if answers:
+        found = [
+            RewardChoice(name="file", column=answers, meaning=f"a file to change, which compares with {answers!r}"),
+            RewardChoice(name="exact", column=answers, meaning=f"1 where the whole answer is that of {answers!r}"),
+        ]
+        extra = "" if find_spec("math_verify") else " (pip install 'headrace[math]')"
+        meaning = f"1 where the last formula or number is worth what {answers!r} is{extra}"
+        found.append(RewardChoice(name="math", column=answers, meaning=meaning))
+    tests = next((name for name in TESTS if name in data.columns), "")
+    if tests:
+        code = RewardChoice(
+            name="code", column=tests, meaning=f"the share of {tests!r} that its code passes, sandboxed"
         )
-    strange = [name for name in needed if name not in GIVEN and name not in data.columns]
-    if strange:
-        raise ConfigError(
-            f"--reward {reference} asks for {', '.join(strange)}, and a row has {', '.join(data.columns)}",
-            remedy="rename the argument after a column, give it a default, or add the column to the rows",
+        found.insert(0 if not answers else len(found), code)
+    return found
+
+
+def check_reward(reference: str, data: Data) -> None:
+    """Check that the parameters of a reward in a file are columns of the rows. Raises
+    :class:`~headrace.base.errors.HeadraceError`."""
+    path, name = find_in_file(reference, "--reward")
+    signature = signature_in(path, name)
+    if signature is None:  # only importing the file can tell, as the dry run does at the end
+        return
+    signature.refuse_form(name)
+    signature.refuse_missing(name, data.columns, by_turn=False)
+
+
+def held_out_beside(path: Path) -> Path | None:
+    """Return the file beside ``path`` whose name says that it holds held-out rows; ``None`` where there is none."""
+    names = (f"{name}{path.suffix}" for name in HELD_OUT)
+    return next((found for name in names if (found := path.with_name(name)).is_file() and found != path), None)
+
+
+def check_held_out(path: Path, data: Data) -> None:
+    """Check that held-out rows can be read and have the column of the prompts. Raises
+    :class:`~headrace.base.errors.HeadraceError`."""
+    rows = load_rows(path)
+    if data.prompt_column not in rows[0]:
+        raise DataError(
+            f"{path} has no column {data.prompt_column!r}: it has {', '.join(rows[0])}",
+            remedy=f"give held-out rows with the columns of {data.path}",
         )
 
 
 def write_reward(path: Path, column: str) -> str:
-    """Write a reward that compares with ``column``, unless the file is there already; its reference."""
+    """Write a reward that compares with ``column``, unless the file exists already. Return its reference,
+    ``file.py:reward``."""
     if not path.exists():
         path.write_text(_REWARD.substitute(column=column), encoding="utf-8")
     return f"{path}:reward"
@@ -135,16 +181,18 @@ def write_reward(path: Path, column: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRun:
-    """What a first run file says."""
+    """The content of a first run file."""
 
     model: Model
     data: Data
-    reward: str
+    reward: str | RewardChoice
+    """``file.py:function``, or a built-in reward."""
     eval_path: Path | None = None
-    """Held-out rows; ``None``: none."""
+    """The file of held-out rows; ``None`` where there is none."""
 
     def text(self, directory: Path) -> str:
-        """The run file, for ``directory``: paths are relative to it where they are below it."""
+        """Return the text of the run file. Paths below ``directory`` are relative to it, as a run file there reads
+        them."""
         gpu = num_gpus() > 0
         rows = len(self.data.rows)
         room = self.model.context - self.data.longest
@@ -153,27 +201,39 @@ class FirstRun:
                 f"the longest prompt has {self.data.longest} tokens, and the model's context is {self.model.context}",
                 remedy="shorten the prompts, or choose a model with a longer context",
             )
-        path, _, name = self.reward.rpartition(":")
         column = self.data.prompt_column
-        held_out = "" if self.eval_path is None else f"eval_path = {_toml(_near(self.eval_path, directory))}\n"
+        held_out = "" if self.eval_path is None else f"eval_path = {_toml(_relative_path(self.eval_path, directory))}\n"
         return _RUN.substitute(
-            model=_toml(self.model.path if self._named else _near(Path(self.model.path).expanduser(), directory)),
+            model=_toml(
+                self.model.path if self._is_hub_name else _relative_path(Path(self.model.path).expanduser(), directory)
+            ),
             dtype='dtype = "bfloat16"\n' if gpu else "",
-            data=_toml(_near(self.data.path, directory)),
+            data=_toml(_relative_path(self.data.path, directory)),
             held_out=held_out,
             column="" if column == "prompt" else f"prompt_column = {_toml(column)}\n",
-            reward=_toml(f"{_near(Path(path), directory)}:{name}"),
+            reward=self._reward(directory),
             new_tokens=min(1024 if gpu else 256, room),
             groups=min(16 if gpu else 8, rows),
             size=8 if gpu else 4,
         )
 
+    def _reward(self, directory: Path) -> str:
+        """Return the lines of the run file that choose the reward."""
+        if isinstance(self.reward, RewardChoice):
+            key = "tests_column" if self.reward.name == "code" else "answer_column"
+            return f"[[env.rewards]]\nkind = {_toml(self.reward.name)}\n{key} = {_toml(self.reward.column)}"
+        path, _, name = self.reward.rpartition(":")
+        reference = _toml(f"{_relative_path(Path(path), directory)}:{name}")
+        return f"[env]\nreward = {reference}"
+
     @property
-    def _named(self) -> bool:
+    def _is_hub_name(self) -> bool:
+        """True where the model is a name on a hub, not a directory."""
         return self.model.directory != str(Path(self.model.path).expanduser())
 
     def write(self, out: Path, *, force: bool = False) -> None:
-        """Write ``out``, which a dry run has accepted. Raises :class:`~headrace.base.errors.HeadraceError`."""
+        """Write the run file to ``out`` once a dry run has accepted it. Raises
+        :class:`~headrace.base.errors.HeadraceError`."""
         refuse_existing(out, force=force)
         trial = out.with_name(f".{out.name}.tmp")
         try:
@@ -187,17 +247,19 @@ class FirstRun:
 
 
 def refuse_existing(out: Path, *, force: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where ``out`` is there and must not be written over."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where ``out`` exists and ``force`` is false."""
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already", remedy="name another file (--out), or write over it (--force)")
 
 
-def _near(path: Path, directory: Path) -> str:
+def _relative_path(path: Path, directory: Path) -> str:
+    """Return ``path`` relative to ``directory`` where it lies below it, else absolute."""
     found = path.expanduser().resolve()
     return str(found.relative_to(directory) if found.is_relative_to(directory) else found)
 
 
 def _toml(text: str) -> str:
+    """Return ``text`` as a TOML string; TOML accepts the strings of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -208,8 +270,7 @@ $dtype
 [data]
 path = $data
 $held_out$column
-[env]
-reward = $reward
+$reward
 
 [engine]
 max_new_tokens = $new_tokens  # the longest answer, in tokens
@@ -228,7 +289,7 @@ steps = 100
 """)
 
 _REWARD = Template('''\
-"""What an answer earns. Change it: this one compares with the column $column."""
+"""The reward of an answer. Change it: this one compares with the column $column."""
 
 import re
 
@@ -236,12 +297,14 @@ NUMBER = re.compile(r"-?\\d[\\d,]*(?:\\.\\d+)?")
 
 
 def reward(completion: str, $column) -> float:
-    """1 where the last number of the completion is that of the expected answer, or, without numbers, where it ends with
-    its text; 0 elsewhere."""
+    """Return 1 where the last numbers of the completion and of the expected answer are equal, else 0.
+
+    An expected answer without numbers must be the end of the completion.
+    """
     expected = str($column).rpartition("####")[2].strip()
-    wanted, found = NUMBER.findall(expected), NUMBER.findall(completion)
-    if wanted:
-        return float(bool(found) and _value(found[-1]) == _value(wanted[-1]))
+    right, found = NUMBER.findall(expected), NUMBER.findall(completion)
+    if right:
+        return float(bool(found) and _value(found[-1]) == _value(right[-1]))
     plain = expected.rstrip(".").casefold()
     return float(bool(plain) and completion.strip().rstrip(".").casefold().endswith(plain))
 

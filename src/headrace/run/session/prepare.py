@@ -1,4 +1,5 @@
-"""What is checked and loaded before any process starts: rows, prompts, the reward's file, the context."""
+"""Everything that is loaded and checked before any process starts (rows, prompts, the reward's file, devices, the
+context length), and the launch order that follows from it."""
 
 from __future__ import annotations
 
@@ -19,104 +20,107 @@ from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
-from headrace.launch.order import TeacherOrder
-from headrace.learner.checksums import verify_model
-from headrace.learner.companions.config import Frozen, OtherModel
-from headrace.models import ModelConfig, context_length, load_tokenizer
-from headrace.models.devices import CPU, Devices, num_gpus, settle
+from headrace.control.observer import Observers
+from headrace.launch.order import LaunchOrder, TeacherOrder
+from headrace.learner.auxiliary.config import Frozen, OtherModel
+from headrace.learner.disk import verify_model
+from headrace.models import ModelConfig, load_tokenizer
+from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
 from headrace.models.load import limit_of, read_config
 from headrace.models.mixtures import routes
 from headrace.rollout import Chat
-from headrace.rollout.environments.data import Row, as_rows, load_rows
+from headrace.rollout.environments import Curriculum
+from headrace.rollout.environments.bridges import find_bridge
+from headrace.rollout.environments.data import Row, RowOrder, as_rows, load_rows
 from headrace.rollout.environments.program import find_program
 from headrace.rollout.environments.prompts import make_tasks
-from headrace.rollout.scoring.fit import refuse_lacking
+from headrace.rollout.scoring.fit import refuse_missing_columns
 from headrace.rollout.scoring.reward import reward_reference, split_reference
-from headrace.run.session.agents import frozen_agents, refuse_misfits
-from headrace.run.session.config import RunConfig
+from headrace.run.rules import refuse
+from headrace.run.rules.start import MACHINE, MODEL, ROWS, MachineFacts, ModelFacts, RowFacts
+from headrace.run.session.config import RunConfig, as_recorded, with_local_models
 from headrace.run.session.engine_fit import refuse_settled
-from headrace.run.session.models import as_recorded, with_local_models
-from headrace.run.session.teachers import teacher_orders
-from headrace.wings.bridges import find_bridge
-from headrace.wings.cluster.ray.cluster import refuse_absent
-from headrace.wings.cluster.ray.fit import devices_of
+from headrace.run.session.own_engines import frozen_agents, refuse_misfits, teacher_orders
 
 Rows = Iterable[Mapping[str, Any]]
-"""Rows handed over in Python: a list of dicts, or a ``datasets`` object."""
+"""Rows that a caller passes in Python: a list of dicts, or a ``datasets`` object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a caller hands over in Python instead of naming it in the run file."""
+    """The objects that a caller passes in Python instead of naming them in the run file."""
 
     data: Rows | None = None
-    """Rows to train on; ``None``: those of ``data.path``."""
+    """The rows to train on; ``None``: those of ``data.path``."""
     eval_data: Rows | None = None
-    """Held-out rows; ``None``: those of ``data.eval_path``."""
+    """The held-out rows; ``None``: those of ``data.eval_path``."""
     reward: Callable[..., Any] | None = None
-    """A function that stands in a file; ``None``: that of ``env.reward``."""
+    """The reward, a function that is defined in a file; ``None``: that of ``env.reward``."""
     look: bool = False
-    """Whether the file of a reward is imported, in a process of its own, where its text does not tell the parameters of
-    the function: for a dry run. A scoring worker does so when it starts."""
+    """True where the file of a reward may be imported, in a separate process, to find the parameters of a function
+    whose source text does not show them. A dry run does so; in a run the scoring workers do when they start."""
     gpus: int | None = None
-    """How many GPUs this machine is taken to have; ``None``: as many as torch sees."""
+    """The number of GPUs that this machine is assumed to have; ``None``: the number that torch finds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything that the launch needs, beside the configuration."""
+    """Everything that the launch of a run needs, beside the configuration."""
 
     config: RunConfig
-    """With the reward's reference filled in."""
+    """The settings, with the reward's reference filled in."""
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     sampling: Sampling
-    """How training samples; its seed is replaced for every turn."""
+    """The sampling parameters of training; the seed is replaced for every turn."""
     max_context: int
-    """Prompt and completion together may be this long, in tokens."""
+    """The largest length of prompt and completion together, in tokens."""
     decode: Callable[[Sequence[int]], str]
-    """Ids of a completion to the text that is scored."""
+    """The function from the token ids of a completion to the text that is scored."""
     chat: Chat
-    """Writes and reads the messages of the model."""
+    """The chat template and parser of the model's messages."""
     devices: Devices
-    """Where engine and learner compute."""
+    """The devices of the engines and of the learner."""
     agents: Mapping[str, ModelConfig]
-    """What the engines of agents with weights of their own load, by name."""
+    """The models that the engines of agents with weights of their own load, by the agent's name."""
     teachers: Mapping[str, TeacherOrder]
     """The teachers that have engines of their own, by name."""
 
     def fingerprint(self) -> str:
-        """Names the settings and rows that decide what is learned: all but how long, where, and what is shown."""
+        """Return a hash of the settings and rows that decide what is learned. Left out are the length of the run,
+        its place and its display."""
         where: dict[str, set[str] | bool] = {
             "launch": True,
             "engine": {"device", "cache_share", "count", "server"},
             "learner": {"device"},
+            "sync": {"options"},
         }
         settings = as_recorded(self.config, exclude={"run": {"dir", "steps"}, "observe": True, **where})
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
             digest.update(task.prompt_ids_T.tobytes())
-            digest.update(_as_sent(task))  # the answers too
+            digest.update(_as_sent(task))  # with all columns, the answers too
         return digest.hexdigest()
 
 
 def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights: bool = True) -> Prepared:
-    """Load and check it all. ``training=False``: only the held-out rows are needed. ``weights=False``: those of a model
-    of a hub are not fetched.
+    """Load and check everything that a run needs, and return it.
+
+    Where ``training`` is false, only the held-out rows are needed. Where ``weights`` is false, the weights of hub
+    models are not fetched.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError`,
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
     """
     named = _with_entry(_with_reward(config, inputs))
     config = with_local_models(named, weights=False)
-    _refuse_threads(config)
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
     teachers = config.learner.served_teachers if training else {}
     devices = _devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
+    refuse(MACHINE, config, MachineFacts(config=config, cores=num_cores(), devices=devices))
     refuse_settled(config, [*agents, *teachers], devices)
-    _refuse_lending(config, devices)
     verify_model(Path(config.model.path))
     if training:
         _check_own_loss(config)
@@ -124,40 +128,38 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         _refuse_ranks(config)
     rows, eval_rows = _needed_rows(config, inputs, training=training)
     tokenizer = load_tokenizer(config.model.path)
-    _refuse_mute(config, tokenizer.chat_template)
-    column, own_words = config.data.prompt_column, config.env.remote
-    tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data", optional=own_words)
+    refuse(MODEL, config, ModelFacts(config=config, chat_template=tokenizer.chat_template))
+    column, own_prompts = config.data.prompt_column, config.env.remote
+    tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data", optional=own_prompts)
     eval_source = config.data.eval_path or "eval_data"
-    eval_tasks = make_tasks(eval_rows, column, tokenizer, source=eval_source, optional=own_words)
+    eval_tasks = make_tasks(eval_rows, column, tokenizer, source=eval_source, optional=own_prompts)
     _refuse_unsendable([*tasks, *eval_tasks])
-    refuse_lacking(config.env.components, [*tasks, *eval_tasks], look=inputs.look)
-    if training:
-        _refuse_too_few_rows(config, len(tasks))
+    refuse_missing_columns(config.env.components, [*tasks, *eval_tasks], look=inputs.look)
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)
-    context = _context(config, tasks, eval_tasks)
-    refuse_misfits(config, context)
-    if training:
-        _refuse_small_passes(config, tasks, context)
-    if weights:  # last, as it may take long: what is wrong with the rest has been said
+    facts = RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=limit_of(config.model.path))
+    refuse(ROWS, config, facts)
+    refuse_misfits(config, facts.context)
+    if weights:  # last, since it may take long: all other errors have been reported by now
         with_local_models(named)
     return Prepared(
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
         sampling=_sampling(config, endings),
-        max_context=context,
+        max_context=facts.context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
         chat=Chat.of(tokenizer, endings, config.env.tool_parser),
         devices=devices,
         agents=agents,
-        teachers=teacher_orders(config, tasks, tokenizer, context) if training else {},
+        teachers=teacher_orders(config, tasks, tokenizer, facts.context) if training else {},
     )
 
 
 def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on and the held-out ones; :class:`~headrace.base.errors.ConfigError` where those that
-    are
-    needed are not set."""
+    """Return the rows to train on and the held-out rows.
+
+    Raises :class:`~headrace.base.errors.ConfigError` where rows that are needed are not set.
+    """
     count, eval_count = config.data.count or 0, config.data.eval_count or 0
     rows = _rows(config.data.path, inputs.data, "data.path", range(count)) if training else []
     held_out = range(count, count + eval_count)
@@ -170,9 +172,10 @@ def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[
 
 
 def refuse_inside_a_run() -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` in a process of a run: a script that is imported for its reward
-    would
-    start itself without end."""
+    """Raise :class:`~headrace.base.errors.ConfigError` in a process of a run.
+
+    Otherwise a script that the run imports for its reward would start another run, and so on without end.
+    """
     if is_part_of_a_run():
         raise ConfigError(
             "a run cannot be started by a process of a run: the file of the reward function starts one when imported",
@@ -180,57 +183,24 @@ def refuse_inside_a_run() -> None:
         )
 
 
-def _refuse_mute(config: RunConfig, chat_template: str | None) -> None:
-    if config.env.kind in ("env", "program", "bridge") and chat_template is None:
-        raise ConfigError(
-            f"env.kind={config.env.kind!r} speaks in messages, and the tokenizer of model.path={config.model.path!r} "
-            "has no chat template",
-            remedy="use a chat model, or add a chat_template.jinja to the model directory",
-        )
-
-
-def _refuse_threads(config: RunConfig) -> None:
-    cores = num_cores()
-    for name in ("engine_threads", "learner_threads"):
-        asked = config.launch.model_dump()[name]
-        if asked is not None and asked > cores:
-            raise ConfigError(
-                f"launch.{name}={asked}, and this machine has {cores} cores", remedy=f"set launch.{name} <= {cores}"
-            )
-
-
-def _refuse_lending(config: RunConfig, devices: Devices) -> None:
-    if not config.launch.lend_cores:
-        return
-    places = sorted({*devices.engines, *devices.learner} - {CPU})
-    reasons = {
-        f"the engine or the learner computes on {', '.join(places)}": places,
-        f"engine.kind={config.engine.kind!r} keeps the cores that it was started with": config.engine.kind != "native",
-        "model.deterministic=true promises the same bits whatever the other parts do": config.model.deterministic,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(f"launch.lend_cores=true, and {reason}", remedy="leave launch.lend_cores out")
-
-
 def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:
-    """``num_others``: engines of agents and teachers."""
-    if config.launch.remote:
-        refuse_absent()
-        num_ranks = config.learner.parallel.world if training else 0
-        return devices_of(config.launch, config.engine.count + num_others, num_ranks)
+    """Return the devices of the engines and of the learner; ``num_others`` counts the engines of agents and
+    teachers."""
+    num_engines, num_ranks = config.engine.count + num_others, config.learner.parallel.world if training else 0
+    if config.launch.cluster is not None:
+        return config.launch.cluster.devices(config.launch, num_engines, num_ranks)
     return settle(
         config.engine.device,
         config.learner.device,
-        ranks=config.learner.parallel.world if training else 0,
+        ranks=num_ranks,
         gpus=gpus,
-        count=config.engine.count + num_others,
+        count=num_engines,
         only_cpu=config.model.deterministic,
     )
 
 
 def _check_own_loss(config: RunConfig) -> None:
-    """A loss of the user's own must keep the contract that every loss keeps."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where a custom loss breaks the contract of losses."""
     if not isinstance(config.algo.loss, Custom):
         return
     from headrace.algo.check import check_loss
@@ -244,7 +214,8 @@ def _check_own_loss(config: RunConfig) -> None:
 
 
 def _refuse_absent(config: RunConfig) -> None:
-    """A directory that the learner is to read must be there, and be what was written where it is a snapshot's."""
+    """Raise an error where a directory that the learner reads does not exist, or its files differ from their
+    checksums."""
     learner, lora = config.learner, config.model.lora
     paths = {
         f"learner.{name}.path": policy.path
@@ -264,35 +235,17 @@ def _refuse_absent(config: RunConfig) -> None:
 
 
 def _refuse_ranks(config: RunConfig) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` where the model cannot be split over the ranks of
+    ``learner.parallel``."""
     parallel, model = config.learner.parallel, config.model
     parallel.refuse_settings(model)
     if parallel.world > 1:
         parallel.refuse_model(model.path, read_config(model.path))
 
 
-def _refuse_small_passes(config: RunConfig, tasks: Sequence[Task], context: int) -> None:
-    """A sample is trained in one pass: one that cannot be would end the run at its first long answer."""
-    budget, longest = config.learner.tokens_per_microbatch, max(len(task.prompt_ids_T) for task in tasks)
-    needed = min(context, longest + config.engine.max_new_tokens)
-    if needed > budget:
-        raise ConfigError(
-            f"learner.tokens_per_microbatch={budget}, and a sample may have {needed} tokens: a prompt of {longest} and "
-            f"engine.max_new_tokens={config.engine.max_new_tokens}",
-            remedy=f"set learner.tokens_per_microbatch >= {needed}, or lower engine.max_new_tokens",
-        )
-
-
-def _refuse_too_few_rows(config: RunConfig, num_rows: int) -> None:
-    epochs, batch = config.data.epochs, config.flow.groups_per_step
-    if epochs is not None and epochs * num_rows < batch:
-        raise ConfigError(
-            f"data.epochs={epochs} over {num_rows} rows makes {epochs * num_rows} groups, fewer than one batch "
-            f"(flow.groups_per_step={batch}): no step could ever start",
-            remedy=f"set data.epochs >= {-(-batch // num_rows)}, lower flow.groups_per_step, or give more rows",
-        )
-
-
 def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
+    """Return the settings with the absolute reference of the reward. Raises
+    :class:`~headrace.base.errors.ConfigError` where there is none, or two."""
     env = config.env
     if env.rewards and inputs.reward is None:
         rewards = tuple(reward.check() for reward in env.rewards)
@@ -300,7 +253,7 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
     if env.rewards:
         raise ConfigError("env.rewards is set, and a reward function is handed over too", remedy="give one of them")
     reference = env.reward if inputs.reward is None else reward_reference(inputs.reward)
-    if not reference and env.remote:  # the environment says what an episode earned
+    if not reference and env.remote:  # the environment itself may return the reward
         return config
     if not reference:
         raise ConfigError("env.reward is not set", remedy="set env.reward = 'file.py:function', or give reward=")
@@ -309,6 +262,7 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 
 def _with_entry(config: RunConfig) -> RunConfig:
+    """Return the settings with the absolute path of the environment's file, after a check that it exists."""
     if config.env.kind == "program":
         find_program(config.env.argv)
     if config.env.kind == "bridge":
@@ -322,6 +276,7 @@ def _with_entry(config: RunConfig) -> RunConfig:
 
 
 def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
+    """Return the rows in ``given`` or in the file ``path``; without either, one row for each of ``numbers``."""
     if given is not None:
         if path or numbers:
             instead = f"{name}={path!r}" if path else name.replace("path", "count") + f"={len(numbers)}"
@@ -330,42 +285,12 @@ def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]
     return load_rows(Path(path)) if path else [{"number": number} for number in numbers]
 
 
-def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> int:
-    """How long prompt and completion together may be; refuses what no task could fit."""
-    limit = limit_of(config.model.path)
-    possible, why = limit.length, f": {limit.reason}" if limit.reason else ""
-    asked = config.engine.max_context
-    if asked is not None and asked > possible:
-        raise ConfigError(
-            f"engine.max_context={asked} is more than the model's context of {possible}{why}",
-            remedy=f"set engine.max_context <= {possible}",
-        )
-    new = config.engine.max_new_tokens
-    longest = max(len(task.prompt_ids_T) for task in [*tasks, *eval_tasks])
-    shortest = min(len(task.prompt_ids_T) for task in tasks or eval_tasks)
-    usual = possible if config.env.remote else min(possible, longest + new)
-    context = asked if asked is not None else usual
-    if shortest + new > context:
-        raise ConfigError(
-            f"no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={new} more than the "
-            f"context of {context}{why if context == possible else ''}",
-            remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
-        )
-    _refuse_short_critic(config, context)
-    return context
-
-
-def _refuse_short_critic(config: RunConfig, context: int) -> None:
-    path = config.learner.critic.path
-    if path and context_length(path) < context:
-        raise ConfigError(
-            f"learner.critic.path={path!r} was made for {context_length(path)} tokens, and samples may have {context}",
-            remedy=f"choose a critic for >= {context} tokens, or set engine.max_context <= {context_length(path)}",
-        )
-
-
 def _sampling(config: RunConfig, endings: tuple[int, ...]) -> Sampling:
-    """What an exact loss needs is recorded: what could be drawn, if not everything; experts, if there are any."""
+    """Return the sampling parameters of training.
+
+    They ask the engine to record what the losses need to recompute log-probabilities: kept-sets under top-k, top-p or
+    min-p, and experts of a mixture.
+    """
     engine = config.engine
     sampling = Sampling(
         max_new_tokens=engine.max_new_tokens,
@@ -389,11 +314,13 @@ _CODEC = MessageCodec(ScoreCompletions)
 
 
 def _as_sent(task: Task) -> bytes:
+    """Return the row as it is encoded for the scoring workers."""
     return _CODEC.encode(ScoreCompletions(call=0, prompt=task.prompt, completions=(), row=task.row))
 
 
 def _refuse_unsendable(tasks: Sequence[Task]) -> None:
-    """Rows travel to the scoring workers: better to know now than in the middle of a run."""
+    """Raise :class:`~headrace.base.errors.DataError` for a row that cannot be encoded for the scoring workers, since
+    otherwise the run would end when the row is first scored."""
     for task in tasks:
         try:
             _CODEC.decode(_as_sent(task))
@@ -402,3 +329,50 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
                 f"row {task.row_index + 1} cannot be handed to the reward function: {error}",
                 remedy="keep text, numbers, lists and dicts in the rows",
             ) from None
+
+
+def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> LaunchOrder:
+    """Return the order for the launcher; ``snapshot`` is the directory of a resumed run's weights and optimizer
+    state."""
+    config = prepared.config
+    return LaunchOrder(
+        model=config.model,
+        snapshot=snapshot,
+        engine=config.engine,
+        learner=config.learner,
+        algo=config.algo,
+        env=config.env,
+        agents=prepared.agents,
+        teachers=prepared.teachers,
+        sync=config.sync,
+        launch=config.launch,
+        devices=prepared.devices,
+        tasks=prepared.tasks,
+        eval_tasks=prepared.eval_tasks,
+        sampling=prepared.sampling,
+        max_context=prepared.max_context,
+        decode=prepared.decode,
+        chat=prepared.chat,
+        run_dir=run_dir,
+        total_steps=config.run.steps,
+        branch_weight=1.0 if config.flow.pivots is None else config.flow.pivots.weight,
+        on_spans=observers.spans,
+        on_event=observers.event,
+        stall_timeout_s=config.run.stall_timeout_s,
+    )
+
+
+def row_order(config: RunConfig, num_rows: int) -> RowOrder:
+    """Return the function from the number of a group to its row, for a run without a curriculum."""
+    data = config.data
+    return RowOrder(num_rows=num_rows, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
+
+
+def curriculum(config: RunConfig, num_rows: int) -> Curriculum | None:
+    """Return the curriculum that ``data.curriculum`` configures; ``None`` where it is not set."""
+    data = config.data
+    if data.curriculum is None:
+        return None
+    return Curriculum(
+        data.curriculum, num_rows=num_rows, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs
+    )

@@ -1,13 +1,13 @@
-"""``headrace train --replay RUN``: a whole recorded run once more, bit for bit.
+"""``headrace train --replay RUN``: repeat a whole recorded run, bit for bit.
 
     of the recorded run                   in the replay
-    settings, rows, seed                  the same: what differs is refused
-    interleaving-engine.jsonl             the engine is told the same before the same steps
+    settings, rows, seed                  must be the same: a difference is refused
+    interleaving-engine.jsonl             the engine receives the same messages before the same steps
     ledger: the groups of every step      the flow makes the same batches
-    ledger: episodes                      tokens, logprobs, versions and rewards are compared as they come
-    ledger: the weights' hashes           every version is compared when it is committed
+    ledger: episodes                      tokens, logprobs, versions and rewards are compared as they arrive
+    ledger: the hashes of weights         every version is compared when it is committed
 
-Rewards are computed again, and so are all weights. Nothing else decides: draws follow from the seed.
+Rewards and weights are computed again. All random draws follow from the seed.
 """
 
 from __future__ import annotations
@@ -30,31 +30,35 @@ from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
 from headrace.flow.ledger.opening import open_ledger
 from headrace.flow.policies.recorded import RecordedPolicy
-from headrace.launch.interleaving import EngineInput, Handled, interleaving_file, read_interleaving
+from headrace.launch.interleaving import EngineInput, RecordedInput, interleaving_file, read_interleaving
 from headrace.launch.order import Facts, LaunchOrder
-from headrace.launch.starts import Repeated
+from headrace.launch.starts import RecordedEngine
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.rollout.runner import episode_seed
-from headrace.run.session.config import RunConfig, load_config
+from headrace.run.session.config import RunConfig, as_recorded, load_config
 from headrace.run.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
-from headrace.run.session.models import as_recorded
 from headrace.run.session.prepare import Prepared
 
-FREE = (
+CHANGEABLE = (
     *("observe", "run.dir", "run.stall_timeout_s", "run.keep_checkpoints"),
     *("launch.start_timeout_s", "launch.engine_restarts", "launch.engine_silence_s"),
 )
-"""Settings that may differ: none of them touches a token."""
-BY_THE_CLOCK = frozenset({"env_timeout", "reward_timeout", "reward_crashed"})
-"""Ends of episodes that no record can repeat."""
-PATIENCE_S = 24 * 3600.0
-"""How long an attempt or a commit may take in a replay: they wait for the recorded moment."""
-PATIENT = 0.8
-"""The engine speaks up after this share of the stall timeout: it knows better what it waits for."""
+"""The settings that a replay may change, because they affect no token."""
+UNREPEATABLE_CAUSES = frozenset({"env_timeout", "reward_timeout", "reward_crashed"})
+"""The causes by which an episode ends that depend on the clock or on a crash. A run with one of them cannot be
+repeated."""
+NO_TIMEOUT_S = 24 * 3600.0
+"""The time limit of an attempt and of a commit in a replay, in seconds: both wait for the moment that was recorded."""
+ENGINE_SHARE_OF_TIMEOUT = 0.8
+"""The share of the stall timeout after which the engine reports what it waits for. It does so before the controller,
+which knows less about it."""
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
-    """The settings of the run in ``run_dir``, for a run in another directory."""
+    """Return the settings of the run in ``run_dir`` with an empty ``run.dir``, for a run in another directory.
+
+    Raises :class:`~headrace.base.errors.ConfigError` where the directory holds no run.
+    """
     try:
         tree = read_sealed(run_dir / CONFIG_FILE)
     except OSError as error:
@@ -65,27 +69,28 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRecording:
-    """A run that can be repeated."""
+    """The record of a run that can be repeated."""
 
     run_dir: Path
     config: RunConfig
     ledger: Ledger
     facts: Facts
-    """What its parts said of themselves."""
+    """The facts that each part reported when it started, by its role."""
     checksums: Mapping[int, str]
-    """What the weights of every version that it committed hash to."""
+    """The hash of the weights of every committed version."""
     steps: Mapping[int, tuple[int, ...]]
-    """The groups of every step that it trained."""
+    """The groups that each step trained, by step."""
     rows: tuple[int, ...]
-    """The dataset row of every group."""
-    handled: tuple[Handled, ...]
-    """What its engine was told."""
+    """The dataset row of each group, by group number."""
+    handled: tuple[RecordedInput, ...]
+    """The messages that the engine received, in order, each with its step."""
 
     @classmethod
     def open(cls, run_dir: Path) -> ReplayRecording:
-        """The run in ``run_dir``, for reading. Raises :class:`~headrace.base.errors.ConfigError`, with the reason, for
-        one
-        that cannot be repeated."""
+        """Open the record of the run in ``run_dir`` for reading.
+
+        Raises :class:`~headrace.base.errors.ConfigError` with the reason where the run cannot be repeated.
+        """
         config = load_config(recorded_settings(run_dir))
         try:
             ledger = open_ledger(run_dir)
@@ -99,30 +104,37 @@ class ReplayRecording:
 
     @classmethod
     def _read(cls, run_dir: Path, config: RunConfig, ledger: Ledger) -> ReplayRecording:
-        lives = sum(kind == "start" for kind, _, _ in ledger.notes())
-        if lives > 1:
-            raise _refused(run_dir, f"it has {lives} lives, and what was told the engine is lost where one ended")
-        died = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
-        if died:
-            raise _refused(run_dir, f"a part of it was started again while it ran ({died[0]})")
+        """Read the record, and raise :class:`~headrace.base.errors.ConfigError` for anything in the run that was not
+        recorded."""
+        num_lives = sum(kind == "start" for kind, _, _ in ledger.notes())
+        if num_lives > 1:
+            raise _refused(
+                run_dir,
+                f"it has {num_lives} lives, and the last messages to the engine in a life are not recorded",
+            )
+        recoveries = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
+        if recoveries:
+            raise _refused(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
         frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
         if frozen:
             raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
         if config.learner.served_teachers:
             raise _refused(run_dir, "a teacher has an engine of its own, which is not recorded")
         if config.flow.pivots is not None:
-            raise _refused(run_dir, "flow.pivots is set, and when branches were asked for is not recorded")
-        if config.engine.kind != "native":
+            raise _refused(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
+        if not config.engine.can.seeds:
             raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws no seed fixes")
         if config.engine.count > 1:
             raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
-        fates = ledger.conservation()
-        by_clock = BY_THE_CLOCK & (fates.groups.dropped.keys() | fates.episodes.dropped.keys())
+        conservation = ledger.conservation()
+        by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
         if by_clock:
             raise _refused(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
         path = run_dir / interleaving_file("engine")
         if not path.exists() or not (run_dir / FACTS_FILE).exists():
-            raise _refused(run_dir, f"{path.name} or {FACTS_FILE} is missing: what its engine was told is not recorded")
+            raise _refused(
+                run_dir, f"{path.name} or {FACTS_FILE} is missing: the messages to its engine are not recorded"
+            )
         steps = ledger.steps()
         if not steps or sorted(steps) != list(range(len(steps))):
             raise _refused(run_dir, f"its ledger holds {len(steps)} steps, and not one after the other from the first")
@@ -143,22 +155,24 @@ class ReplayRecording:
         )
 
     def refuse_other(self, prepared: Prepared) -> None:
-        """:class:`~headrace.base.errors.ConfigError` where settings or rows are not those of the run."""
+        """Raise :class:`~headrace.base.errors.ConfigError` where the settings or rows of ``prepared`` differ from
+        the recorded ones."""
         mine, theirs = _flat(prepared.config), _flat(self.config)
         for key in sorted(mine.keys() | theirs.keys()):
-            free = any(key == one or key.startswith(f"{one}.") for one in FREE)
-            if not free and mine.get(key) != theirs.get(key):
+            changeable = any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
+            if not changeable and mine.get(key) != theirs.get(key):
                 raise ConfigError(
                     f"{key}={mine.get(key)!r}, and the run in {self.run_dir} has {theirs.get(key)!r}: it would be "
                     "another run",
-                    remedy=f"leave {key} out; a replay may change only {', '.join(FREE)}",
+                    remedy=f"leave {key} out; a replay may change only {', '.join(CHANGEABLE)}",
                 )
         before = starting_point(self.run_dir).fingerprint
         if before not in ("", replace(prepared, config=self.config).fingerprint()):
             raise _refused(self.run_dir, "its rows have changed, or the program that made it knew other settings")
 
     def order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
-        """What is launched: the recorded threads and cache, and no clock that ends an attempt."""
+        """Return the launch order with the recorded number of threads and cache blocks, and without the time limits
+        that end an attempt."""
         engine, learner = self.facts["engine"], self.facts["learner"]
         world = order.learner.parallel.world
         launch = {
@@ -172,12 +186,12 @@ class ReplayRecording:
         return replace(
             order,
             engine=order.engine.model_copy(update=cache),
-            env=order.env.model_copy(update={"timeout_s": PATIENCE_S}),
-            sync=order.sync.model_copy(update={"deadline_s": PATIENCE_S}),
+            env=order.env.model_copy(update={"timeout_s": NO_TIMEOUT_S}),
+            sync=order.sync.model_copy(update={"deadline_s": NO_TIMEOUT_S}),
             launch=order.launch.model_copy(update=launch),
-            repeats=Repeated(
+            recorded=RecordedEngine(
                 interleaving=str(self.run_dir / interleaving_file("engine")),
-                deadline_s=PATIENT * stall_timeout_s,
+                deadline_s=ENGINE_SHARE_OF_TIMEOUT * stall_timeout_s,
                 seed=self.config.run.seed,
                 num_groups=len(self.rows),
                 group_size=self.config.flow.group_size,
@@ -185,7 +199,8 @@ class ReplayRecording:
         )
 
     def settings(self, settings: ControlSettings) -> ControlSettings:
-        """What the controller is told: as many steps, of the same groups."""
+        """Return the settings of the controller with the recorded number of steps, and with the recorded groups in
+        each step."""
         policy = settings.flow.policy
         recorded = RecordedPolicy(
             starts=self._starts(),
@@ -202,7 +217,8 @@ class ReplayRecording:
         )
 
     def _starts(self) -> tuple[int, ...]:
-        """By group, the version that its engine had when it was told of the first request of it or of a later one."""
+        """Return for each group the version that the engine had when the first request of this group, or of a later
+        one, arrived."""
         size, seed = self.config.flow.group_size, self.config.run.seed
         groups = {
             episode_seed(seed, EpisodeKey(number, place)): number
@@ -213,9 +229,9 @@ class ReplayRecording:
         starts = [never] * len(self.rows)
         version = 0
         for each in self.handled:
-            if each.told is EngineInput.COMMIT and each.version is not None:
+            if each.kind is EngineInput.COMMIT and each.version is not None:
                 version = each.version
-            elif each.told is EngineInput.GENERATE:
+            elif each.kind is EngineInput.GENERATE:
                 for number in {groups[one] for one in each.seeds if one in groups}:
                     starts[number] = min(starts[number], version)
         for number in reversed(range(len(starts) - 1)):
@@ -223,7 +239,8 @@ class ReplayRecording:
         return tuple(starts)
 
     def refuse_machine(self, facts: Facts) -> None:
-        """:class:`~headrace.base.errors.ConfigError` where parts say something else of themselves than they did."""
+        """Raise :class:`~headrace.base.errors.ConfigError` where a part reports other facts than in the recorded
+        run, such as another version of torch."""
         for role, known in self.facts.items():
             for name, value in facts[role].items():
                 if name != "weights_address" and known.get(name) != value:
@@ -231,8 +248,14 @@ class ReplayRecording:
 
 
 @contextmanager
-def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> Iterator[ReplayRecording | None]:
-    """The run in the directory ``replay``, which what is ``prepared`` repeats; ``None`` for an empty name."""
+def opened_recording(
+    replay: str | Path, prepared: Prepared, *, resume: bool = False
+) -> Iterator[ReplayRecording | None]:
+    """Open the record of the run in the directory ``replay``, which the prepared run repeats; ``None`` where ``replay``
+    is empty.
+
+    Raises :class:`~headrace.base.errors.ConfigError` where it cannot be repeated.
+    """
     if not replay:
         yield None
         return
@@ -252,8 +275,10 @@ def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> I
 
 
 class ReplayComparison:
-    """A ledger's writer that holds what is recorded against ``recording``, and raises
-    :class:`~headrace.base.errors.ReplayDiffers` at the first difference."""
+    """A writer of the ledger that compares every operation with ``recording`` and then passes it on to ``writer``.
+
+    Raises :class:`~headrace.base.errors.ReplayDiffers` at the first difference.
+    """
 
     def __init__(self, writer: LedgerWriter, recording: ReplayRecording) -> None:
         self._writer = writer
@@ -263,7 +288,7 @@ class ReplayComparison:
 
     def write(self, operation: Operation) -> None:
         match operation:
-            case EndEpisode(episode=episode) if self._left:  # later ones are made under no recorded order
+            case EndEpisode(episode=episode) if self._left:  # later episodes follow no recorded order
                 self._compare(episode)
             case CommitVersion():
                 self._check(operation)
@@ -276,7 +301,10 @@ class ReplayComparison:
         self._writer.close()
 
     def finish(self, summary: Summary) -> Summary:
-        """The summary with how many versions agree: all of them, or it raises."""
+        """Return the summary with the number of versions that agree.
+
+        Raises :class:`~headrace.base.errors.ReplayDiffers` where the replay ended before the last recorded version.
+        """
         if self._left:
             raise ReplayDiffers(
                 f"{self._agreed()}; the replay ended before version {min(self._left)}: {summary.cause or 'stopped'}",
@@ -285,6 +313,7 @@ class ReplayComparison:
         return msgspec.structs.replace(summary, versions_agree=len(self._recording.checksums))
 
     def _check(self, commit: CommitVersion) -> None:
+        """Compare the hash of a committed version with the recorded hash."""
         expected = self._left.get(commit.version)
         if expected is None:
             return
@@ -299,17 +328,21 @@ class ReplayComparison:
         del self._left[commit.version]
 
     def _agreed(self) -> str:
+        """Return how many of the recorded versions have agreed so far, in words."""
         total = len(self._recording.checksums)
         return f"{total - len(self._left)} of {total} versions agree"
 
     def _compare(self, now: EpisodeGraph) -> None:
+        """Compare an ended episode with the recorded one."""
         number, place = now.key.group, now.key.place
         if number not in self._expected:
             self._expected[number] = {each.key.place: each for each in self._recording.ledger.episodes(number)}
         then = self._expected[number].pop(place, None)
         if not self._expected[number]:
             del self._expected[number]
-        if then is None or now.status is EpisodeStatus.LEFT_OUT:  # unfinished; or withdrawn, a little earlier or later
+        if (
+            then is None or now.status is EpisodeStatus.LEFT_OUT
+        ):  # it did not end in the recorded run, or it was withdrawn at another token
             return
         problem = difference(now, then)
         if problem:
@@ -322,8 +355,8 @@ class ReplayComparison:
 
 
 def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
-    """The first thing in which two episodes differ, to be followed by where the other one is; empty where they are bit
-    for bit the same."""
+    """Return the first difference between two episodes, as the first half of a sentence that the place of the other
+    episode ends; empty where they are bit for bit the same."""
     if len(now.turns) != len(then.turns):
         return f"it has {len(now.turns)} turns, and {len(then.turns)}"
     for index, (turn, other) in enumerate(zip(now.turns, then.turns, strict=True)):
@@ -339,6 +372,7 @@ def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
 
 
 def _turns_differ(now: Turn, then: Turn) -> str:
+    """Return the first difference between two turns, in words; empty where they are bit for bit the same."""
     length, other = len(now.tokens), len(then.tokens)
     both = min(length, other)
     for name, mine, theirs in (
@@ -354,7 +388,7 @@ def _turns_differ(now: Turn, then: Turn) -> str:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted name."""
+    """Return every setting by its dotted name."""
     found: dict[str, Any] = {}
 
     def walk(prefix: str, tree: dict[str, Any]) -> None:
@@ -369,6 +403,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _refused(run_dir: Path, why: str) -> ConfigError:
+    """Return the error for a run that cannot be repeated."""
     return ConfigError(
         f"the run in {run_dir} cannot be replayed: {why}",
         remedy="replay another run; headrace ledger RUN --replay trains the batches of any",

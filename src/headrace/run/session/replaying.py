@@ -1,4 +1,4 @@
-"""``headrace ledger RUN --replay``: the batches of a recorded run, given once more to a fresh learner."""
+"""``headrace ledger RUN --replay``: train a fresh learner on the recorded batches of a run, and compare the weights."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ from headrace.control.loops.feeding import collate, without_stale, without_untau
 from headrace.control.loops.syncing import version_checksum
 from headrace.flow.ledger import Ledger
 from headrace.launch.config import threads
-from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.learner.base import LearnerContext
+from headrace.learner.core import LearnerCore
 from headrace.models import load_model
 from headrace.models.devices import use
 from headrace.models.weights import weight_tensors
-from headrace.run.session.config import RunConfig, load_config
+from headrace.run.session.config import RunConfig, load_config, with_local_models
 from headrace.run.session.directory import CONFIG_FILE, read_sealed
-from headrace.run.session.models import with_local_models
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the weights of a fresh learner are those of the run."""
+    """The result of the comparison between the weights of a fresh learner and those of the run."""
 
     steps: int
-    """That were made again."""
+    """The number of steps that were trained again."""
     agree: list[int]
-    """Versions whose weights are bit for bit those that the run committed."""
+    """The versions whose weights are bit for bit those that the run committed."""
     differ: list[int]
-    """Versions whose weights are not; after the first the others cannot agree either."""
+    """The versions whose weights are not. After the first of them all later versions differ too."""
 
     @property
     def first_difference(self) -> int | None:
-        """The first version that differs; ``None``: the run is what its ledger says."""
+        """The first version that differs; ``None`` where all agree."""
         return min(self.differ, default=None)
 
 
 def replay(run_dir: Path, ledger: Ledger, tell: Callable[[str], None] = lambda _: None) -> Replay:
-    """Train a fresh learner on every batch that ``ledger`` holds of the run in ``run_dir``, from its first step on, and
-    hold the weights' hashes against those of the versions that were committed.
+    """Train a fresh learner on every batch in ``ledger``, from the first step on, and compare the hashes of its weights
+    with those of the committed versions.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a run whose learner has several ranks.
+    ``tell`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` where the
+    learner of the run in ``run_dir`` has several ranks, and :class:`~headrace.base.errors.LedgerError` where steps are
+    missing.
     """
     config = with_local_models(_settings(run_dir))
     steps, recorded = ledger.steps(), ledger.checksums()
@@ -87,11 +89,14 @@ def replay(run_dir: Path, ledger: Ledger, tell: Callable[[str], None] = lambda _
 
 
 def _route(config: RunConfig, scratch: Path) -> Route:
-    """The hashes are of what would be sent, so the codec is the run's."""
+    """Return a route in a scratch directory. Its codec is the run's, since the hashes are those of the encoded
+    weights."""
     return Route(codec=config.sync.codec, address=str(scratch / "weights"))
 
 
 def _settings(run_dir: Path) -> RunConfig:
+    """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` where its
+    learner has several ranks."""
     try:
         tree = read_sealed(run_dir / CONFIG_FILE)
     except OSError as error:
@@ -106,6 +111,7 @@ def _settings(run_dir: Path) -> RunConfig:
 
 
 def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
+    """Return the batch of ``step`` from the recorded groups ``numbers``, as the run's feeding loop made it."""
     groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]
     flow = config.flow
     weight = 1.0 if flow.pivots is None else flow.pivots.weight

@@ -1,4 +1,4 @@
-"""Coroutines run from plain functions, and errors told as one cause."""
+"""Run coroutines from plain functions, with Ctrl-C, and find the cause in a group of errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The error that explains the others: the first of the project's own in a group of errors."""
+    """Return the error that explains the others in a group: the first of the project's own classes, or else the
+    first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [first_cause(part) for part in error.exceptions]
@@ -24,22 +25,23 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 class Interrupts:
-    """Passes Ctrl-C on to a loop in another thread. What runs there may say what it means; else it is cancelled."""
+    """Passes Ctrl-C on to an event loop in another thread, where it calls ``handler`` or, without one, cancels the
+    task."""
 
     def __init__(self) -> None:
         self.handler: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
 
-    async def attend(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run ``main``, which :meth:`pass_on` interrupts from now on."""
+    async def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run ``main``; :meth:`pass_on` interrupts it from now on."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         return await main
 
     def pass_on(self) -> None:
-        """Ctrl-C was pressed. Called from another thread."""
+        """Interrupt the coroutine, because Ctrl-C was pressed. This is called from another thread."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: it is over
+            with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
                 self._loop.call_soon_threadsafe(self._interrupted)
 
     def _interrupted(self) -> None:
@@ -50,13 +52,14 @@ class Interrupts:
 
 
 def run_watched(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in an event loop that knows how much of the time it works."""
+    """Run a coroutine to its end in an event loop that measures how much of the time it works."""
     with asyncio.Runner(loop_factory=WatchedLoop) as runner:
         return runner.run(main)
 
 
 def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
-    """Run to the end, also from within a running loop (a notebook): in a thread then, which is always waited for."""
+    """Run a coroutine to its end and return its result. Where an event loop is running already (in a notebook), it
+    runs in a thread, which is waited for."""
     interrupts = Interrupts()
     try:
         asyncio.get_running_loop()
@@ -64,24 +67,24 @@ def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
         return run_watched(main(interrupts))
     results: list[T] = []
     errors: list[BaseException] = []
-    over = threading.Event()
+    ended = threading.Event()
 
     def run() -> None:
         try:
-            results.append(run_watched(interrupts.attend(main(interrupts))))
+            results.append(run_watched(interrupts.run(main(interrupts))))
         except asyncio.CancelledError:
             errors.append(KeyboardInterrupt())
-        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
+        except BaseException as error:  # noqa: BLE001 - passed on to the thread that waits
             errors.append(error)
         finally:
-            over.set()
+            ended.set()
 
     fresh = [threading.Thread(target=run, name="headrace")]
-    while not over.is_set():
+    while not ended.is_set():
         try:
             if fresh:
-                fresh.pop().start()  # waits too, and can be interrupted
-            over.wait()  # not join: an interrupted join takes the thread for ended
+                fresh.pop().start()  # start() waits for the thread, and Ctrl-C may interrupt it
+            ended.wait()  # not join(): after an interrupted join() Python takes the thread for ended
         except KeyboardInterrupt:
             interrupts.pass_on()
     if errors:

@@ -1,4 +1,4 @@
-"""``headrace train``: from a run file to a summary."""
+"""``headrace train``: run the training of a run file, with restarts of the learner, and write its summary."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ import msgspec
 
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
-from headrace.base.errors import ConfigError, HeadraceError, LearnerLost, LedgerError, RunError, StallError
-from headrace.base.heap import settled_heap
+from headrace.base.errors import (
+    ConfigError,
+    HeadraceError,
+    LearnerLost,
+    LedgerError,
+    NoRewards,
+    NothingToLearn,
+    RunError,
+    StallError,
+)
+from headrace.base.heap import gc_frozen
 from headrace.base.types.observation import Event, LiveState
 from headrace.control import Controller, ControlSettings, Summary
 from headrace.control.recovery import StartingPoint, starting_point
@@ -29,9 +38,8 @@ from headrace.launch.local import local_world
 from headrace.launch.order import ComponentStatus, LaunchedRun, LaunchOrder
 from headrace.learner import checkpoint
 from headrace.models.devices import CPU
-from headrace.run.observe import VerdictSettings as KnownSettings
-from headrace.run.observe import settings_of, write_report
-from headrace.run.session.config import RunConfig, RunFile, load_config
+from headrace.run.observe import VerdictSettings, settings_of, write_report
+from headrace.run.session.config import RunConfig, RunFile, as_recorded, load_config, with_recorded_models
 from headrace.run.session.directory import (
     CONFIG_FILE,
     FACTS_FILE,
@@ -46,20 +54,28 @@ from headrace.run.session.directory import (
     write_sealed,
 )
 from headrace.run.session.engine_fit import explained_gap
-from headrace.run.session.models import as_recorded, with_recorded_models
-from headrace.run.session.order import curriculum, make_order, row_order
-from headrace.run.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
-from headrace.run.session.repeating import ReplayComparison, ReplayRecording, opened
+from headrace.run.session.prepare import (
+    Inputs,
+    Prepared,
+    Rows,
+    curriculum,
+    make_order,
+    prepare,
+    refuse_inside_a_run,
+    row_order,
+)
+from headrace.run.session.repeating import ReplayComparison, ReplayRecording, opened_recording
 from headrace.run.session.running import Interrupts, first_cause, in_own_loop
 from headrace.run.session.watching import RunWatchers
 
-FAREWELL_S = 30.0
-"""How long a run that failed waits for its ledger."""
+FINAL_FLUSH_S = 30.0
+"""The longest wait for the ledger at the end of a run that failed, in seconds."""
 REDRAW_S = 1.0
-"""How often the live view and ``status.json`` are renewed."""
-YOUNG = 50_000
-"""Objects of the controller until it looks for garbage. The episodes of a step have tens each, come at once, live for a
-step or two, and go with it: whoever looks more often walks living ones again and again."""
+"""The interval at which the live view and ``status.json`` are renewed, in seconds."""
+GARBAGE_THRESHOLD = 50_000
+"""The number of new objects in the controller after which Python collects garbage. The episodes of a step have tens
+of objects each, arrive at once, live for a step or two and end together, so that more frequent collections would
+only walk living objects."""
 
 
 def train(
@@ -72,15 +88,15 @@ def train(
     resume: bool = False,
     replay: str | Path = "",
 ) -> Summary:
-    """Train a model as ``config`` says (a TOML file, a tree, or a record), and say what came of it.
+    """Train a model as ``config`` says (a TOML file, a tree, or a record), and return the summary of the run.
 
     ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward`` is a function of a
     file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP (unless
     it is ignored, as under nohup) end the run after the steps that are ordered, with a checkpoint; a second Ctrl-C or
     SIGTERM ends it at once, with ``KeyboardInterrupt``.
 
-    ``replay`` is the directory of a run with the same settings: it is repeated bit for bit, in a directory of its own,
-    or :class:`~headrace.base.errors.ReplayDiffers` says what was different first.
+    ``replay`` is the directory of a run with the same settings. That run is repeated bit for bit, in a new directory;
+    :class:`~headrace.base.errors.ReplayDiffers` is raised at the first difference.
 
     Raises :class:`~headrace.base.errors.HeadraceError`; ``summary.json`` is written all the same once training has
     begun.
@@ -90,76 +106,79 @@ def train(
     if resume and loaded.run.dir:
         loaded = with_recorded_models(loaded, Path(loaded.run.dir) / CONFIG_FILE)
     with ExitStack() as stack:
-        forks = stack.enter_context(forking(loaded.launch))  # it imports while the run is prepared
+        forks = stack.enter_context(forking(loaded.launch))  # the fork server imports torch while the run is prepared
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
         run_dir = choose_directory(prepared.config.run.dir, RealClock())
-        recording = stack.enter_context(opened(replay, prepared, resume=resume))
+        recording = stack.enter_context(opened_recording(replay, prepared, resume=resume))
         held = stack.enter_context(locked(run_dir, resume=resume))
-        first = Life(prepared=prepared, run_dir=run_dir, held=held, recording=recording, forks=forks, after=None)
+        first = RunLife(prepared=prepared, run_dir=run_dir, held=held, recording=recording, forks=forks, after=None)
         try:
-            summary = _lives(first)
+            summary = _run_with_restarts(first)
         except BaseException:
-            with suppress(HeadraceError):  # what went wrong before is what the user must hear of
+            with suppress(HeadraceError):  # the first error is the one that the user must see
                 _report(first)
             raise
         _report(first)
         return summary
 
 
-def _lives(first: Life) -> Summary:
-    """The run, and again from its last snapshot where its learner dies, as often as it may."""
+def _run_with_restarts(first: RunLife) -> Summary:
+    """Launch the run, and launch it again from its last snapshot where the learner dies, at most
+    ``launch.learner_restarts`` times."""
     may_restart = 0 if first.recording is not None else first.prepared.config.launch.learner_restarts
     life = first
     for left in reversed(range(may_restart + 1)):
         try:
             return in_own_loop(partial(_train, life))
         except LearnerLost as error:
-            if not left or not has_ledger(first.run_dir):  # before there is one nothing was trained
+            if not left or not has_ledger(first.run_dir):  # without a ledger nothing was trained yet
                 raise
             life = replace(first, after=error)
     raise AssertionError("the last life returns or raises")
 
 
-def _report(life: Life) -> None:
+def _report(life: RunLife) -> None:
+    """Write the report of the run, where ``observe.report`` is true and the run has a summary."""
     if life.prepared.config.observe.report and (life.run_dir / SUMMARY_FILE).exists():
         life.held.refuse_lost()
         write_report(life.run_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """One launch of a run."""
+class RunLife:
+    """One life of a run: from a start or resumption to the end of its processes."""
 
     prepared: Prepared
     run_dir: Path
     held: HeldDirectory
-    """The same, as long as it is this run's."""
+    """The lock on ``run_dir``, which also notices where the directory is lost."""
     recording: ReplayRecording | None
-    """What it repeats; ``None``: nothing."""
+    """The run that this one repeats; ``None`` where it is not a replay."""
     forks: ForkServer | None
-    """What its engines and learner are forked from; ``None``: each is a new interpreter."""
+    """The process from which engines and learner are forked; ``None`` where each is a new interpreter."""
     after: LearnerLost | None
-    """What ended the life before, in this call; ``None``: this is the first."""
+    """The loss of the learner that ended the life before, in this call of :func:`train`; ``None`` for the first
+    life."""
 
 
-async def _train(life: Life, interrupts: Interrupts) -> Summary:
+async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
+    """Open the ledger, launch the run, and return its summary."""
     prepared, run_dir, recording = life.prepared, life.run_dir, life.recording
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
     start = starting_point(run_dir)
-    if start.step > config.run.steps or (start.step == config.run.steps and _ended(run_dir)):
+    if start.step > config.run.steps or (start.step == config.run.steps and _ended_regularly(run_dir)):
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
             remedy=f"set run.steps > {start.step} to go on",
         )
     with ExitStack() as stack:
-        books: list[Ledger] = []
-        if has_ledger(run_dir):  # one that does not fit is refused before anything is launched
-            books.append(_open_books(config, run_dir, stack, start))
+        ledgers: list[Ledger] = []  # one, once it is open
+        if has_ledger(run_dir):  # a ledger that does not fit is refused before anything is launched
+            ledgers.append(_open_ledger(config, run_dir, stack, start))
         write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
-        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
-        watching = RunWatchers(config, run_dir, stack, settings=_settings(prepared))
-        order = _order(life, start, watching)
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # that of an earlier life
+        watching = RunWatchers(config, run_dir, stack, settings=_verdict_settings(prepared))
         comparisons: list[ReplayComparison] = []
 
         def control(world: LaunchedRun) -> Controller:
@@ -167,7 +186,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
             if recording is not None:
                 recording.refuse_machine(facts)
             write_sealed(run_dir / FACTS_FILE, facts)
-            ledger = books[0] if books else _open_books(config, run_dir, stack, start)
+            ledger = ledgers[0] if ledgers else _open_ledger(config, run_dir, stack, start)
             writer: LedgerWriter = ThreadedWriter(ledger)
             stack.callback(writer.close)
             settings = ControlSettings(
@@ -186,26 +205,28 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
                 comparisons.append(writer)
             observers = watching.observers
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
-            for words in (each["fallback"] for each in facts.values() if "fallback" in each):
-                watching.controller.state.warn(str(words))
+            for warning in (each["fallback"] for each in facts.values() if "fallback" in each):
+                watching.controller.state.warn(str(warning))
             return watching.controller
 
-        summary = await _run(order, control, start, Watchers(held=life.held, watching=watching, interrupts=interrupts))
+        watchers = Watchers(held=life.held, watching=watching, interrupts=interrupts)
+        summary = await _run(_order(life, start, watching), control, start, watchers)
         return comparisons[0].finish(summary) if comparisons else summary
 
 
-def _settings(prepared: Prepared) -> KnownSettings:
-    """What the verdict must know of the run."""
+def _verdict_settings(prepared: Prepared) -> VerdictSettings:
+    """Return the settings on which the verdict depends."""
     devices = prepared.devices
     on_cpu = CPU in (*devices.engines, *devices.learner)
     tree = prepared.config.model_dump(mode="json")
     return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
-def _order(life: Life, start: StartingPoint, watching: RunWatchers) -> LaunchOrder:
+def _order(life: RunLife, start: StartingPoint, watching: RunWatchers) -> LaunchOrder:
+    """Return the order for the launcher, after a warning for each unusual fact about the starting point."""
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watching.observers)
     order = replace(order, forks=life.forks)
-    _tell_what_died(life, order, start)
+    _report_lost_learner(life, order, start)
     if not start.sealed:
         words = f"{start.snapshot} was written without checksums: that its files are unchanged cannot be told"
         order.on_event(Event(wall_s=0.0, text=words, level="warning"))
@@ -214,21 +235,23 @@ def _order(life: Life, start: StartingPoint, watching: RunWatchers) -> LaunchOrd
     return life.recording.order(order, life.prepared.config.run.stall_timeout_s)
 
 
-def _tell_what_died(life: Life, order: LaunchOrder, start: StartingPoint) -> None:
+def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint) -> None:
+    """Report the loss of the learner that ended the life before, where there was one."""
     if life.after is not None:
         cause = life.after.problem.partition("\n")[0]
         words = f"{cause}; the run goes on from step {start.step}"
         order.on_event(Event(wall_s=0.0, text=words, level="warning"))
 
 
-def _ended(run_dir: Path) -> bool:
-    """Whether the run's last life came to its end: one that was killed behind its last snapshot did not."""
+def _ended_regularly(run_dir: Path) -> bool:
+    """Return whether the last life ended regularly. One that was killed after its last snapshot did not."""
     summary = read_summary(run_dir)
     return summary is not None and summary["status"] == "finished"
 
 
-def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack, start: StartingPoint) -> Ledger:
-    """The run's ledger; a new run has none until its parts have started, so that a failed start can be tried again."""
+def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: StartingPoint) -> Ledger:
+    """Open the ledger of the run. A new run creates it only after its parts have started, so that a failed start can
+    be tried again."""
     try:
         ledger = make_ledger(config.flow, run_dir)
     except LedgerError as error:
@@ -242,7 +265,7 @@ def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack, start: Start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watchers:
-    """Who watches a run from outside, and may end it."""
+    """The objects that watch a run from outside and may end it."""
 
     held: HeldDirectory
     watching: RunWatchers
@@ -252,32 +275,32 @@ class Watchers:
 async def _run(
     order: LaunchOrder, control: Callable[[LaunchedRun], Controller], start: StartingPoint, watchers: Watchers
 ) -> Summary:
-    """Launch, control, and write the summary however it ends."""
+    """Launch the parts, run the controller, and write the summary however the run ends."""
     controller: Controller | None = None
     try:
         order.on_event(Event(wall_s=0.0, text=f"starting scoring workers, {order.devices}"))
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
-            world.send_signs_to(partial(_tell, controller))
-            world.send_recoveries_to(controller.recovers)
-            pulse = group.create_task(_pulse(controller, world, watchers))
-            with _stopped_by_signals(controller, watchers.interrupts), settled_heap(YOUNG):
+            world.send_signs_to(partial(_report_silence, controller))
+            world.send_recoveries_to(controller.record_recovery)
+            renewal = group.create_task(_renew_status(controller, world, watchers))
+            with _stop_on_signals(controller, watchers.interrupts), gc_frozen(GARBAGE_THRESHOLD):
                 summary = _finish(controller, await controller.run(start), watchers)
-            pulse.cancel()
+            renewal.cancel()
     except BaseException as error:
-        cause = _lost(watchers.held) or first_cause(error)
+        cause = _lost_directory(watchers.held) or first_cause(error)
         if controller is not None:
-            _tell_who_waited(controller, cause)
-            await _last_words(controller, cause, watchers)
+            _add_loop_table(controller, cause)
+            await _write_failed_summary(controller, cause, watchers)
         if cause is error:
             raise
         raise cause from None
     return summary
 
 
-def _lost(held: HeldDirectory) -> RunError | None:
-    """What explains all other errors where the run's directory is gone."""
+def _lost_directory(held: HeldDirectory) -> RunError | None:
+    """Return the error that explains all others where the run's directory is lost; ``None`` where it is not."""
     try:
         held.refuse_lost()
     except RunError as error:
@@ -286,44 +309,53 @@ def _lost(held: HeldDirectory) -> RunError | None:
 
 
 def _warn(controller: Controller, text: str) -> None:
-    """What the scoring workers have to say; deaths of one kind differ in their pid."""
+    """Record a warning of the scoring workers. The kind is the text before the parenthesis, which holds the pid."""
     controller.state.warn(text, kind=text.partition(" (")[0])
 
 
-def _tell(controller: Controller, text: str, *, kind: str = "") -> None:
-    """What is found of processes that do not go on, each time, and what goes on again."""
+def _report_silence(controller: Controller, text: str, *, kind: str = "") -> None:
+    """Record a warning about a process that does not respond, each time it happens; without ``kind``, the event that
+    it responds again."""
     if kind:
         controller.state.warn(text, kind=kind, always=True)
     else:
         controller.state.event(text)
 
 
-def _tell_who_waited(controller: Controller, cause: BaseException) -> None:
-    """What ended a run gets the table of its loops, as it was then; a stall has it already."""
-    if isinstance(cause, HeadraceError) and not isinstance(cause, StallError):
-        cause.problem = "\n".join([cause.problem, *controller.state.board.in_brief()])
+_WITHOUT_LOOP_TABLE = (StallError, NoRewards, NothingToLearn)
+"""The errors to which the table of loops is not added: a stall has it already, and failing rewards do not depend on
+the loops."""
 
 
-async def _last_words(controller: Controller, cause: BaseException, watchers: Watchers) -> None:
-    """Write what the run came to, as far as that can be: the disk or the ledger may be what went wrong."""
-    with suppress(HeadraceError, TimeoutError):  # where the ledger hangs, its books cannot be counted either
+def _add_loop_table(controller: Controller, cause: BaseException) -> None:
+    """Add the table of the loops at that moment to the error that ended a run, where that helps to explain it."""
+    if not controller.state.board.all_started:
+        return
+    if isinstance(cause, HeadraceError) and not isinstance(cause, _WITHOUT_LOOP_TABLE):
+        cause.problem = "\n".join([cause.problem, *controller.state.board.brief_lines()])
+
+
+async def _write_failed_summary(controller: Controller, cause: BaseException, watchers: Watchers) -> None:
+    """Write the summary of a run that failed, as far as possible: the disk or the ledger may be the cause."""
+    # where the ledger does not respond, its groups cannot be counted for the summary either
+    with suppress(HeadraceError, TimeoutError):
         with suppress(HeadraceError):
             controller.state.flow.running_turns.record_all()
-            await asyncio.wait_for(controller.state.flow.flush(), FAREWELL_S)
+            await asyncio.wait_for(controller.state.flow.flush(), FINAL_FLUSH_S)
         status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
         _finish(controller, controller.summary(status, cause=str(cause)), watchers)
 
 
 def _finish(controller: Controller, summary: Summary, watchers: Watchers) -> Summary:
-    """Write the summary with the verdict on the run, where there is still a place for it."""
+    """Write the summary with the verdict on the run, and return it."""
     watchers.held.refuse_lost()
-    summary = watchers.watching.concluded(summary)
+    summary = watchers.watching.with_account(summary)
     write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
     return summary
 
 
-async def _pulse(controller: Controller, world: LaunchedRun, watchers: Watchers) -> None:
-    """Renew the view and ``status.json``; the last status says that all has ended."""
+async def _renew_status(controller: Controller, world: LaunchedRun, watchers: Watchers) -> None:
+    """Renew the view and ``status.json`` until cancelled; the last status says that all parts have ended."""
     try:
         while True:
             components = world.components()
@@ -341,6 +373,7 @@ async def _pulse(controller: Controller, world: LaunchedRun, watchers: Watchers)
 def _write_status(
     controller: Controller, live: LiveState, world: LaunchedRun, components: list[ComponentStatus]
 ) -> None:
+    """Write ``status.json``."""
     status = Status(
         phase=live.phase,
         steps_done=live.steps_done,
@@ -350,23 +383,26 @@ def _write_status(
         components=components,
         waits=controller.state.board.in_words().splitlines(),
         warnings=controller.state.warnings,
-        rewards=dict(controller.state.tally.rewarding.failing()),
+        rewards=dict(controller.state.metrics.rewards.failing()),
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
 
 
 @contextmanager
-def _stopped_by_signals(controller: Controller, interrupts: Interrupts) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop; another Ctrl-C or SIGTERM ends it at once:
-    ``KeyboardInterrupt``. A terminal that is closed sends SIGHUP more than once, so another SIGHUP changes nothing."""
+def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator[None]:
+    """Stop the run in order at the first Ctrl-C, SIGTERM or SIGHUP, and at once, with ``KeyboardInterrupt``, at another
+    Ctrl-C or SIGTERM.
+
+    A terminal that is closed sends SIGHUP more than once, so that another SIGHUP changes nothing.
+    """
     at_once = False
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
-    def asked(number: signal.Signals) -> None:
+    def handle(number: signal.Signals) -> None:
         nonlocal at_once
-        if not controller.state.stop_asked:
+        if not controller.state.stop_requested:
             why = "the terminal was closed: " if number is signal.SIGHUP else ""
             controller.state.event(f"{why}stopping after the steps that are ordered; Ctrl-C again to end at once")
             controller.stop(number.name)
@@ -374,7 +410,7 @@ def _stopped_by_signals(controller: Controller, interrupts: Interrupts) -> Itera
             at_once = True
             task.cancel()
 
-    with _told_of_signals(loop, interrupts, asked):
+    with _signal_handlers(loop, interrupts, handle):
         try:
             yield
         except asyncio.CancelledError:
@@ -384,23 +420,26 @@ def _stopped_by_signals(controller: Controller, interrupts: Interrupts) -> Itera
 
 
 @contextmanager
-def _told_of_signals(
-    loop: asyncio.AbstractEventLoop, interrupts: Interrupts, asked: Callable[[signal.Signals], None]
+def _signal_handlers(
+    loop: asyncio.AbstractEventLoop, interrupts: Interrupts, handle: Callable[[signal.Signals], None]
 ) -> Iterator[None]:
-    """By signals in the main thread, which alone may have them; else by whoever waits for this thread."""
+    """Call ``handle`` for each signal while the context is open.
+
+    Only the main thread can handle signals. In another thread, ``interrupts`` passes Ctrl-C on.
+    """
     numbers: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to be left alone
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and the run goes on
             numbers.append(signal.SIGHUP)
-    interrupts.handler = partial(asked, signal.SIGINT)
+    interrupts.handler = partial(handle, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, asked, number)
+        loop.add_signal_handler(number, handle, number)
     try:
         yield
     finally:
         interrupts.handler = None
         for number in numbers:
             loop.remove_signal_handler(number)
-        if signal.SIGHUP in numbers:  # what is left is to end in order, whether a terminal looks on or not
+        if signal.SIGHUP in numbers:  # the rest of the ending must not be cut off by another SIGHUP
             signal.signal(signal.SIGHUP, signal.SIG_IGN)

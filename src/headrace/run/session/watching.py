@@ -1,4 +1,4 @@
-"""Everything that watches a run: files, view, alarms, writers, and the account of where the time goes."""
+"""The watchers of a run: files, terminal view, alarms, metric writers, and the account of where the time goes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TextIO, cast
 import msgspec
 
 from headrace.base.clock import RealClock
-from headrace.base.lasting import LastingStream
+from headrace.base.lasting import LossTolerantStream
 from headrace.base.types.observation import Event, LiveState
 from headrace.control import Controller
+from headrace.control.metrics import Summary
 from headrace.control.observer import Observer, Observers
-from headrace.control.summary import Summary
 from headrace.launch.order import ComponentStatus
 from headrace.run.observe import (
     Accountant,
@@ -27,7 +27,6 @@ from headrace.run.observe import (
     SystemWatch,
     VerdictSettings,
     WatchedLoop,
-    figures_of,
     open_view,
 )
 from headrace.run.observe.jsonl import EVENTS_FILE, METRICS_FILE
@@ -35,53 +34,55 @@ from headrace.run.observe.terminal import PlainView, SilentView, TerminalView
 from headrace.run.session.config import RunConfig
 
 TRAINING = "training"
-"""The phase that an account is of."""
+"""The phase whose time the account covers."""
 SYSTEM_EVERY = 2
-"""Looks at the run between two at the memory of its processes."""
+"""The memory and the processor time of the processes are read in one of this many looks."""
 
 
 class RunWatchers:
-    """The watchers of one run, opened in the order given and closed in the other by ``stack``.
+    """The watchers of one run. They are opened in the constructor, and ``stack`` closes them in the reverse order.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where a writer cannot be had.
+    Raises :class:`~headrace.base.errors.ConfigError` where a writer cannot be opened.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, stack: ExitStack, *, settings: VerdictSettings) -> None:
-        """``settings``: as far as the verdict depends on them."""
+        """Open the watchers. ``settings`` are those on which the verdict depends."""
         clock = RealClock()
         self.controller: Controller | None = None
-        """Hears of alarms, once it is there."""
+        """The controller, which receives warnings and alarms once it exists."""
         self._accountant = Accountant(settings)
         self._system = SystemWatch(run_dir, clock)
         self._looks = 0
         self._trains = False
-        """Whether the run was in its training phase when its processes were last looked at."""
+        """True where the run was in its training phase when its processes were last read."""
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
         facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
         for writer in config.observe.writers:
             watchers.append(stack.enter_context(Posting(writer.kind, writer.open(facts), self._warn)))
-        self._output = LastingStream(sys.stdout)
+        self._output = LossTolerantStream(sys.stdout)
         self._output_lost = False
         self.view = stack.enter_context(_view(config, cast(TextIO, self._output)))
         watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._alarmed)]
         self.observers = Observers(watchers)
         loop = asyncio.get_running_loop()
         if isinstance(loop, WatchedLoop):
-            self.observers.ask(loop.work.spans)
+            self.observers.add_span_source(loop.work.spans)
         stack.callback(self.observers.flush)
+        stack.callback(self._warn_of_lost_output)  # the terminal may have been closed during the last look, or after it
 
     def look(self, controller: Controller, components: list[ComponentStatus]) -> LiveState:
-        """The present moment, told to all of them."""
+        """Read the present state of the run, pass it on to all watchers, and return it."""
         if not self._looks % SYSTEM_EVERY:
-            self._read(controller, components)
+            self._read_processes(controller, components)
         self._looks += 1
-        live = self._accountant.shown(controller.live())
+        live = self._accountant.with_account(controller.live())
         self.observers.update(live)
-        self._tell_lost_output()
+        self._warn_of_lost_output()
         return live
 
-    def _tell_lost_output(self) -> None:
-        """Say once that nothing more can be shown; the run goes on."""
+    def _warn_of_lost_output(self) -> None:
+        """Warn once where standard output can no longer be written. The run goes on."""
+        self._output.look()
         if not self._output.lost or self._output_lost:
             return
         self._output_lost = True
@@ -93,29 +94,34 @@ class RunWatchers:
         with suppress(OSError, ValueError):  # standard error may be gone with it
             sys.stderr.write(f"warning: {text}\n")
 
-    def _read(self, controller: Controller, components: list[ComponentStatus]) -> None:
-        """How much the processes of the run take of this machine; what they took in training goes into the account."""
-        controller.state.system = self._system.read((part.role, part.pid) for part in components if not part.node)
+    def _read_processes(self, controller: Controller, components: list[ComponentStatus]) -> None:
+        """Read how much memory and processor time the processes of the run take. The account receives what they took
+        in training."""
+        controller.state.metrics.system = self._system.read(
+            (part.role, part.pid) for part in components if not part.node
+        )
         trained, self._trains = self._trains, controller.state.phase == TRAINING
         if self._system.usage is not None and trained and self._trains:
             self._accountant.usage(self._system.usage)
 
-    def concluded(self, summary: Summary) -> Summary:
-        """The summary with the account of the run so far, its figures, and the verdict on it."""
+    def with_account(self, summary: Summary) -> Summary:
+        """Return the summary with the account of the run so far, the figures of the account, and the verdict."""
         account = self._accountant.total()
         if not account.seconds:
             return summary
         return msgspec.structs.replace(
-            summary, account=account, verdict=self._accountant.verdict(), **figures_of(account)
+            summary, account=account, verdict=self._accountant.verdict(), **account.figures()
         )
 
     def _alarmed(self, raised: Raised, stop: bool) -> None:
+        """Warn of an alarm, and stop the run where ``stop`` is true."""
         self._warn(str(raised), kind=f"alarm {raised.name}")
-        if stop and self.controller is not None and not self.controller.state.stop_asked:
+        if stop and self.controller is not None and not self.controller.state.stop_requested:
             self.controller.state.event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
             self.controller.stop()
 
     def _warn(self, text: str, *, kind: str = "") -> None:
+        """Record a warning; before the controller exists, the observers receive it as an event."""
         if self.controller is not None:
             self.controller.state.warn(text, kind=kind)
         else:
@@ -123,6 +129,7 @@ class RunWatchers:
 
 
 def _view(config: RunConfig, output: TextIO) -> TerminalView:
+    """Return the terminal view that ``observe.view`` chooses."""
     if config.observe.view == "none":
         return SilentView()
     if config.observe.view == "plain":

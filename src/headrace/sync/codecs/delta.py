@@ -1,12 +1,12 @@
-"""An image as its difference from an earlier one: lossless, and short where few numbers changed.
+"""The encoding of an image as its difference from an earlier one: lossless, and short where few numbers changed.
 
     block      4 Mi units of the image                      unit: 2 bytes where any tensor has such, else 4
     payload    for each block  <changed: u32> <length: u32> <zstd frame>
     frame      gaps between changed units as 4 byte planes, then their xor as as many planes as a unit has bytes
 
-After an update with a small learning rate most bfloat16 weights are the same bits; of those that are not, the xor has
-few distinct values. In planes, what is zero everywhere costs nothing. A float32 image changes everywhere, in its low
-bits: the gaps cost nothing then, and the high planes little.
+After an update with a small learning rate most bfloat16 weights keep their bits, and the xor of those that change has
+few distinct values. A byte plane that is zero everywhere compresses to almost nothing. A float32 image changes
+everywhere, in its low bits: the gaps then compress to almost nothing, and the high planes to little.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
 def encode(new: memoryview, old: memoryview, manifest: Manifest) -> bytearray | None:
-    """``new`` as its difference from ``old``; ``None`` if that is not shorter than ``new`` itself."""
+    """Return the difference of ``new`` from ``old``; ``None`` if it is not shorter than ``new`` itself."""
     compressor = _zstandard().ZstdCompressor(level=1, write_checksum=True)
     unit = _unit(manifest)
     news, olds = np.frombuffer(new, unit), np.frombuffer(old, unit)
     payload = bytearray()
     for start in range(0, len(news), _BLOCK):
         xor = news[start : start + _BLOCK] ^ olds[start : start + _BLOCK]
-        places = np.flatnonzero(xor)
-        gaps = np.diff(places, prepend=0).astype("<u4")
-        frame = compressor.compress(_planes(gaps) + _planes(xor[places])) if len(places) else b""
-        payload += _HEAD.pack(len(places), len(frame)) + frame
+        changed = np.flatnonzero(xor)
+        gaps = np.diff(changed, prepend=0).astype("<u4")
+        frame = compressor.compress(_planes(gaps) + _planes(xor[changed])) if len(changed) else b""
+        payload += _HEAD.pack(len(changed), len(frame)) + frame
         if len(payload) >= len(new):
             return None
     return payload
 
 
 def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Manifest) -> None:
-    """The image that :func:`encode` was given, into ``into``.
+    """Restore the image that :func:`encode` was given, in ``into``.
 
-    Raises :class:`~headrace.base.errors.NeedsFull` for a payload that cannot be what :func:`encode` made; ``into`` is
+    Raises :class:`~headrace.base.errors.NeedsFull` for a payload that :func:`encode` cannot have made; ``into`` is
     undefined then.
     """
     decompressor = _zstandard().ZstdDecompressor()
     unit = _unit(manifest)
     into[:] = old
     image = np.frombuffer(into, unit)
-    at = 0
+    offset = 0
     for start in range(0, len(image), _BLOCK):
         block = image[start : start + _BLOCK]
-        if at + _HEAD.size > len(payload):
-            raise _damaged(f"it ends at byte {at}, before block {start // _BLOCK}")
-        count, length = _HEAD.unpack_from(payload, at)
-        frame = payload[at + _HEAD.size : at + _HEAD.size + length]
-        at += _HEAD.size + length
+        if offset + _HEAD.size > len(payload):
+            raise _damaged(f"it ends at byte {offset}, before block {start // _BLOCK}")
+        count, length = _HEAD.unpack_from(payload, offset)
+        frame = payload[offset + _HEAD.size : offset + _HEAD.size + length]
+        offset += _HEAD.size + length
         if len(frame) != length or count > len(block):
             raise _damaged(f"block {start // _BLOCK} claims {count} changes in {length} bytes")
         if count:
             _apply(block, _unpacked(decompressor, frame, count * (_GAP_BYTES + unit.itemsize)), count)
-    if at != len(payload):
-        raise _damaged(f"{len(payload) - at} bytes follow its last block")
+    if offset != len(payload):
+        raise _damaged(f"{len(payload) - offset} bytes follow its last block")
 
 
 def _apply(block: Array, planes: Array, count: int) -> None:
-    places = np.cumsum(_joined(planes[: count * _GAP_BYTES], np.dtype("<u4")), dtype=np.int64)
-    if places[-1] >= len(block):
-        raise _damaged(f"it changes unit {places[-1]} of a block of {len(block)}")
-    block[places] ^= _joined(planes[count * _GAP_BYTES :], block.dtype)
+    changed = np.cumsum(_from_planes(planes[: count * _GAP_BYTES], np.dtype("<u4")), dtype=np.int64)
+    if changed[-1] >= len(block):
+        raise _damaged(f"it changes unit {changed[-1]} of a block of {len(block)}")
+    block[changed] ^= _from_planes(planes[count * _GAP_BYTES :], block.dtype)
 
 
 def _unpacked(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
@@ -89,11 +89,11 @@ def _unpacked(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
 
 
 def _planes(numbers: Array) -> bytes:
-    """First bytes of all, then second bytes, ..."""
+    """Return the first bytes of all numbers, then their second bytes, and so on."""
     return numbers.view(np.uint8).reshape(-1, numbers.itemsize).T.tobytes()
 
 
-def _joined(planes: Array, dtype: np.dtype[Any]) -> Array:
+def _from_planes(planes: Array, dtype: np.dtype[Any]) -> Array:
     return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(dtype).reshape(-1)
 
 

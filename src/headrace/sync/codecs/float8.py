@@ -1,9 +1,9 @@
-"""Matrices, and stacks of matrices, in eight bits, with a scale per row.
+"""A form that sends matrices, and stacks of matrices, in eight bits with a scale per row.
 
     scale_i = max_j |w_ij| / 448        q_ij = float8(w_ij / scale_i)        w'_ij = scale_i · q_ij
 
 float8 is e4m3fn, whose largest number is 448 (Micikevicius et al. 2022, "FP8 formats for deep learning"). The error of
-a weight is at most 1/16 of it, or 2⁻¹⁰ of the scale where it is small.
+a weight is at most 1/16 of the weight, or 2⁻¹⁰ of the scale for small weights.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 _DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_DTYPE).max
 _SMALLEST = torch.finfo(torch.float32).tiny
-"""A scale that can be divided by."""
+"""The smallest scale, so that a row of zeros can be divided by it."""
 _BLOCK = 1 << 18
-"""Numbers at a time: what stands between two steps of the arithmetic stays in the processor's cache."""
+"""The number of weights that are converted at a time, so that intermediate results stay in the processor's cache."""
 SCALE = "row_scale"
 
 
 class Float8:
-    """Floating-point tensors of two or more axes, the last of which is a row; the rest, which is small, travels as it
-    is."""
+    """A form that rounds floating-point tensors of two or more axes, the last of which is a row. Other tensors, which
+    are small, are unchanged."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if tensor.ndim < 2 or not tensor.numel() or not tensor.is_floating_point():

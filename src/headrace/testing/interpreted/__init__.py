@@ -1,5 +1,5 @@
-"""A vLLM whose kernels are interpreted: its newer model runner, which alone tells kept-sets and experts, is written in
-Triton and wants a GPU; on a processor Triton's own interpreter runs it, slowly, as a test needs it."""
+"""A vLLM whose kernels are interpreted. Only its newer model runner returns kept-sets and experts, and that is written
+in Triton and needs a GPU; on a CPU Triton's own interpreter runs it, slowly, which is enough for a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VARIABLES = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V2_
 
 
 def interpreted(python: str, directory: Path) -> str:
-    """A program in ``directory`` that is ``python``, and has what it runs interpret its kernels."""
+    """Write a program in ``directory`` that runs ``python`` with interpreted kernels, and return its path."""
     program = directory / "python-that-interprets"
     variables = " ".join(f"{name}={value}" for name, value in _VARIABLES.items())
     lines = [

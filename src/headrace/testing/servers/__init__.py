@@ -1,7 +1,7 @@
-"""Servers that speak the protocols of vLLM and SGLang, with the embedded engine behind them: for tests of whatever
-talks to such servers, where the real ones take minutes to start or need a GPU.
+"""Servers that speak the protocols of vLLM and SGLang with the embedded engine behind them. They test clients of such
+servers where the real ones take minutes to start or need a GPU.
 
-They sample, record, pause, load and label as those do, and nothing else.
+They sample, record, pause, load and label as the real ones do, and have no other functions.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from starlette.routing import Route
 from headrace.base.clock import RealClock
 from headrace.base.errors import RequestError
 from headrace.engine import EngineConfig
-from headrace.engine.local import LocalEngine
 from headrace.engine.native import NativeEngine
+from headrace.launch.inprocess import LocalEngine
 from headrace.models import ModelConfig, load_model
 from headrace.models.rope import context_limit
 from headrace.testing.servers import sglang, vllm
-from headrace.testing.servers.base import FakeServer, Files, Handler
+from headrace.testing.servers.base import FakeServer, FileReceiver, Handler
 from headrace.wings.servers.client.launching import ServeRequirements
 
 __all__ = ["FakeServer", "fake_server"]
 
 
 @contextmanager
-def fake_server(kind: str, wanted: ServeRequirements) -> Iterator[tuple[str, FakeServer]]:
-    """The URL of a server of ``kind`` that was started for ``wanted``, and the server."""
+def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, FakeServer]]:
+    """Start a server of ``kind`` that meets ``required``, and yield its URL and the server."""
     routes = {"vllm": vllm.ROUTES, "sglang": sglang.ROUTES}[kind]
     started: list[FakeServer] = []
     ready = threading.Event()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with _engine(wanted) as server:
+        async with _engine(required) as server:
             app.state.server = server
             started.append(server)
             ready.set()
@@ -67,9 +67,9 @@ def fake_server(kind: str, wanted: ServeRequirements) -> Iterator[tuple[str, Fak
 
 
 @asynccontextmanager
-async def _engine(wanted: ServeRequirements) -> AsyncIterator[FakeServer]:
-    model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
-    files = Files(model)
+async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
+    model = load_model(ModelConfig(path=required.path, lora=required.lora))
+    files = FileReceiver(model)
     config = EngineConfig(device="cpu", flush_tokens=1, kernels="off", max_sequences=16)
     limit = context_limit(model.config)
     assert limit is not None
@@ -79,7 +79,7 @@ async def _engine(wanted: ServeRequirements) -> AsyncIterator[FakeServer]:
     core.take_swaps()
     async with LocalEngine(core, clock=RealClock()) as engine:
         yield FakeServer(
-            Path(wanted.path), engine, files, context, masks=wanted.record_kept, routing=wanted.record_routing
+            Path(required.path), engine, files, context, masks=required.record_kept, routing=required.record_routing
         )
 
 

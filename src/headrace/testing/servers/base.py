@@ -1,4 +1,4 @@
-"""What the fakes have in common: an engine behind them, and what they are told to do."""
+"""The common part of the fake servers: an engine, and the state that requests change."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.errors import RequestError
-from headrace.base.types.episode import StopReason
+from headrace.base.types.episode import StopReason, TokenChunk
+from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.weights import Interrupt, WeightUpdate
-from headrace.engine.base import RequestOptions, TokenChunk
-from headrace.engine.local import LocalEngine
 from headrace.engine.native.checks import sampling_problem
+from headrace.launch.inprocess import LocalEngine
 from headrace.models.lora import load_adapter
 from headrace.models.weights import DEFAULT, is_adapted
-from headrace.wings.servers.vllm.inside.headrace_carried import Carried
+from headrace.wings.servers.vllm.inside.headrace_receiver import VersionReceiver
 
 REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
-"""Why an answer ended, in the words of both kinds."""
+"""The reasons why an answer ended, in the words of both protocols."""
 
 
-class Files:
-    """Takes weights from files, when it is told to."""
+class FileReceiver:
+    """A receiver of weights that loads them from files."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.path = Path()
-        """Of a checkpoint."""
+        """Path of a checkpoint."""
         self.adapters: dict[str, Path] = {}
-        """Where the next version of each lies."""
+        """Directory of the next version of each adapter, by name."""
 
     def stage(self, update: WeightUpdate) -> None:
         raise AssertionError("weights come from files")
 
     def staged(self) -> dict[str, Tensor]:
-        """Nothing, either."""
+        """Return nothing, because no weights are staged."""
         return {}
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class Files:
         return iter(())
 
     def _checkpoint(self) -> PreTrainedModel:
-        """The model whose tensors lie in the file, however it keeps them."""
+        """Return the model whose tensors are in the file, in whatever layout the file has."""
         with tempfile.TemporaryDirectory() as directory:
             self._model.config.save_pretrained(directory)
             (Path(directory) / self.path.name).symlink_to(self.path)
@@ -69,32 +69,32 @@ class Files:
 
 @dataclass(slots=True)
 class FakeServer:
-    """What both kinds are made of: an engine, the labels of its weights, and what it was told to do."""
+    """The common part of both servers: an engine, the labels of its weights, and the state that requests change."""
 
     model_dir: Path
     engine: LocalEngine
-    files: Files
+    files: FileReceiver
     max_context: int
-    """Tokens of prompt and answer."""
+    """Greatest number of tokens of prompt and answer."""
     labels: dict[int, str] = field(default_factory=lambda: {0: "default"})
-    """By the versions that the engine counts by itself."""
+    """Label of the weights, by the version that the engine counts."""
     recompute: bool = False
     calls: list[str] = field(default_factory=list)
-    """The paths that were asked for, streams aside."""
+    """Paths of the requests so far, without streams."""
     masks: bool = False
-    """It tells what each token was drawn from."""
+    """Whether it returns the kept-set of each token."""
     routing: bool = False
-    """It tells the experts of each token."""
+    """Whether it returns the experts of each token."""
     asleep: bool = False
     """It has given its memory back, and does nothing until it is woken."""
-    worker: Carried = field(default_factory=lambda: Carried(torch.device("cpu")))
+    worker: VersionReceiver = field(default_factory=lambda: VersionReceiver(torch.device("cpu")))
     """What is carried to its machine; the same that runs in a real worker."""
     seeds: Iterator[int] = field(default_factory=itertools.count)
-    """Of the next answers: requests come without one."""
+    """Seeds of the next answers, because requests contain none."""
 
     @property
     def label(self) -> str:
-        """Of the weights in use."""
+        """The label of the weights in use."""
         return self.labels[max(self.labels)]
 
     async def load(self, path: Path, label: str) -> None:
@@ -103,7 +103,7 @@ class FakeServer:
         await self.commit(label)
 
     async def commit(self, label: str) -> None:
-        """Use what the files hold now."""
+        """Use the weights that the files contain now."""
         version = max(self.labels) + 1
         await self.engine.commit(version, Interrupt.INFLIGHT_RECOMPUTE if self.recompute else Interrupt.INFLIGHT)
         self.labels[version] = label
@@ -114,12 +114,12 @@ class FakeServer:
         await self.engine.pause()
 
     def answer(self, ids: list[int], sampling: Sampling, adapter: str = "") -> AsyncIterator[TokenChunk]:
-        """One answer; draws differ from request to request."""
+        """Generate one answer; draws differ from request to request."""
         agent = "" if adapter == DEFAULT else adapter
         return self.engine.generate(np.array(ids, np.int32), sampling, RequestOptions(agent=agent))
 
     async def scores(self, ids: list[int], top_k: int) -> tuple[list[float], list[dict[int, float]]]:
-        """The logprob of each token, and of the likeliest entries."""
+        """Return the logprob of each token, and those of the likeliest entries."""
         top = await self.engine.top_scores(Tokens.observed(ids), max(1, top_k))
         rows = [
             dict(zip(row.tolist(), logs.tolist(), strict=True)) if top_k else {}
@@ -132,7 +132,7 @@ Handler = Callable[[FakeServer, Request], Any]
 
 
 def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Of events, as both kinds write it."""
+    """Return a stream of ``events`` in the format of both protocols."""
 
     async def lines() -> AsyncIterator[str]:
         async for event in events:
@@ -143,13 +143,13 @@ def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
 
 
 async def wake(server: FakeServer, request: Request) -> Any:
-    """Take the memory again, and go on."""
+    """Allocate the memory again, and resume."""
     server.asleep = False
     return await resume(server, request)
 
 
 async def resume(server: FakeServer, request: Request) -> Any:
-    """Go on."""
+    """Resume generation."""
     if server.asleep:
         raise RequestError("the server is asleep", remedy="wake it")
     await server.engine.resume()
@@ -157,14 +157,14 @@ async def resume(server: FakeServer, request: Request) -> Any:
 
 
 async def sleep(server: FakeServer, request: Request) -> Any:
-    """Give the memory back."""
+    """Free the memory."""
     await server.engine.pause(release=True)
     server.asleep = True
     return {"status": "sleeping"}
 
 
 async def name_weights(server: FakeServer, request: Request) -> Any:
-    """Call the weights so; adapters that wait come into use."""
+    """Set the label of the weights, after committing adapters that are staged."""
     label = (await request.json())["new_version"]
     if server.files.adapters:
         await server.commit(label)
@@ -173,7 +173,7 @@ async def name_weights(server: FakeServer, request: Request) -> Any:
 
 
 def says(tell: Callable[[FakeServer], Any]) -> Handler:
-    """Answers with what ``tell`` gives."""
+    """Return a handler that answers with the result of ``tell``."""
 
     async def handler(server: FakeServer, request: Request) -> Any:
         return tell(server)
@@ -182,7 +182,8 @@ def says(tell: Callable[[FakeServer], Any]) -> Handler:
 
 
 def sampling_of(server: FakeServer, wanted: Mapping[str, Any], *, most: str, stop_ids: str) -> Sampling:
-    """Of a request."""
+    """Return the sampling settings of a request, whose names for the length limit and the stop ids are ``most`` and
+    ``stop_ids``."""
     same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     bias = {int(token): value for token, value in (wanted.get("logit_bias") or {}).items()}
     sampling = Sampling(

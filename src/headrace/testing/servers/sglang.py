@@ -1,4 +1,4 @@
-"""The protocol of SGLang, as the source of 0.5.23 has it."""
+"""The protocol of SGLang, as in the source of version 0.5.23."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.base.types.episode import TokenChunk
 from headrace.base.types.recorded import Routing
-from headrace.engine.base import TokenChunk
 from headrace.testing.servers.base import (
     REASONS,
     FakeServer,
@@ -31,7 +31,7 @@ VERSION = "0.5.23"
 
 
 async def generate(server: FakeServer, request: Request) -> Any:
-    """One answer, or the logprobs of given tokens."""
+    """Answer with one generated answer, or with the logprobs of given tokens."""
     body = await request.json()
     if not body.get("stream"):
         return await _scores(server, body["input_ids"], body["top_logprobs_num"])

@@ -1,4 +1,4 @@
-"""The protocol of vLLM, in the shapes that 0.32 was recorded to say (``tests/engine/recorded``)."""
+"""The protocol of vLLM, with answers as recorded from version 0.32 (``tests/engine/recorded``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from headrace.base.errors import RequestError
+from headrace.base.types.episode import TokenChunk
 from headrace.base.types.recorded import Routing
-from headrace.engine.base import TokenChunk
 from headrace.testing.servers.base import (
     REASONS,
     FakeServer,
@@ -33,7 +33,7 @@ VERSION = "0.32.0"
 
 
 async def generate(server: FakeServer, request: Request) -> Any:
-    """One answer, or the logprobs of given tokens."""
+    """Answer with one generated answer, or with the logprobs of given tokens."""
     body = await request.json()
     wanted = body["sampling_params"]
     if wanted.get("prompt_logprobs") is not None:
@@ -59,7 +59,7 @@ async def _events(
         routed += [chunk.prompt_routing, tokens.routing]
         versions += tokens.versions_T.tolist()
         ended = None if chunk.stop_reason is None else REASONS[chunk.stop_reason]
-        logprobs = [-0.25] * len(tokens) if certain else tokens.logprobs_T.tolist()  # vLLM tells those of temperature 1
+        logprobs = [-0.25] * len(tokens) if certain else tokens.logprobs_T.tolist()  # those of temperature 1, as vLLM
         told = [
             {
                 "token_id": token,
@@ -133,21 +133,21 @@ async def _load_adapter(server: FakeServer, request: Request) -> Any:
     return PlainTextResponse(f"Success: LoRA adapter '{order['lora_name']}' added successfully.")
 
 
-async def _inside(server: FakeServer, request: Request) -> Any:
+async def _call_workers(server: FakeServer, request: Request) -> Any:
     order = await request.json()
     worker, arguments = server.worker, order["args"]
     match order["method"]:
-        case "take_adapter":
+        case "replace_adapter":
             name, path = arguments
             server.files.adapters[name] = Path(path)
-        case "carries":
-            return {"results": [worker.taken_by(*arguments)]}
-        case "bring":
-            worker.bring(*arguments)
-        case "brought":
-            return {"results": [worker.brought()]}
-        case "leave":
-            worker.leave()
+        case "other_source":
+            return {"results": [worker.other_source(*arguments)]}
+        case "start_receiving":
+            worker.start_receiving(*arguments)
+        case "receive_status":
+            return {"results": [worker.receive_status()]}
+        case "stop_receiving":
+            worker.stop_receiving()
     return {"results": [None]}
 
 
@@ -171,5 +171,5 @@ ROUTES: Mapping[tuple[str, str], Handler] = {
     ("POST", "/finish_weight_update"): _finish,
     ("POST", "/update_weight_version"): name_weights,
     ("POST", "/v1/load_lora_adapter"): _load_adapter,
-    ("POST", "/collective_rpc"): _inside,
+    ("POST", "/collective_rpc"): _call_workers,
 }

@@ -1,13 +1,14 @@
-"""The session endpoint: any program that speaks OpenAI's or Anthropic's protocol, as an episode.
+"""The session endpoint: an HTTP server through which any program that speaks OpenAI's or Anthropic's protocol acts in
+an episode.
 
-    POST /v1/chat/completions ──▶ chat ──────┐                        ┌──▶ JSON
-    POST /v1/responses ─────────▶ responses ─┼─▶ Asked ─▶ Talk ─▶ Reply ─┤
-    POST /v1/messages ──────────▶ messages ──┘                        └──▶ events
+    POST /v1/chat/completions ──▶ chat ──────┐                                          ┌──▶ JSON
+    POST /v1/responses ─────────▶ responses ─┼─▶ EndpointRequest ─▶ OpenEpisode ─▶ Reply ─┤
+    POST /v1/messages ──────────▶ messages ──┘                                          └──▶ events
 
-Each protocol is a file of pure translation; who calls is known by the key, which finds the episode.
+Each protocol is a file of pure translation. The API key of a request identifies its episode.
 """
 
 from headrace.wings.agents.base import Access, SessionLimits
-from headrace.wings.agents.serving import At, Endpoint
+from headrace.wings.agents.serving import Endpoint
 
-__all__ = ["Access", "At", "Endpoint", "SessionLimits"]
+__all__ = ["Access", "Endpoint", "SessionLimits"]

@@ -1,4 +1,4 @@
-"""The endpoint's routes, and every way a request can end."""
+"""The routes of the endpoint, and the answer to a request that fails."""
 
 from __future__ import annotations
 
@@ -21,19 +21,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.base.clock import Clock
 from headrace.base.errors import BudgetSpent, EngineFull, EpisodeError, HeadraceError, RequestError, SequenceFailed
-from headrace.base.net.connection import mark_entitled
+from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.chat import ChatOptions, Reply
 from headrace.base.types.episode import role_of
 from headrace.rollout.environments.agents import POLICY
 from headrace.rollout.environments.base import AnswerPiece
-from headrace.wings.agents.base import ChatProtocol, EndpointRequest, Json, SessionLimits, Setting, SseEvent, Telling
+from headrace.wings.agents.base import (
+    ChatProtocol,
+    EndpointRequest,
+    EventStream,
+    ExchangeContext,
+    Json,
+    SessionLimits,
+    SseEvent,
+)
 from headrace.wings.agents.chat import CHAT
 from headrace.wings.agents.messages import MESSAGES, read_counted
 from headrace.wings.agents.responses import RESPONSES
 from headrace.wings.agents.sessions import EpisodeSession, Sessions
-from headrace.wings.serve.body import BodyLimits, read_object
-from headrace.wings.serve.watch import ClientGone, while_connected
+from headrace.wings.serve.body import BodyLimits, ClientGone, read_object, while_connected
 
 PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
 COUNT = "/messages/count_tokens"
@@ -43,70 +50,73 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointDispatcher:
-    """What all requests share."""
+    """The sessions, limits and callbacks that all requests share."""
 
     sessions: Sessions
     limits: SessionLimits
     clock: Clock
-    on_wish: Callable[[str, float | str], None]
-    """Told what a request wishes and does not get."""
+    on_ignored: Callable[[str, float | str], None]
+    """Called with each field of a request, and its value, that has no effect on the policy."""
     agents: frozenset[str] = frozenset()
-    """Who answers where a request names it as its model, beside the policy."""
+    """Names of the agents that answer a request whose model is one of them; the policy answers all others."""
 
-    def whose(self, tree: Json, options: ChatOptions) -> ChatOptions:
-        """The options of a request, with the agent that its model names."""
+    def with_agent(self, tree: Json, options: ChatOptions) -> ChatOptions:
+        """Return ``options`` with the agent that the request's model names, if there is one."""
         model = tree.get("model")
         known = isinstance(model, str) and role_of(model) in self.agents
         return msgspec.structs.replace(options, agent=model) if known else options
 
     def body_limits(self) -> BodyLimits:
-        """Of one request."""
+        """Return the limits of one request's body."""
         limits = self.limits
         return BodyLimits(
             max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, remedy="send a shorter conversation"
         )
 
 
-def make_app(desk: EndpointDispatcher) -> ASGIApp:
-    """The whole endpoint as an ASGI application; every path is there with and without ``/v1``."""
+def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
+    """Return the whole endpoint as an ASGI application. Every path exists with and without ``/v1``."""
 
     async def models(request: Request) -> Response:
-        desk.sessions.find(request.headers)
-        names = (POLICY, *sorted(desk.agents))
+        dispatcher.sessions.find(request.headers)
+        names = (POLICY, *sorted(dispatcher.agents))
         about = {"object": "model", "type": "model", "created": 0, "owned_by": "headrace"}
         return JSONResponse({"object": "list", "data": [{"id": name, **about} for name in names], "has_more": False})
 
     routes: list[BaseRoute] = []
     for root in ("", "/v1"):
-        handlers = {path: _EndpointHandler(desk, dialect, _Answering(desk, dialect)) for path, dialect in PATHS.items()}
-        handlers[COUNT] = _EndpointHandler(desk, MESSAGES, _Counting())
+        handlers = {
+            path: _EndpointHandler(dispatcher, protocol, _AnswerWork(dispatcher, protocol))
+            for path, protocol in PATHS.items()
+        }
+        handlers[COUNT] = _EndpointHandler(dispatcher, MESSAGES, _CountWork())
         routes += [Route(root + path, handler, methods=["POST"]) for path, handler in handlers.items()]
         routes.append(Route(f"{root}/models", models, methods=["GET"]))
-    return _StrangerDelay(
-        desk, Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found})
+    return _UnknownKeyDelay(
+        dispatcher, Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found})
     )
 
 
-class _StrangerDelay:
-    """Who brings no key that was ever given is told so after a while, whatever is asked, and nothing else."""
+class _UnknownKeyDelay:
+    """An ASGI wrapper that refuses, after a delay and for any path, a request whose key was never valid."""
 
-    def __init__(self, desk: EndpointDispatcher, app: ASGIApp) -> None:
-        self._desk, self._app = desk, app
+    def __init__(self, dispatcher: EndpointDispatcher, app: ASGIApp) -> None:
+        self._dispatcher, self._app = dispatcher, app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._desk.sessions.find(Headers(scope=scope))
+            self._dispatcher.sessions.find(Headers(scope=scope))
         except Refusal as refusal:
             if refusal.status == 401:
-                await asyncio.sleep(self._desk.limits.delay_s)
+                await asyncio.sleep(self._dispatcher.limits.delay_s)
                 await refusal.response()(scope, receive, send)
                 return
-        mark_entitled(scope)
+        mark_authorized(scope)
         await self._app(scope, receive, send)
 
 
-class _Wire:
-    """One request's answer on its way: a body, or events, which begin with the first thing there is to say."""
+class _ResponseWriter:
+    """A writer of one answer: a JSON body, or server-sent events. The response starts with the first event."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi = scope, receive, send
@@ -114,11 +124,11 @@ class _Wire:
         self._streams = False
 
     async def body(self, body: Json) -> None:
-        """All of it."""
+        """Send ``body`` as the whole answer."""
         await JSONResponse(body)(*self._asgi)
 
     async def event(self, event: SseEvent) -> None:
-        """One more event."""
+        """Send one event."""
         data = (
             event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False, allow_nan=False)
         )
@@ -126,181 +136,195 @@ class _Wire:
         await self.data(f"{name}data: {data}\n\n".encode())
 
     async def data(self, data: bytes) -> None:
-        """More of the stream, as it is."""
+        """Send raw bytes of the stream."""
         if not self._streams:
             self._streams = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """The stream is whole."""
+        """End the stream."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def refuse(self, refusal: Refusal, dialect: ChatProtocol) -> None:
-        """No answer, and why."""
+    async def refuse(self, refusal: Refusal, protocol: ChatProtocol) -> None:
+        """Send ``refusal``: as an error of its own, or as the last event of a stream that has begun."""
         if self._streams:
-            await self.event(dialect.broken(refusal))
+            await self.event(protocol.broken(refusal))
             await self.end()
         else:
-            await refusal.response(dialect.refusal(refusal))(*self._asgi)
+            await refusal.response(protocol.refusal(refusal))(*self._asgi)
 
 
 class _EndpointHandler:
-    """``POST`` to one path, as an ASGI application: it watches the connection while it works."""
+    """An ASGI application that answers ``POST`` to one path. It cancels the work when the client disconnects."""
 
     def __init__(
         self,
-        desk: EndpointDispatcher,
-        dialect: ChatProtocol,
-        work: Callable[[EpisodeSession, Json, _Wire], Awaitable[None]],
+        dispatcher: EndpointDispatcher,
+        protocol: ChatProtocol,
+        work: Callable[[EpisodeSession, Json, _ResponseWriter], Awaitable[None]],
     ) -> None:
-        self._desk, self._dialect, self._work = desk, dialect, work
+        self._dispatcher, self._dialect, self._work = dispatcher, protocol, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, wire = Request(scope, receive), _Wire(scope, receive, send)
+        request, writer = Request(scope, receive), _ResponseWriter(scope, receive, send)
         session: EpisodeSession | None = None
         try:
-            session = self._desk.sessions.find(request.headers)
+            session = self._dispatcher.sessions.find(request.headers)
             async with session.request():
-                tree = await read_object(request, self._desk.body_limits())
-                await while_connected(receive, self._guarded(session, tree, wire))
+                tree = await read_object(request, self._dispatcher.body_limits())
+                await while_connected(receive, self._guarded(session, tree, writer))
         except ClientGone:
             return
         except Refusal as refusal:
-            if session is None or session.refused(refusal.problem) > self._desk.limits.patience:
-                await asyncio.sleep(self._desk.limits.delay_s)
-            await wire.refuse(refusal, self._dialect)
+            if session is None or session.count_refusal(refusal.problem) > self._dispatcher.limits.patience:
+                await asyncio.sleep(self._dispatcher.limits.delay_s)
+            await writer.refuse(refusal, self._dialect)
 
-    async def _guarded(self, session: EpisodeSession, tree: Json, wire: _Wire) -> None:
+    async def _guarded(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
+        """Do the work for one request. An unexpected error is stored, to be raised where the episode runs, and becomes
+        a refusal."""
         try:
-            await _in_words(lambda: self._work(session, tree, wire))
+            await _with_refusals(lambda: self._work(session, tree, writer))
         except Refusal:
             raise
-        except Exception as error:  # noqa: BLE001 - kept for whoever runs the episode; the server goes on
+        except Exception as error:  # noqa: BLE001 - raised again at the end of the episode's session; the server goes on
             session.failure = error
             words = f"the run failed: {error.problem if isinstance(error, HeadraceError) else type(error).__name__}"
             raise Refusal(words, remedy="end: this episode is over", status=500, code="internal") from None
 
 
 @dataclass(frozen=True, slots=True)
-class _Answering:
-    """An answer in one protocol."""
+class _AnswerWork:
+    """The work for a request that the policy answers in one protocol."""
 
-    desk: EndpointDispatcher
-    dialect: ChatProtocol
+    dispatcher: EndpointDispatcher
+    protocol: ChatProtocol
 
-    async def __call__(self, session: EpisodeSession, tree: Json, wire: _Wire) -> None:
-        setting = Setting(
+    async def __call__(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
+        context = ExchangeContext(
             name=secrets.token_hex(12),
-            created_s=int(self.desk.clock.wall()),
+            created_s=int(self.dispatcher.clock.wall()),
             spell=session.episode.spell,
-            max_choices=self.desk.limits.max_choices,
+            max_choices=self.dispatcher.limits.max_choices,
             histories=session.histories,
         )
-        exchange = self.dialect.understand(tree, setting)
-        asked, options = exchange.asked, self.desk.whose(tree, exchange.asked.options)
-        for name, value in asked.wishes.items():
-            self.desk.on_wish(name, value)
-        if not asked.stream:
-            await wire.body(exchange.whole(await _replies(session, asked, options)))
+        exchange = self.protocol.parse(tree, context)
+        request, options = exchange.request, self.dispatcher.with_agent(tree, exchange.request.options)
+        for name, value in request.ignored.items():
+            self.dispatcher.on_ignored(name, value)
+        if not request.stream:
+            await writer.body(exchange.answer(await _replies(session, request, options)))
             return
-        telling, pieces = exchange.stream(), _Pieces()
-        for event in telling.end(await self._told(_replies(session, asked, options, pieces), telling, pieces, wire)):
-            await wire.event(event)
-        await wire.end()
+        events, pieces = exchange.stream(), _PieceBuffer()
+        for event in events.end(
+            await self._stream_while(_replies(session, request, options, pieces), events, pieces, writer)
+        ):
+            await writer.event(event)
+        await writer.end()
 
-    async def _told(
-        self, work: Coroutine[Any, Any, list[Reply]], telling: Telling, pieces: _Pieces, wire: _Wire
+    async def _stream_while(
+        self,
+        work: Coroutine[Any, Any, list[Reply]],
+        events: EventStream,
+        pieces: _PieceBuffer,
+        writer: _ResponseWriter,
     ) -> list[Reply]:
-        """What ``work`` returns, told as it grows; the stream is kept alive where there is nothing to say."""
+        """Return what ``work`` returns, and send its pieces as events meanwhile. Pings keep the stream alive while
+        there are none."""
         try:
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(work)
-                task.add_done_callback(lambda _: pieces.came.set())
-                await self._tell_while(task, telling, pieces, wire)
+                task.add_done_callback(lambda _: pieces.arrived.set())
+                await self._send_until_done(task, events, pieces, writer)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return task.result()
 
-    async def _tell_while(self, task: asyncio.Task[Any], telling: Telling, pieces: _Pieces, wire: _Wire) -> None:
+    async def _send_until_done(
+        self, task: asyncio.Task[Any], events: EventStream, pieces: _PieceBuffer, writer: _ResponseWriter
+    ) -> None:
         while not task.done():
-            if not await pieces.wait(self.desk.limits.ping_s):
-                await wire.data(self.dialect.ping)
-            await _tell(telling, pieces, wire)
-        await _tell(telling, pieces, wire)  # what came with its end
+            if not await pieces.wait(self.dispatcher.limits.ping_s):
+                await writer.data(self.protocol.ping)
+            await _send_pieces(events, pieces, writer)
+        await _send_pieces(events, pieces, writer)  # pieces that arrived with its end
 
 
-class _Pieces:
-    """What has become certain of answers, and was not told yet. A client that reads slowly is told more at once."""
+class _PieceBuffer:
+    """A buffer of pieces that have not been sent yet. Pieces of one answer are joined, so a slow client gets fewer and
+    larger ones."""
 
     def __init__(self) -> None:
-        self.came = asyncio.Event()
+        self.arrived = asyncio.Event()
         self._waiting: dict[int, AnswerPiece] = {}
 
-    def hear(self, choice: int, piece: AnswerPiece) -> None:
-        """More of one of them."""
-        held = self._waiting.get(choice)
-        if held is not None:
+    def on_piece(self, choice: int, piece: AnswerPiece) -> None:
+        """Append a piece of answer number ``choice``."""
+        earlier = self._waiting.get(choice)
+        if earlier is not None:
             piece = msgspec.structs.replace(
-                piece, reasoning=held.reasoning + piece.reasoning, content=held.content + piece.content
+                piece, reasoning=earlier.reasoning + piece.reasoning, content=earlier.content + piece.content
             )
         self._waiting[choice] = piece
-        self.came.set()
+        self.arrived.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Until there is something, or so long; whether there is."""
+        """Wait until there is a piece, at most ``seconds``; return whether there is one."""
         try:
             async with asyncio.timeout(seconds):
-                await self.came.wait()
+                await self.arrived.wait()
         except TimeoutError:
             return False
         return True
 
-    def take(self) -> list[tuple[int, AnswerPiece]]:
-        """All that there is."""
-        taken, self._waiting = [*self._waiting.items()], {}
-        self.came.clear()
-        return taken
+    def pop_all(self) -> list[tuple[int, AnswerPiece]]:
+        """Remove all pieces and return them, each with the number of its answer."""
+        pieces, self._waiting = [*self._waiting.items()], {}
+        self.arrived.clear()
+        return pieces
 
 
-async def _tell(telling: Telling, pieces: _Pieces, wire: _Wire) -> None:
-    """All that has come."""
-    for choice, piece in pieces.take():
-        for event in telling.grow(choice, piece):
-            await wire.event(event)
+async def _send_pieces(events: EventStream, pieces: _PieceBuffer, writer: _ResponseWriter) -> None:
+    """Send all pieces in the buffer as events."""
+    for choice, piece in pieces.pop_all():
+        for event in events.add(choice, piece):
+            await writer.event(event)
 
 
 @dataclass(frozen=True, slots=True)
-class _Counting:
-    """The tokens of a conversation that is not answered."""
+class _CountWork:
+    """The work for a request that asks how many tokens a conversation has."""
 
-    async def __call__(self, session: EpisodeSession, tree: Json, wire: _Wire) -> None:
-        asked = read_counted(tree)
-        await wire.body({"input_tokens": await session.episode.count(asked.messages, asked.tools)})
+    async def __call__(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
+        request = read_counted(tree)
+        await writer.body({"input_tokens": await session.episode.count(request.messages, request.tools)})
 
 
 async def _replies(
-    session: EpisodeSession, asked: EndpointRequest, options: ChatOptions, pieces: _Pieces | None = None
+    session: EpisodeSession, request: EndpointRequest, options: ChatOptions, pieces: _PieceBuffer | None = None
 ) -> list[Reply]:
-    """Every answer that is asked for, side by side, told to ``pieces`` as it grows; the first failure ends the
-    others."""
+    """Return all answers to ``request``, sampled concurrently, and pass their pieces to ``pieces``. The first failure
+    cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = []
-            for choice in range(asked.num_choices):
-                hear = None if pieces is None else partial(pieces.hear, choice)
-                tasks.append(group.create_task(session.episode.reply(asked.messages, asked.tools, options, hear)))
+            for choice in range(request.num_choices):
+                on_piece = None if pieces is None else partial(pieces.on_piece, choice)
+                tasks.append(
+                    group.create_task(session.episode.reply(request.messages, request.tools, options, on_piece))
+                )
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _in_words(work: Callable[[], Awaitable[None]]) -> None:
-    """What can be mended, or ends this episode, as a refusal."""
+async def _with_refusals(work: Callable[[], Awaitable[None]]) -> None:
+    """Do ``work``; turn errors that the client can correct, or that end its episode, into :class:`Refusal`."""
     try:
         await work()
     except EpisodeError as error:
-        status = 403 if isinstance(error, BudgetSpent) else 400  # neither is asked again by clients
+        status = 403 if isinstance(error, BudgetSpent) else 400  # clients retry neither status
         raise Refusal(error.problem, remedy=error.remedy, status=status, code=error.reason) from None
     except EngineFull as error:
         raise Refusal(error.problem, remedy=error.remedy, status=429, code="engine_full") from None

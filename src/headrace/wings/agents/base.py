@@ -1,4 +1,5 @@
-"""What stands between the protocols and the episodes: requests that were read, answers that are to be written."""
+"""The records between the protocols and the episodes: requests as they were read, and answers as they will be
+written."""
 
 from __future__ import annotations
 
@@ -15,39 +16,42 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What one session may take of the endpoint."""
+    """The limits of one session at the endpoint."""
 
     max_body_bytes: int = 8 * 2**20
+    """Largest size of a request body, in bytes."""
     body_timeout_s: float = 30.0
-    """Longest wait for a request's body."""
+    """Longest wait for the whole body of a request, in seconds."""
     max_open: int = 64
-    """Requests of one session at once; beyond, they are told to come back later."""
+    """Largest number of open requests of one session; further ones are refused with status 429."""
     max_choices: int = 16
-    """Answers that one request may ask for."""
+    """Largest number of answers that one request may ask for."""
     idle_timeout_s: int = 60
-    """A connection that brings no request for so long, or takes nothing of its answer, is cut."""
+    """Seconds after which a connection is closed that sends no request or reads nothing of its answer."""
     patience: int = 16
-    """Refusals of one session that are told at once."""
+    """Number of refusals of one session that are sent at once; later ones are delayed by ``delay_s``."""
     delay_s: float = 1.0
-    """How long the others are held back, and those of wrong keys: a program that asks in a circle shall cost little."""
+    """Delay in seconds of further refusals, and of those for wrong keys, so that a program that retries in a loop costs
+    little."""
     ping_s: float = 10.0
-    """A stream that has had nothing to say for so long says that it is alive."""
+    """Seconds without an event after which a stream sends a ping, which shows that the server is alive."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Access:
-    """What a program needs to reach its episode."""
+    """The address and the key with which a program reaches its episode."""
 
     base_url: str
-    """Without ``/v1``: clients of every protocol take it as it is."""
+    """The endpoint's URL without ``/v1``; each protocol's client appends its own path."""
     api_key: str
-    """Bearer token of the OpenAI client, ``x-api-key`` of the Anthropic client."""
+    """The bearer token of the OpenAI client, and ``x-api-key`` of the Anthropic client."""
     last_refusal: str = ""
-    """What the latest request was told that got no answer; empty where each got one."""
+    """The problem of the latest request that was refused; empty if none was."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """As clients, and the frameworks built on them, find it in their environment."""
+        """Return the environment variables from which the clients, and frameworks built on them, read address and
+        key."""
         return {
             "OPENAI_BASE_URL": f"{self.base_url}/v1",
             "OPENAI_API_BASE": f"{self.base_url}/v1",
@@ -59,80 +63,80 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointRequest:
-    """What a request asks the policy for."""
+    """A request to the policy, as read from a body of any of the protocols."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     options: ChatOptions
     num_choices: int = 1
     stream: bool = False
-    """Whether the answer is told as server-sent events."""
-    wishes: Mapping[str, float | str] = field(default_factory=dict)
-    """What the request says, by field, of how the policy is to draw tokens, or to think. It does so as everywhere in
-    the run: that is the distribution it is trained on."""
+    """Whether the answer is sent as server-sent events."""
+    ignored: Mapping[str, float | str] = field(default_factory=dict)
+    """Fields of the request, with their values, that ask for other sampling or reasoning settings. They have no effect:
+    the policy samples from the distribution that it is trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a translation knows of its session."""
+class ExchangeContext:
+    """The facts of one request that a protocol needs for its translation."""
 
     name: str
-    """No other request's: ids are made of it."""
+    """A name that no other request has; the ids in the answer are made from it."""
     created_s: int
     """Seconds since 1970."""
     spell: Callable[[int], str]
-    """One token as text."""
+    """Returns the text of one token."""
     max_choices: int = 16
-    """Answers that the request may ask for."""
+    """Largest number of answers that the request may ask for."""
     histories: MutableMapping[str, tuple[Message, ...]] = field(default_factory=dict)
-    """What the session's responses stand for, by their ids: later ones may go on from them."""
+    """The conversation up to each response of the session, by the response's id; later responses may continue it."""
 
 
 class SseEvent(NamedTuple):
-    """One server-sent event; ``name`` is empty where the protocol gives it none."""
+    """A server-sent event; ``name`` is empty where the protocol gives the event no name."""
 
     name: str
     data: Json | str
 
 
 class Exchange(Protocol):
-    """A request that has been understood, and its answer in the words of its protocol."""
+    """A request that has been read, and the translation of its answer into the protocol."""
 
     @property
-    def asked(self) -> EndpointRequest:
-        """What it asks for."""
+    def request(self) -> EndpointRequest:
+        """Return the request to the policy."""
         ...
 
-    def whole(self, replies: Sequence[Reply]) -> Json:
-        """The body of the answer."""
+    def answer(self, replies: Sequence[Reply]) -> Json:
+        """Return the JSON body of the answer."""
         ...
 
-    def stream(self) -> Telling:
-        """The answer as a stream, which has not begun."""
+    def stream(self) -> EventStream:
+        """Return a stream of the answer that has not begun."""
         ...
 
 
-class Telling(Protocol):
-    """An answer that is told while it is sampled; it begins with its first piece."""
+class EventStream(Protocol):
+    """An answer as a stream of events, made while it is sampled. The first event comes with the first piece."""
 
-    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
-        """More of one of the answers that were asked for; all of their text comes in this way."""
+    def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+        """Yield the events for one more piece of answer number ``choice``. All text passes through this method."""
         ...
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """What is left to say when all of them are whole."""
+        """Yield the last events, when every answer is complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatProtocol:
-    """One protocol."""
+    """The functions that translate one protocol."""
 
-    understand: Callable[[Mapping[str, Any], Setting], Exchange]
-    """Reads a body; raises :class:`Refusal`, naming what cannot be done."""
+    parse: Callable[[Mapping[str, Any], ExchangeContext], Exchange]
+    """Reads a body; raises :class:`Refusal`, which names what is not supported."""
     refusal: Callable[[Refusal], Json]
-    """An error as a body."""
+    """Returns the body of an error."""
     broken: Callable[[Refusal], SseEvent]
-    """The last event of a stream that fails halfway."""
+    """Returns the last event of a stream that fails after it has begun."""
     ping: bytes
-    """What keeps a stream alive, as it is sent."""
+    """The bytes that keep a stream alive."""

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+"""The protocol of OpenAI's chat completions: ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.base.net.refusal import Refusal
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
 from headrace.base.types.episode import StopReason
 from headrace.rollout.environments.base import AnswerPiece
-from headrace.wings.agents.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
+from headrace.wings.agents.base import ChatProtocol, EndpointRequest, ExchangeContext, Json, SseEvent
 from headrace.wings.agents.reading import (  # fmt: skip
     INT32_MAX,
     NAME,
@@ -20,9 +20,9 @@ from headrace.wings.agents.reading import (  # fmt: skip
     named_answers,
     read_choice,
     refuse_same_names,
+    set_fields,
     text_of,
     token_logprobs,
-    wishes,
 )
 from headrace.wings.serve.schema import StreamOptions
 from headrace.wings.serve.strict import StrictBody, read_body, read_stop
@@ -46,7 +46,7 @@ class _CalledFunction(BodyPart):
     name: str = Field(min_length=1)
     arguments: str = ""
     parsed_arguments: Any = None
-    """OpenAI's client puts it there."""
+    """Added by OpenAI's client; not read."""
 
 
 class _ChatToolCall(BodyPart):
@@ -54,7 +54,7 @@ class _ChatToolCall(BodyPart):
     type: Literal["function"] = "function"
     function: _CalledFunction
     index: int = 0
-    """Where a stream's parts were put together by hand, it may be left."""
+    """Left over in messages that a program has joined from a stream's deltas; not read."""
 
 
 class _ChatAnswer(BodyPart):
@@ -64,12 +64,12 @@ class _ChatAnswer(BodyPart):
     content: _Text = ""
     reasoning_content: str = ""
     reasoning: str = ""
-    """The younger name of ``reasoning_content``."""
+    """The newer name of ``reasoning_content``."""
     tool_calls: list[_ChatToolCall] = Field(default=[])
     refusal: Literal[""] = ""
     annotations: list[Any] = Field(default=[], max_length=0)
     parsed: Any = None
-    """OpenAI's client puts it there."""
+    """Added by OpenAI's client; not read."""
     name: str = ""
 
     def message(self) -> Message:
@@ -90,7 +90,7 @@ class _ToolAnswer(BodyPart):
     content: _Text
     tool_call_id: str
     name: str = ""
-    """Known from the call."""
+    """Not read: the call gives the tool's name."""
 
     def message(self) -> Message:
         return Message(role="tool", content=self.content, tool_call_id=self.tool_call_id)
@@ -101,7 +101,7 @@ class _Function(BodyPart):
     description: str = ""
     parameters: dict[str, Any] = Field(default={})
     strict: bool = False
-    """Taken for compatibility: the policy writes what it writes."""
+    """Accepted for compatibility, without effect: nothing constrains the policy's output."""
 
 
 class _ChatTool(BodyPart):
@@ -149,11 +149,11 @@ class _ChatBody(StrictBody):
     logprobs: bool = False
     return_token_ids: bool = False
 
-    def asked(self, setting: Setting) -> EndpointRequest:
-        if self.n > setting.max_choices:
+    def request(self, context: ExchangeContext) -> EndpointRequest:
+        if self.n > context.max_choices:
             raise Refusal(
-                f"n={self.n} is more than {setting.max_choices}",
-                remedy=f"ask for n <= {setting.max_choices}",
+                f"n={self.n} is more than {context.max_choices}",
+                remedy=f"ask for n <= {context.max_choices}",
                 param="n",
             )
         functions = [tool.function for tool in self.tools] if self.tool_choice == "auto" else []
@@ -168,7 +168,7 @@ class _ChatBody(StrictBody):
             ),
             num_choices=self.n,
             stream=self.stream,
-            wishes=wishes(
+            ignored=set_fields(
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
@@ -181,10 +181,10 @@ class _ChatBody(StrictBody):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatExchange:
     body: _ChatBody
-    asked: EndpointRequest
-    setting: Setting
+    request: EndpointRequest
+    context: ExchangeContext
 
-    def whole(self, replies: Sequence[Reply]) -> Json:
+    def answer(self, replies: Sequence[Reply]) -> Json:
         choices = []
         for index, reply in enumerate(replies):
             message = {"role": "assistant", "refusal": None, **_message(reply.message)}
@@ -195,27 +195,27 @@ class _ChatExchange:
         return _ChatStream(self)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
-        name, created_s = f"chatcmpl-{self.setting.name}", self.setting.created_s
+        name, created_s = f"chatcmpl-{self.context.name}", self.context.created_s
         return {"id": name, "object": kind, "created": created_s, "model": self.body.model, "choices": choices}
 
     def end(self, reply: Reply) -> Json:
-        """What a choice tells besides its message."""
+        """Return the fields of a choice beside its message."""
         logprobs = None
         if self.body.logprobs:
-            logprobs = {"content": token_logprobs(reply, self.setting.spell), "refusal": None}
+            logprobs = {"content": token_logprobs(reply, self.context.spell), "refusal": None}
         ids = {"token_ids": list(reply.token_ids)} if self.body.return_token_ids else {}
         return {"logprobs": logprobs, "finish_reason": _finish(reply), "stop_reason": reply.stop_reason, **ids}
 
 
 class _ChatStream:
-    """Chunks: each adds a delta to one of the choices."""
+    """A stream of chunks, each of which adds a delta to one of the choices."""
 
     def __init__(self, exchange: _ChatExchange) -> None:
         self._exchange = exchange
         self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
         self._begun: set[int] = set()
 
-    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+    def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         yield from self._begin(choice)
         for name, text in (("reasoning_content", piece.reasoning), ("content", piece.content)):
             if text:
@@ -237,26 +237,26 @@ class _ChatStream:
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def _chunk(self, choice: int, delta: Json, **more: Any) -> SseEvent:
-        told = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return SseEvent("", {**self._exchange.frame("chat.completion.chunk", [told]), **self._usage})
+        part = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return SseEvent("", {**self._exchange.frame("chat.completion.chunk", [part]), **self._usage})
 
 
 def _message(message: Message) -> Json:
-    """What the policy said; without content where it calls tools and says nothing."""
-    said: Json = {"content": message.content or (None if message.tool_calls else "")}
+    """Return the policy's message as JSON; its content is ``null`` if it calls tools without text."""
+    fields: Json = {"content": message.content or (None if message.tool_calls else "")}
     if message.reasoning:
-        said["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
-    return said
+    return fields
 
 
 def _finish(reply: Reply) -> str:
     if reply.stop_reason is not StopReason.STOP:
-        return "length"  # the protocol has no word for the other two
+        return "length"  # the protocol has no value for a deadline or a withdrawn request
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
@@ -267,7 +267,7 @@ def _usage(replies: Sequence[Reply]) -> Json:
     }  # fmt: skip
 
 
-def _understand(tree: Mapping[str, Any], setting: Setting) -> _ChatExchange:
+def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ChatExchange:
     body = read_body(_ChatBody, tree)
     if "stream_options" in body.model_fields_set and not body.stream:
         raise Refusal(
@@ -275,18 +275,18 @@ def _understand(tree: Mapping[str, Any], setting: Setting) -> _ChatExchange:
             remedy="set stream=true, or leave stream_options out",
             param="stream_options",
         )
-    given, newer = body.max_tokens, body.max_completion_tokens
-    if None not in (given, newer) and given != newer:
+    older, newer = body.max_tokens, body.max_completion_tokens
+    if None not in (older, newer) and older != newer:
         raise Refusal(
-            f"max_tokens={given} and max_completion_tokens={newer} differ",
+            f"max_tokens={older} and max_completion_tokens={newer} differ",
             remedy="give max_completion_tokens alone",
             param="max_tokens",
         )
-    return _ChatExchange(body=body, asked=body.asked(setting), setting=setting)
+    return _ChatExchange(body=body, request=body.request(context), context=context)
 
 
 CHAT = ChatProtocol(
-    understand=_understand,
+    parse=_parse,
     refusal=Refusal.body,
     broken=lambda refusal: SseEvent("", refusal.body()),
     ping=b": sampling\n\n",

@@ -1,4 +1,4 @@
-"""Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
+"""The protocol of Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.base.net.refusal import Refusal
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
 from headrace.base.types.episode import StopReason
 from headrace.rollout.environments.base import AnswerPiece
-from headrace.wings.agents.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
+from headrace.wings.agents.base import ChatProtocol, EndpointRequest, ExchangeContext, Json, SseEvent
 from headrace.wings.agents.reading import (  # fmt: skip
     INT32_MAX,
     NAME,
@@ -22,15 +22,16 @@ from headrace.wings.agents.reading import (  # fmt: skip
     json_object,
     named_answers,
     refuse_same_names,
+    set_fields,
     text_of,
-    wishes,
 )
 from headrace.wings.serve.strict import StrictBody, read_body, read_stop
 
 MALFORMED = "malformed_arguments"
-"""The protocol carries arguments as an object: what the policy wrote instead of one stands in a field of this name."""
+"""The protocol carries a call's arguments as an object. If the policy wrote something else, its text stands in a field
+of this name."""
 UNSIGNED = "unsigned"
-"""Clients send the signature of a thought back; nobody checks it here."""
+"""The signature of every reasoning block; clients send it back, and it is not checked."""
 
 _Text = Annotated[str, PlainValidator(text_of("text"))]
 _ERRORS = {
@@ -90,7 +91,7 @@ class _MessagesInput(BodyPart):
     ]
 
     def messages(self) -> Iterator[Message]:
-        """Each tool's answer is a message of its own, and so is the text between them."""
+        """Yield each tool result as a message of its own, and the text between them as user messages."""
         texts: list[str] = []
         for block in self.content:
             if isinstance(block, _TextBlock):
@@ -111,7 +112,7 @@ class _MessagesAnswer(BodyPart):
     ]
 
     def messages(self) -> Iterator[Message]:
-        """One message."""
+        """Yield the one message of the policy."""
         yield Message(
             role="assistant",
             content="".join(block.text for block in self.content if isinstance(block, _TextBlock)),
@@ -126,32 +127,32 @@ class _MessagesTool(BodyPart):
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool = False
-    """Taken for compatibility: the policy writes what it writes."""
+    """Accepted for compatibility, without effect: nothing constrains the policy's output."""
     cache_control: Any = None
     eager_input_streaming: bool = False
 
 
 def _read_choice(value: object) -> str:
-    """``auto`` or ``none``."""
-    said = {name: part for name, part in value.items() if part} if isinstance(value, dict) else {}
-    if said.keys() == {"type"} and said["type"] in ("auto", "none"):
-        return str(said["type"])
+    """Return the type of ``tool_choice``, which is ``auto`` or ``none``."""
+    fields = {name: part for name, part in value.items() if part} if isinstance(value, dict) else {}
+    if fields.keys() == {"type"} and fields["type"] in ("auto", "none"):
+        return str(fields["type"])
     raise PydanticCustomError(
         "tool_choice",
         'expected {"type": "auto"} or {"type": "none"}: nothing makes the policy call a tool, or only one at a time',
     )
 
 
-class _Think(BodyPart):
+class _ThinkingConfig(BodyPart):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int = Field(default=0, ge=0)
-    """A wish: the policy thinks as long as it does."""
+    """Accepted without effect: nothing limits the policy's reasoning."""
     display: Literal["summarized", "omitted"] = "summarized"
-    """Never summarized: shown as it was sampled."""
+    """``summarized`` shows the reasoning as it was sampled; it is never summarized."""
 
     @property
     def shown(self) -> bool:
-        """Whether the answer tells it."""
+        """Return whether the answer contains the reasoning."""
         return self.type != "disabled" and self.display != "omitted"
 
 
@@ -160,7 +161,7 @@ class _OutputConfig(BodyPart):
 
 
 class _MessagesPrompt(StrictBody):
-    """What is to be read."""
+    """The part of a body that holds the conversation and the tools."""
 
     ignored: ClassVar = frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "diagnostics"})
     unsupported: ClassVar = {
@@ -175,16 +176,16 @@ class _MessagesPrompt(StrictBody):
     messages: list[Annotated[_MessagesInput | _MessagesAnswer, Field(discriminator="role")]] = Field(min_length=1)
     tools: list[_MessagesTool] = Field(default=[], max_length=1024)
     tool_choice: Annotated[str, PlainValidator(_read_choice)] = "auto"
-    thinking: _Think = _Think(type="disabled")
+    thinking: _ThinkingConfig = _ThinkingConfig(type="disabled")
     output_config: _OutputConfig = _OutputConfig()
 
     def read(self) -> tuple[Message, ...]:
-        """The conversation."""
+        """Return the conversation."""
         opening = [Message(role="system", content=self.system)] if self.system else []
-        return named_answers([*opening, *(said for message in self.messages for said in message.messages())])
+        return named_answers([*opening, *(part for message in self.messages for part in message.messages())])
 
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that may be called."""
+        """Return the tools that the policy may call."""
         given = self.tools if self.tool_choice == "auto" else []
         tools = tuple(Tool(name=t.name, description=t.description, parameters=t.input_schema) for t in given)
         refuse_same_names(tools)
@@ -203,10 +204,10 @@ class _MessagesBody(_MessagesPrompt):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MessagesExchange:
     body: _MessagesBody
-    asked: EndpointRequest
-    setting: Setting
+    request: EndpointRequest
+    context: ExchangeContext
 
-    def whole(self, replies: Sequence[Reply]) -> Json:
+    def answer(self, replies: Sequence[Reply]) -> Json:
         (reply,) = replies
         begun = self.begun(reply.num_prompt_tokens)
         return {
@@ -221,10 +222,10 @@ class _MessagesExchange:
         return _MessagesStream(self)
 
     def begun(self, num_prompt_tokens: int) -> Json:
-        """The body of an answer of which nothing has been said."""
+        """Return the body of an answer without content."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         return {
-            "id": f"msg_{self.setting.name}",
+            "id": f"msg_{self.context.name}",
             "type": "message",
             "role": "assistant",
             "model": self.body.model,
@@ -235,7 +236,8 @@ class _MessagesExchange:
         }
 
     def _blocks(self, message: Message) -> list[Json]:
-        """What was said; thoughts are shown to those who asked for them: others take the first block for the text."""
+        """Return the content blocks of ``message``. Reasoning is included only if requested: other clients take the
+        first block for the text."""
         blocks: list[Json] = []
         if message.reasoning and self.body.thinking.shown:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": UNSIGNED})
@@ -249,33 +251,33 @@ class _MessagesExchange:
 
 
 class _MessagesStream:
-    """A message whose blocks are told one after the other: what was thought, what was said, what is called."""
+    """A stream of one message whose blocks follow each other: reasoning, text, tool calls."""
 
     def __init__(self, exchange: _MessagesExchange) -> None:
         self._exchange = exchange
         self._is_begun = False
-        self._place = -1
-        self._open = ""
-        """Type of the block at that place that is not told to its end; empty where there is none."""
+        self._index = -1
+        self._open_type = ""
+        """Type of the open block, the one at ``_index``; empty if no block is open."""
 
-    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+    def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         yield from self._begin(piece.num_prompt_tokens)
         if piece.reasoning and self._exchange.body.thinking.shown:
-            yield from self._enter({"type": "thinking", "thinking": "", "signature": ""})
+            yield from self._open_block({"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta(type="thinking_delta", thinking=piece.reasoning)
         if piece.content:
-            yield from self._enter({"type": "text", "text": "", "citations": None})
+            yield from self._open_block({"type": "text", "text": "", "citations": None})
             yield self._delta(type="text_delta", text=piece.content)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        whole = self._exchange.whole(replies)
+        whole = self._exchange.answer(replies)
         yield from self._begin(replies[0].num_prompt_tokens)
-        for block in whole["content"][self._place + 1 :]:
+        for block in whole["content"][self._index + 1 :]:
             blank: Json = {"text": ""} if block["type"] == "text" else {"input": {}}
-            yield from self._enter({**block, **blank}, again=True)
+            yield from self._open_block({**block, **blank}, always=True)
             if block["type"] == "tool_use":
                 yield self._delta(type="input_json_delta", partial_json=json.dumps(block["input"], ensure_ascii=False))
-        yield from self._leave()
+        yield from self._close_block()
         end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=end, usage=whole["usage"])
         yield _event("message_stop")
@@ -285,28 +287,29 @@ class _MessagesStream:
             self._is_begun = True
             yield _event("message_start", message=self._exchange.begun(num_prompt_tokens))
 
-    def _enter(self, blank: Json, *, again: bool = False) -> Iterator[SseEvent]:
-        """What is told next stands in a block of this type; ``again``: in another one than what was told last."""
-        if self._open == blank["type"] and not again:
+    def _open_block(self, blank: Json, *, always: bool = False) -> Iterator[SseEvent]:
+        """Open a block of ``blank``'s type, unless one is open. With ``always`` a new block is opened even after one of
+        the same type."""
+        if self._open_type == blank["type"] and not always:
             return
-        yield from self._leave()
-        self._place, self._open = self._place + 1, blank["type"]
-        yield _event("content_block_start", index=self._place, content_block=blank)
+        yield from self._close_block()
+        self._index, self._open_type = self._index + 1, blank["type"]
+        yield _event("content_block_start", index=self._index, content_block=blank)
 
     def _delta(self, **delta: str) -> SseEvent:
-        return _event("content_block_delta", index=self._place, delta=delta)
+        return _event("content_block_delta", index=self._index, delta=delta)
 
-    def _leave(self) -> Iterator[SseEvent]:
-        if self._open == "thinking":
+    def _close_block(self) -> Iterator[SseEvent]:
+        if self._open_type == "thinking":
             yield self._delta(type="signature_delta", signature=UNSIGNED)
-        if self._open:
-            yield _event("content_block_stop", index=self._place)
-        self._open = ""
+        if self._open_type:
+            yield _event("content_block_stop", index=self._index)
+        self._open_type = ""
 
 
 def _stop_reason(reply: Reply) -> str:
     if reply.stop_reason is not StopReason.STOP:
-        return "max_tokens"  # the protocol has no word for the other two
+        return "max_tokens"  # the protocol has no value for a deadline or a withdrawn request
     if reply.stop:
         return "stop_sequence"
     return "tool_use" if reply.message.tool_calls else "end_turn"
@@ -316,7 +319,7 @@ def _event(kind: str, **fields: Any) -> SseEvent:
     return SseEvent(kind, {"type": kind, **fields})
 
 
-def _understand(tree: Mapping[str, Any], setting: Setting) -> _MessagesExchange:
+def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _MessagesExchange:
     body = read_body(_MessagesBody, tree)
     if body.messages[-1].role == "assistant":
         raise Refusal(
@@ -324,23 +327,23 @@ def _understand(tree: Mapping[str, Any], setting: Setting) -> _MessagesExchange:
             remedy="end the messages with what the policy is to answer",
             param="messages",
         )
-    asked = EndpointRequest(
+    request = EndpointRequest(
         messages=body.read(),
         tools=body.offered(),
         options=ChatOptions(max_new_tokens=body.max_tokens, stop=body.stop_sequences),
         stream=body.stream,
-        wishes=wishes(
+        ignored=set_fields(
             **{"output_config.effort": body.output_config.effort},
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
         ),
     )
-    return _MessagesExchange(body=body, asked=asked, setting=setting)
+    return _MessagesExchange(body=body, request=request, context=context)
 
 
 def read_counted(tree: Mapping[str, Any]) -> EndpointRequest:
-    """What ``count_tokens`` asks about."""
+    """Return the request in a body of ``count_tokens``."""
     body = read_body(_MessagesPrompt, tree)
     return EndpointRequest(messages=body.read(), tools=body.offered(), options=ChatOptions())
 
@@ -351,7 +354,7 @@ def _refusal(refusal: Refusal) -> Json:
 
 
 MESSAGES = ChatProtocol(
-    understand=_understand,
+    parse=_parse,
     refusal=_refusal,
     broken=lambda refusal: SseEvent("error", _refusal(refusal)),
     ping=b'event: ping\ndata: {"type": "ping"}\n\n',

@@ -1,4 +1,4 @@
-"""What the bodies of all protocols have in common."""
+"""The reading of request bodies that all protocols share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headrace.wings.serve.strict import Strict
 
 INT32_MAX = 2**31 - 1
 NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
-"""Names of the tools that are offered; a policy may call others."""
+"""Pattern of the names of offered tools. The policy may call tools of other names."""
 HARMLESS = frozenset({"annotations", "cache_control", "citations", "logprobs", "parsed", "prompt_cache_breakpoint"})
-"""What parts of a text may carry and what changes nothing of it."""
+"""Keys of text parts that do not change the text; they are ignored."""
 
 
 class BodyPart(Strict):
-    """A part of a body, in which ``null`` is as if not there."""
+    """A model for a part of a body, in which a field that is ``null`` counts as absent."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -33,7 +33,7 @@ class BodyPart(Strict):
 
 
 def text_of(*kinds: str) -> Callable[[object], str]:
-    """A reader of a text, or of a list of parts of those kinds as one text."""
+    """Return a function that reads a text, or a list of parts of the given ``kinds``, as one text."""
     words = f'expected a text, or a list of {{"type": "{kinds[0]}", "text": ...}}: the policy reads text alone'
 
     def read(value: object) -> str:
@@ -44,8 +44,8 @@ def text_of(*kinds: str) -> Callable[[object], str]:
         return "".join(map(read_part, value))
 
     def read_part(part: object) -> str:
-        said = part if isinstance(part, dict) and part.keys() <= {"type", "text"} | HARMLESS else {}
-        if said.get("type") in kinds and isinstance(text := said.get("text"), str):
+        fields = part if isinstance(part, dict) and part.keys() <= {"type", "text"} | HARMLESS else {}
+        if fields.get("type") in kinds and isinstance(text := fields.get("text"), str):
             return text
         raise PydanticCustomError("content", words)
 
@@ -53,19 +53,20 @@ def text_of(*kinds: str) -> Callable[[object], str]:
 
 
 def read_choice(value: object) -> str:
-    """OpenAI's ``tool_choice``."""
+    """Return OpenAI's ``tool_choice``, which is ``auto`` or ``none``."""
     if value in ("auto", "none"):
         return str(value)
     raise PydanticCustomError("tool_choice", "expected 'auto' or 'none': nothing makes the policy call a tool")
 
 
-def wishes(**asked: float | str | None) -> dict[str, float | str]:
-    """What was set of ``asked``."""
-    return {name: value for name, value in asked.items() if value is not None and value != ""}
+def set_fields(**fields: float | str | None) -> dict[str, float | str]:
+    """Return those ``fields`` that are neither ``None`` nor empty."""
+    return {name: value for name, value in fields.items() if value is not None and value != ""}
 
 
 def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """``messages``, in which every tool's answer carries the name of the tool; one that answers nothing is refused."""
+    """Return ``messages`` with the tool's name in every tool answer. Raises :class:`Refusal` for the answer to a call
+    that no message makes."""
     tools: dict[str, str] = {}
     read: list[Message] = []
     for message in messages:
@@ -89,7 +90,7 @@ def _named(message: Message, name: str) -> Message:
 
 
 def refuse_same_names(tools: Sequence[Tool]) -> None:
-    """Two tools of one name cannot be told apart."""
+    """Refuse two tools with the same name, since a call could not be matched to one of them."""
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -99,12 +100,12 @@ def refuse_same_names(tools: Sequence[Tool]) -> None:
 
 
 def token_logprobs(reply: Reply, spell: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Every sampled token of ``reply``, in order, as both of OpenAI's protocols tell them; a logprob that is no finite
-    number is ``null``."""
-    told: list[dict[str, Any]] = []
+    """Return the sampled tokens of ``reply`` in the form that both of OpenAI's protocols use; a logprob that is not
+    finite is ``null``."""
+    entries: list[dict[str, Any]] = []
     for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
         text = spell(token)
-        told.append(
+        entries.append(
             {
                 "token": text,
                 "logprob": logprob if math.isfinite(logprob) else None,
@@ -112,11 +113,11 @@ def token_logprobs(reply: Reply, spell: Callable[[int], str]) -> list[dict[str, 
                 "top_logprobs": [],
             }
         )
-    return told
+    return entries
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that ``text`` is; ``None`` where it is none."""
+    """Return the JSON object in ``text``; ``None`` if it is not a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

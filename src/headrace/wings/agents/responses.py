@@ -1,8 +1,10 @@
-"""OpenAI's responses: ``POST /v1/responses``."""
+"""The protocol of OpenAI's responses: ``POST /v1/responses``. A response is a list of items: reasoning, a message,
+function calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,8 +13,8 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
 from headrace.base.types.episode import StopReason
-from headrace.wings.agents.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
-from headrace.wings.agents.items import ItemTelling, message_item, thought_item
+from headrace.rollout.environments.base import AnswerPiece
+from headrace.wings.agents.base import ChatProtocol, EndpointRequest, ExchangeContext, Json, SseEvent
 from headrace.wings.agents.reading import (  # fmt: skip
     INT32_MAX,
     NAME,
@@ -20,9 +22,9 @@ from headrace.wings.agents.reading import (  # fmt: skip
     named_answers,
     read_choice,
     refuse_same_names,
+    set_fields,
     text_of,
     token_logprobs,
-    wishes,
 )
 from headrace.wings.serve.strict import StrictBody, read_body
 
@@ -31,17 +33,17 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class _Said(BodyPart):
+class _MessageItem(BodyPart):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Text
     id: str = ""
     status: _Status = "completed"
     phase: str = ""
-    """Of an assistant's message; changes nothing."""
+    """Phase of an assistant's message; it has no effect."""
 
 
-class _Thought(BodyPart):
+class _ReasoningItem(BodyPart):
     type: Literal["reasoning"]
     content: Annotated[str, PlainValidator(text_of("reasoning_text"))] = ""
     id: str = ""
@@ -50,38 +52,38 @@ class _Thought(BodyPart):
     status: _Status = "completed"
 
 
-class _ResponsesCall(BodyPart):
+class _FunctionCallItem(BodyPart):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1)
     arguments: str = ""
     parsed_arguments: Any = None
-    """OpenAI's client puts it there."""
+    """Added by OpenAI's client; not read."""
     id: str = ""
     status: _Status = "completed"
 
 
-class _CallOutput(BodyPart):
+class _FunctionOutputItem(BodyPart):
     type: Literal["function_call_output"]
     call_id: str
     output: _Text
     id: str = ""
     name: str = ""
-    """Known from the call."""
+    """Not read: the call gives the function's name."""
     status: _Status = "completed"
 
 
-def _kind(item: object) -> str:
-    """A message may leave its type out."""
+def _item_type(item: object) -> str:
+    """Return the type of ``item``; an item without one is a message."""
     return str(item.get("type") or "message") if isinstance(item, dict) else "message"
 
 
 _Item = Annotated[
-    Annotated[_Said, Tag("message")]
-    | Annotated[_Thought, Tag("reasoning")]
-    | Annotated[_ResponsesCall, Tag("function_call")]
-    | Annotated[_CallOutput, Tag("function_call_output")],
-    Discriminator(_kind),
+    Annotated[_MessageItem, Tag("message")]
+    | Annotated[_ReasoningItem, Tag("reasoning")]
+    | Annotated[_FunctionCallItem, Tag("function_call")]
+    | Annotated[_FunctionOutputItem, Tag("function_call_output")],
+    Discriminator(_item_type),
 ]
 
 
@@ -95,13 +97,13 @@ class _ResponsesTool(BodyPart):
     description: str = ""
     parameters: dict[str, Any] = Field(default={})
     strict: bool = True
-    """Taken for compatibility: the policy writes what it writes."""
+    """Accepted for compatibility, without effect: nothing constrains the policy's output."""
 
 
 class _Reasoning(BodyPart):
     effort: str = ""
     summary: str = ""
-    """Never summarized: shown as it was sampled."""
+    """Accepted without effect: reasoning is shown as it was sampled."""
 
 
 class _Format(BodyPart):
@@ -145,16 +147,16 @@ class _ResponsesBody(StrictBody):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         default=[], max_length=16
     )
-    """Reasoning travels in the clear, whether or not it is asked for."""
+    """Logprobs are included on request. Reasoning is never encrypted, whether it is requested or not."""
 
-    def said(self, histories: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:
-        """The conversation, without the instructions: what comes later may go on from it."""
+    def conversation(self, histories: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:
+        """Return the messages up to this request, without the instructions, which later responses do not inherit."""
         before: tuple[Message, ...] = ()
         if self.previous_response_id:
             if self.previous_response_id not in histories:
                 raise Refusal(
                     f"previous_response_id={shown(self.previous_response_id)} is no response of this episode",
-                    remedy="name one that this key has been given, or send the whole conversation as input",
+                    remedy="name a response of this key, or send the whole conversation as input",
                     param="previous_response_id",
                     status=404,
                     code="previous_response_not_found",
@@ -165,46 +167,51 @@ class _ResponsesBody(StrictBody):
         return named_answers((*before, *_messages(self.input)))
 
 
-def _messages(items: Sequence[_Said | _Thought | _ResponsesCall | _CallOutput]) -> Iterator[Message]:
-    """Items as messages: reasoning, text and calls that stand in this order are one message of the policy."""
-    rank: list[int] = []  # of the items of the message that is put together
-    parts: list[_Said | _Thought | _ResponsesCall] = []
+def _messages(
+    items: Sequence[_MessageItem | _ReasoningItem | _FunctionCallItem | _FunctionOutputItem],
+) -> Iterator[Message]:
+    """Yield the messages of ``items``. Reasoning, text and calls that follow each other in this order are one message
+    of the policy."""
+    places: list[int] = []  # places of the items that have been collected for one message
+    parts: list[_MessageItem | _ReasoningItem | _FunctionCallItem] = []
     for item in items:
-        own = _rank(item)
-        if rank and (own is None or own < rank[-1] or own == rank[-1] < 2):
-            yield _joined(parts)
-            rank, parts = [], []
+        place = _place_in_message(item)
+        # a message has one reasoning and one text, but may have several calls
+        if places and (place is None or place < places[-1] or place == places[-1] < 2):
+            yield _join_items(parts)
+            places, parts = [], []
         match item:
-            case _Said() | _Thought() | _ResponsesCall() if own is not None:
-                rank.append(own)
+            case _MessageItem() | _ReasoningItem() | _FunctionCallItem() if place is not None:
+                places.append(place)
                 parts.append(item)
-            case _Said():
+            case _MessageItem():
                 role = "system" if item.role == "developer" else item.role
                 yield Message(role=role, content=item.content)
-            case _CallOutput():
+            case _FunctionOutputItem():
                 yield Message(role="tool", content=item.output, tool_call_id=item.call_id)
     if parts:
-        yield _joined(parts)
+        yield _join_items(parts)
 
 
-def _rank(item: _Said | _Thought | _ResponsesCall | _CallOutput) -> int | None:
-    """Its place in a message of the policy; ``None`` for what the policy did not write."""
+def _place_in_message(item: _MessageItem | _ReasoningItem | _FunctionCallItem | _FunctionOutputItem) -> int | None:
+    """Return where ``item`` stands in a message of the policy; ``None`` for an item that the policy did not write."""
     match item:
-        case _Thought():
+        case _ReasoningItem():
             return 0
-        case _Said(role="assistant"):
+        case _MessageItem(role="assistant"):
             return 1
-        case _ResponsesCall():
+        case _FunctionCallItem():
             return 2
     return None
 
 
-def _joined(parts: Sequence[_Said | _Thought | _ResponsesCall]) -> Message:
-    calls = (part for part in parts if isinstance(part, _ResponsesCall))
+def _join_items(parts: Sequence[_MessageItem | _ReasoningItem | _FunctionCallItem]) -> Message:
+    """Return the message of the policy that ``parts`` make up."""
+    calls = (part for part in parts if isinstance(part, _FunctionCallItem))
     return Message(
         role="assistant",
-        content="".join(part.content for part in parts if isinstance(part, _Said)),
-        reasoning="".join(part.content for part in parts if isinstance(part, _Thought)),
+        content="".join(part.content for part in parts if isinstance(part, _MessageItem)),
+        reasoning="".join(part.content for part in parts if isinstance(part, _ReasoningItem)),
         tool_calls=tuple(ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in calls),
     )
 
@@ -212,28 +219,28 @@ def _joined(parts: Sequence[_Said | _Thought | _ResponsesCall]) -> Message:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResponsesExchange:
     body: _ResponsesBody
-    asked: EndpointRequest
-    said: tuple[Message, ...]
-    setting: Setting
+    request: EndpointRequest
+    conversation: tuple[Message, ...]
+    context: ExchangeContext
 
     @property
     def id(self) -> str:
-        return f"resp_{self.setting.name}"
+        return f"resp_{self.context.name}"
 
-    def whole(self, replies: Sequence[Reply]) -> Json:
+    def answer(self, replies: Sequence[Reply]) -> Json:
         (reply,) = replies
-        self.setting.histories[self.id] = (*self.said, reply.message)
+        self.context.histories[self.id] = (*self.conversation, reply.message)
         return self._ended(reply)
 
-    def stream(self) -> ItemTelling:
-        return ItemTelling(name=self.setting.name, begun=self.begun(), whole=self.whole)
+    def stream(self) -> ItemEventStream:
+        return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=self.answer)
 
     def begun(self) -> Json:
-        """The body of an answer of which nothing has been said."""
+        """Return the body of a response without output."""
         return {
             "id": self.id,
             "object": "response",
-            "created_at": self.setting.created_s,
+            "created_at": self.context.created_s,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
@@ -258,18 +265,18 @@ class _ResponsesExchange:
         return {
             **self.begun(),
             "status": "incomplete" if cut else "completed",
-            # the protocol has no word for what was withdrawn or out of time
+            # the protocol has no reason for a deadline or a withdrawn request
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self._output(reply, "incomplete" if cut else "completed"),
             "usage": _usage(reply),
         }
 
     def _output(self, reply: Reply, status: str) -> list[Json]:
-        message, name, items = reply.message, self.setting.name, list[Json]()
+        message, name, items = reply.message, self.context.name, list[Json]()
         if message.reasoning:
-            items.append(thought_item(name, message.reasoning))
+            items.append(reasoning_item(name, message.reasoning))
         if message.content or not message.tool_calls:
-            logprobs = token_logprobs(reply, self.setting.spell) if _LOGPROBS in self.body.include else []
+            logprobs = token_logprobs(reply, self.context.spell) if _LOGPROBS in self.body.include else []
             items.append(message_item(name, message.content, status, logprobs))
         for index, call in enumerate(message.tool_calls):
             items.append(
@@ -295,31 +302,128 @@ def _usage(reply: Reply) -> Json:
     }
 
 
-def _understand(tree: Mapping[str, Any], setting: Setting) -> _ResponsesExchange:
+def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExchange:
     body = read_body(_ResponsesBody, tree)
-    said = body.said(setting.histories)
-    given = body.tools if body.tool_choice == "auto" else []
-    tools = tuple(Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in given)
+    conversation = body.conversation(context.histories)
+    offered = body.tools if body.tool_choice == "auto" else []
+    tools = tuple(Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in offered)
     refuse_same_names(tools)
     opening = (Message(role="system", content=body.instructions),) if body.instructions else ()
-    asked = EndpointRequest(
-        messages=(*opening, *said),
+    request = EndpointRequest(
+        messages=(*opening, *conversation),
         tools=tools,
         options=ChatOptions(max_new_tokens=body.max_output_tokens),
         stream=body.stream,
-        wishes=wishes(
+        ignored=set_fields(
             **{"reasoning.effort": body.reasoning.effort, "text.verbosity": body.text.verbosity},
             temperature=body.temperature,
             top_p=body.top_p,
         ),
     )
-    return _ResponsesExchange(body=body, asked=asked, said=said, setting=setting)
+    return _ResponsesExchange(body=body, request=request, conversation=conversation, context=context)
 
 
 def _broken(refusal: Refusal) -> SseEvent:
     error = refusal.body()["error"]
-    told = {name: error[name] for name in ("code", "message", "param")}
-    return SseEvent("error", {"type": "error", "sequence_number": 0, **told, "error": error})
+    fields = {name: error[name] for name in ("code", "message", "param")}
+    return SseEvent("error", {"type": "error", "sequence_number": 0, **fields, "error": error})
 
 
-RESPONSES = ChatProtocol(understand=_understand, refusal=Refusal.body, broken=_broken, ping=b": sampling\n\n")
+RESPONSES = ChatProtocol(parse=_parse, refusal=Refusal.body, broken=_broken, ping=b": sampling\n\n")
+
+
+def reasoning_item(name: str, text: str) -> Json:
+    """Return the item that holds the reasoning ``text``."""
+    parts = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": parts}
+
+
+def message_item(name: str, text: str, status: str, logprobs: Sequence[Json]) -> Json:
+    """Return the item that holds the message ``text``."""
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+    return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": [part]}
+
+
+class ItemEventStream:
+    """The events of one response, whose items follow each other."""
+
+    def __init__(self, *, name: str, begun: Json, final_body: Callable[[Sequence[Reply]], Json]) -> None:
+        """Make a stream. ``begun`` is the response without output, ``final_body`` makes the complete one from its
+        replies, and the ids of its items are made from ``name``."""
+        self._name, self._begun, self._final_body = name, begun, final_body
+        self._numbers = itertools.count()
+        self._is_begun = False
+        self._index = -1
+        self._open_type = ""
+        """Type of the open item, the one at ``_index``; empty if no item is open."""
+        self._text = ""
+
+    def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+        yield from self._begin()
+        for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
+            if not text:
+                continue
+            if self._open_type != kind:
+                if self._open_type:
+                    yield from self._close(self._item())
+                yield from self._open(kind)
+            self._text += text
+            part = self._item()["content"][0]
+            more: Json = {"logprobs": []} if "logprobs" in part else {}
+            yield self._about(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
+
+    def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
+        final_body = self._final_body(replies)
+        yield from self._begin()
+        if self._open_type:
+            yield from self._close(final_body["output"][self._index])
+        for item in final_body["output"][self._index + 1 :]:
+            if item["type"] == "function_call":
+                yield from self._call(item)
+            else:  # a message without text
+                yield from self._open("message")
+                yield from self._close(item)
+        yield self._event(f"response.{final_body['status']}", response=final_body)
+
+    def _begin(self) -> Iterator[SseEvent]:
+        if not self._is_begun:
+            self._is_begun = True
+            yield self._event("response.created", response=self._begun)
+            yield self._event("response.in_progress", response=self._begun)
+
+    def _item(self) -> Json:
+        """Return the open item with the text that has been sent."""
+        if self._open_type == "reasoning":
+            return reasoning_item(self._name, self._text)
+        return message_item(self._name, self._text, "completed", [])
+
+    def _open(self, kind: str) -> Iterator[SseEvent]:
+        self._index, self._open_type, self._text = self._index + 1, kind, ""
+        item = self._item()
+        begun = {**item, "content": []} | ({"status": "in_progress"} if "status" in item else {})
+        yield self._event("response.output_item.added", output_index=self._index, item=begun)
+        yield self._about("response.content_part.added", content_index=0, part=item["content"][0])
+
+    def _close(self, item: Json) -> Iterator[SseEvent]:
+        part = item["content"][0]
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
+        yield self._about("response.content_part.done", content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+        self._open_type = ""
+
+    def _call(self, item: Json) -> Iterator[SseEvent]:
+        self._index += 1
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        kind, about = "response.function_call_arguments", {"item_id": item["id"], "output_index": self._index}
+        yield self._event("response.output_item.added", output_index=self._index, item=begun)
+        yield self._event(f"{kind}.delta", **about, delta=item["arguments"])
+        yield self._event(f"{kind}.done", **about, name=item["name"], arguments=item["arguments"])
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _about(self, kind: str, **fields: Any) -> SseEvent:
+        """Return an event about the open item."""
+        return self._event(kind, item_id=self._item()["id"], output_index=self._index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> SseEvent:
+        return SseEvent(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})

@@ -1,4 +1,5 @@
-"""The endpoint as a server inside the controller's loop: on this machine alone, unless another address is named."""
+"""The endpoint as a server in the controller's event loop. It listens on this machine only, unless another address is
+configured."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.base.clock import Clock
@@ -16,40 +16,22 @@ from headrace.base.errors import RunError
 from headrace.base.net.refusal import shown
 from headrace.base.net.shell import HttpServer, ShellLimits
 from headrace.base.types.sampling import Sampling
+from headrace.launch.endpoints import HERE, At
 from headrace.rollout.environments.base import OpenEpisode
 from headrace.wings.agents.app import EndpointDispatcher, make_app
 from headrace.wings.agents.base import Access, SessionLimits
 from headrace.wings.agents.sessions import Sessions
 
 MAX_CONNECTIONS = 4096
-"""At once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class At:
-    """Where an endpoint listens, and to how much."""
-
-    host: str = "127.0.0.1"
-    """An address of this machine."""
-    tls_certificate: str = ""
-    """A PEM file; empty: in clear text."""
-    tls_key: str = ""
-    """Its key."""
-    limits: SessionLimits = field(default_factory=SessionLimits)
-    """What it takes."""
-    path: Path | None = None
-    """Of a socket at which it listens too."""
-
-
-_HERE = At()
+"""Largest number of connections that are open at once."""
 
 
 class Endpoint:
-    """Where programs reach their episodes. Made by :meth:`listening`."""
+    """The server at which programs reach their episodes, made by :meth:`listening`."""
 
     def __init__(self, base_url: str, sessions: Sessions) -> None:
         self.base_url = base_url
-        """Without ``/v1``."""
+        """The server's URL without ``/v1``."""
         self._sessions = sessions
 
     @classmethod
@@ -61,20 +43,22 @@ class Endpoint:
         clock: Clock,
         warn: Callable[[str], None],
         agents: frozenset[str] = frozenset(),
-        at: At = _HERE,
+        at: At = HERE,
+        limits: SessionLimits | None = None,
     ) -> AsyncIterator[Endpoint]:
-        """An endpoint that answers for the body's duration, on a free port.
+        """Run an endpoint on a free port while the body runs.
 
-        ``sampling`` is how the policy samples, whatever requests say; ``warn`` is told, once for each field, if they
-        say something else. A request whose model is one of ``agents`` is answered by that agent. Raises
-        :class:`~headrace.base.errors.RunError` where no port can be had, :class:`~headrace.base.errors.ConfigError` for
-        a certificate that cannot be used.
+        ``sampling`` is how the policy samples, whatever requests ask for; ``warn`` is called once for each field whose
+        value differs. A request whose model is one of ``agents`` is answered by that agent. Raises
+        :class:`~headrace.base.errors.RunError` if no port is free, and :class:`~headrace.base.errors.ConfigError` for a
+        certificate that cannot be used.
         """
         if at.tls_certificate:
             server_context(at.tls_certificate, at.tls_key)
-        limits, sessions = at.limits, Sessions(at.limits)
-        desk = EndpointDispatcher(
-            sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn), agents=agents
+        limits = SessionLimits() if limits is None else limits
+        sessions = Sessions(limits)
+        dispatcher = EndpointDispatcher(
+            sessions=sessions, limits=limits, clock=clock, on_ignored=_IgnoredWarnings(sampling, warn), agents=agents
         )  # fmt: skip
         with _bound(at.host) as listening, _bound_to(at.path) as more:
             shell = ShellLimits(
@@ -83,41 +67,41 @@ class Endpoint:
                 tls_certificate=at.tls_certificate,
                 tls_key=at.tls_key,
             )
-            server = HttpServer(make_app(desk), shell)
+            server = HttpServer(make_app(dispatcher), shell)
             host, port = listening.getsockname()[:2]
             scheme, host = "https" if at.tls_certificate else "http", f"[{host}]" if ":" in host else host
             async with _beside(server, [listening, *more]):
                 yield cls(f"{scheme}://{host}:{port}", sessions)
 
     def session(self, episode: OpenEpisode, at: str = "") -> AbstractAsyncContextManager[Access]:
-        """A way into ``episode`` for the body's duration; ``at``: a ``HOST:PORT`` elsewhere that leads here. Afterwards
-        its key is refused and none of its requests runs, so that the episode is complete; what went wrong in it that
-        no program could mend is raised."""
+        """Open ``episode`` to programs while the body runs. ``at`` is a ``HOST:PORT`` of another machine that forwards
+        to this endpoint. Afterwards the key is refused and no request runs, so the episode is complete. Raises an error
+        of the run that the program could not have prevented."""
         scheme, _, here = self.base_url.partition("://")
         return self._sessions.open(episode, f"{scheme}://{at or here}")
 
 
-class _Wishes:
-    """Tells once of every field by which programs ask for what they do not get."""
+class _IgnoredWarnings:
+    """A function that warns once of each field whose value the policy does not use."""
 
     def __init__(self, sampling: Sampling, warn: Callable[[str], None]) -> None:
         self._own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         self._warn = warn
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, name: str, value: float | str) -> None:
         own = self._own.get(name)
-        if value == own or name in self._told:
+        if value == own or name in self._warned:
             return
-        self._told.add(name)
+        self._warned.add(name)
         instead = f"the policy samples with {name}={own:g}" if own is not None else "the policy does not read that"
-        asked = f"{name}={value:g}" if isinstance(value, float | int) else f"{name}={shown(value)}"
-        self._warn(f"a program asks for {asked}; {instead}, as everywhere in the run: so it is trained")
+        setting = f"{name}={value:g}" if isinstance(value, float | int) else f"{name}={shown(value)}"
+        self._warn(f"a program asks for {setting}; {instead}, as everywhere in the run: so it is trained")
 
 
 @asynccontextmanager
 async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIterator[None]:
-    """``server`` serves while the body runs, and has let go of every connection when this returns."""
+    """Run ``server`` while the body runs; all its connections are closed when this returns."""
     try:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=listening))
@@ -132,6 +116,7 @@ async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIt
 
 @contextmanager
 def _bound(host: str) -> Iterator[socket.socket]:
+    """Yield a socket that listens on a free port of ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, 0), family=family, backlog=2048)
@@ -146,6 +131,7 @@ def _bound(host: str) -> Iterator[socket.socket]:
 
 @contextmanager
 def _bound_to(path: Path | None) -> Iterator[list[socket.socket]]:
+    """Yield a Unix socket that listens at ``path``; no socket for ``None``."""
     if path is None:
         yield []
         return

@@ -1,4 +1,4 @@
-"""Who may call: one key for each episode, for as long as it runs."""
+"""The sessions of the endpoint: each episode has a key, which is valid as long as the episode runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _PREFIX = "sk-headrace-"
 
 
 class EpisodeSession:
-    """One episode's way in. Used with ``async with``: afterwards its key is refused, and none of its requests runs."""
+    """The session of one episode, used with ``async with``: after the block its key is refused and none of its requests
+    is running."""
 
     def __init__(self, episode: OpenEpisode, access: Access, limits: SessionLimits) -> None:
         self.episode = episode
         self.access = access
         self.histories: dict[str, tuple[Message, ...]] = {}
-        """What its responses stand for, by their ids."""
+        """The conversation up to each response of the session, by the response's id."""
         self.failure: BaseException | None = None
-        """What went wrong that no caller can mend; whoever runs the episode is told."""
+        """An error that is not the program's fault; it is raised at the end of the ``async with`` block."""
         self._limits = limits
         self._open: set[asyncio.Timeout] = set()
         self._all_left = asyncio.Event()
@@ -42,6 +43,7 @@ class EpisodeSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
+        # each request ends with TimeoutError, which becomes a refusal that its client can read
         for scope in self._open:
             scope.reschedule(asyncio.get_running_loop().time())
         if self._open:
@@ -49,20 +51,21 @@ class EpisodeSession:
         if self.failure is not None and not isinstance(error, asyncio.CancelledError):
             raise self.failure from error
 
-    def refused(self, problem: str) -> int:
-        """A request has been refused; how many have been by now."""
+    def count_refusal(self, problem: str) -> int:
+        """Record that a request was refused, and return how many have been."""
         self.access.last_refusal = problem
         self._num_refused += 1
         return self._num_refused
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Around the work for one request: it is refused, or cut short with words, once the episode has ended."""
+        """Hold one of the session's places for a request while the body runs. Raises :class:`Refusal` if too many are
+        open, or if the episode has ended or ends meanwhile."""
         if self._ended:
             raise ended()
         if len(self._open) >= self._limits.max_open:
             raise Refusal(
-                f"{len(self._open)} requests of this episode are open, and no more may be",
+                f"{len(self._open)} requests of this episode are open, and no more are allowed",
                 remedy="wait for their answers",
                 status=429,
                 code="too_many_requests",
@@ -83,7 +86,8 @@ class EpisodeSession:
 
 
 class Sessions:
-    """All sessions that are open, by their keys. A key that was ever given is known for ever, and takes no memory."""
+    """The open sessions, by their keys. A key proves its serial number with an HMAC, so that a former key is recognised
+    without being stored."""
 
     def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits
@@ -93,7 +97,7 @@ class Sessions:
 
     @asynccontextmanager
     async def open(self, episode: OpenEpisode, base_url: str) -> AsyncIterator[Access]:
-        """A session for the body's duration."""
+        """Keep a session for ``episode`` open while the body runs, and yield its address and key."""
         serial = self._num_given
         self._num_given += 1
         session = EpisodeSession(episode, Access(base_url=base_url, api_key=self._key(serial)), self._limits)
@@ -105,7 +109,8 @@ class Sessions:
             del self._sessions[serial]
 
     def find(self, headers: Headers) -> EpisodeSession:
-        """Whose request it is; raises :class:`Refusal`."""
+        """Return the session whose key ``headers`` carry; raises :class:`Refusal` for a missing, wrong or former
+        key."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         keys = [headers.get("x-api-key", ""), bearer.strip() if kind.lower() == "bearer" else ""]
         for key in filter(None, keys):
@@ -126,7 +131,8 @@ class Sessions:
         return f"{_PREFIX}{serial}-{proof}"
 
     def _serial(self, key: str) -> int | None:
-        """Which session ``key`` was given to; ``None`` if to none."""
+        """Return the serial number of the session for which ``key`` was made; ``None`` if this process did not make
+        it."""
         number = key.removeprefix(_PREFIX).partition("-")[0]
         if not (number.isascii() and number.isdecimal() and len(number) <= 18):
             return None
@@ -136,10 +142,10 @@ class Sessions:
 
 
 def ended() -> Refusal:
-    """What the requests of an episode are told that is over."""
+    """Return the refusal for requests of an episode that has ended."""
     return Refusal(
         "the episode of this key has ended",
-        remedy="nothing more can be asked in it; a new episode has a key of its own",
+        remedy="send no more requests for it; a new episode has a key of its own",
         status=403,
         code="episode_ended",
     )

@@ -1,4 +1,5 @@
-"""Benchmarks: figures of this machine, held against their targets. A new one is a file here and a row of the table."""
+"""The benchmarks, which measure this machine and compare the figures with targets. Each is a module of this package
+with a function ``measure``, and a row of :data:`BENCHMARKS`."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ BENCHMARKS = {
     "scoring": "what a slow judge, a process reward and the sandbox cost the learner",
     "sync": "transports and codecs of weights: how long the learner and the engine stand still",
 }
-"""Name of every benchmark and what it measures; its ``measure`` stands in the module of that name."""
+"""Name of every benchmark, which is that of its module, and what it measures."""
 
 
 def run_benchmark(name: str, tell: Callable[[str], None] = lambda line: None, **options: object) -> Report:
-    """Run the benchmark ``name`` with its own ``options``; ``tell`` hears what is going on. :class:`ConfigError` if
-    there is no such benchmark or option."""
+    """Run the benchmark ``name`` with its own ``options``; ``tell`` is called with lines of progress.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if there is no such benchmark or option.
+    """
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}", remedy=nearest(name, BENCHMARKS))
     measure = importlib.import_module(f"headrace.wings.bench.{name}").measure

@@ -1,9 +1,9 @@
-"""Two agents with heavy-tailed lengths: what a synchronous barrier costs, and what pacing does about it.
+"""Two agents with heavy-tailed answer lengths: the cost of a synchronous barrier, and the gain of pacing.
 
-Every episode is a writer's answer and then a critic's, whose lengths are lognormal with a 90th percentile of five
-medians. The barrier is ``flow.max_age = 0``: a batch is sampled, waited for to its last token, trained, and its weights
-are brought to the engine before the next begins. The paced run lets generation run ahead as far as the bound allows.
-Both runs of a pair attempt the same groups with the same lengths and train all of them.
+Every episode is an answer of a writer followed by an answer of a critic, with lognormal lengths whose 90th percentile
+is five times the median. The barrier is ``flow.max_age = 0``: a batch is sampled to its last token, trained, and its
+weights are committed before the next batch begins. In the paced run, generation runs ahead as far as the staleness
+bound allows. Both runs of a pair attempt the same groups with the same lengths, and train all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.control.summary import Summary
+from headrace.control.metrics.summary import Summary
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.session import train
@@ -34,14 +34,14 @@ SETTINGS = {
     "launch": {"engine_threads": 1, "learner_threads": 1},
     "observe": {"view": "none", "report": False},
 }
-"""The weights stand still, so that both runs of a pair sample alike."""
+"""Settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))
-"""So many characters that hardly an answer draws the end of the sequence before its length is reached."""
+"""A vocabulary so large that an answer hardly ever samples the end of the sequence before its length limit."""
 TEMPLATE = "{%- for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Pairs of runs, in turn; ``quick``: one short pair."""
+    """Measure pairs of runs, one run after the other; with ``quick`` one short pair."""
     pairs, steps = (1, 3) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
     ratios: list[float] = []
@@ -81,7 +81,7 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
 
 @contextmanager
 def _entry() -> Iterator[str]:
-    """The reference to the rollout in its file."""
+    """Yield the reference ``file.py:name`` of the rollout function."""
     with as_file(files("headrace.wings.bench") / "agents_play.py") as path:
         yield f"{path}:play"
 
@@ -107,7 +107,7 @@ def _rows(directory: Path) -> str:
 
 
 def _tail(run_dir: Path, num_groups: int) -> float:
-    """The 90th percentile of the lengths of all answers over their median, as the ledger has them."""
+    """Return the 90th percentile of the lengths of all answers in the ledger, divided by their median."""
     with closing(open_ledger(run_dir)) as ledger:
         episodes = [episode for number in range(num_groups) for episode in ledger.episodes(number)]
     lengths = [len(turn.tokens) for episode in episodes for turn in episode.turns if turn.stop_reason is not None]

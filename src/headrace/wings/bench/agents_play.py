@@ -1,7 +1,7 @@
-"""Two agents whose answers have heavy-tailed lengths, for the benchmark of agents.
+"""The environment of the agents benchmark: a writer, and a critic who reads what was written.
 
-A writer, and a critic who reads what was written. How long an answer may be is drawn anew for each of them: lognormal,
-the 90th percentile somewhat over five times the median.
+The length limit of each answer is drawn from a lognormal distribution with a 90th percentile of 5.5 times the
+median.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from headrace.rollout.environments.policy import Episode, EpisodePolicy
 
 MEDIAN, LONGEST = 16, 1024
 SIGMA = math.log(5.5) / 1.2815515655446004
-"""Over the 90th percentile of a normal variable."""
+"""Standard deviation of the logarithm; the divisor is the 90th percentile of the standard normal distribution."""
 
 
 def length(draws: random.Random) -> int:
-    """Of one answer, in tokens."""
+    """Return the length limit of one answer in tokens."""
     return min(LONGEST, max(1, round(MEDIAN * math.exp(SIGMA * draws.gauss(0.0, 1.0)))))
 
 
-def earned(text: str) -> float:
-    """Something that differs: the share of the first half of the alphabet."""
+def odd_fraction(text: str) -> float:
+    """Return a reward that differs from answer to answer: the fraction of characters with odd codes."""
     return sum(ord(character) % 2 for character in text) / max(1, len(text))
 
 
 async def play(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """One answer each, the second after the first."""
+    """Let the writer answer the prompt, and then the critic answer the writer."""
     draws = random.Random(policy.seed)
     written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=length(draws))
     judged = await policy.chat(written.message.content or "?", agent="critic", max_new_tokens=length(draws))
-    rewards = {"writer": earned(written.message.content), "critic": earned(judged.message.content)}
+    rewards = {"writer": odd_fraction(written.message.content), "critic": odd_fraction(judged.message.content)}
     return Episode(agent_rewards=rewards)

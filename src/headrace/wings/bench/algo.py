@@ -1,4 +1,4 @@
-"""What loss and correction cost beside the step that they are part of.
+"""The cost of loss and correction as a fraction of the learner's step.
 
 Shape legend: S samples and N tokens of the batch, M tokens of a micro-batch.
 """
@@ -18,8 +18,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective, usable
 from headrace.base.clock import Clock, RealClock
 from headrace.base.types.batch import Batch
+from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
-from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.learner.core import LearnerCore
 from headrace.learner.intake import layout
 from headrace.learner.packing import microbatches
 from headrace.learner.work import StepWork
@@ -33,11 +34,11 @@ CASES = {
     "cispo": {"bundle": "cispo"},
     "decoupled": {"bundle": "decoupled"},
 }
-"""Name and ``[algo]`` table."""
+"""Name of each case and its ``[algo]`` table."""
 SAMPLES = 256
 GROUP = 8
 PROMPT, SHORTEST, LONGEST = 8, 8, 32
-"""Tokens of every prompt, and of the shortest and longest answer."""
+"""Number of tokens of every prompt, of the shortest answer and of the longest."""
 REPEATS = 5
 TINY = TinySpec(
     vocab=string.ascii_letters + string.digits + "+-*/= ", hidden_size=128, num_layers=6, intermediate_size=384
@@ -46,8 +47,8 @@ LIMIT = 0.03
 
 
 def measure(tell: Callable[[str], None]) -> Report:
-    """The objective alone, as the learner calls it, over a whole step of the learner; medians, for each case."""
-    torch.set_num_threads(1)  # more would gain little, and stall where others use the machine
+    """Measure the objective alone, called as the learner calls it, and a whole step of the learner; report medians."""
+    torch.set_num_threads(1)  # more threads gain little here, and stall if other processes use the cores
     clock = RealClock()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -57,7 +58,7 @@ def measure(tell: Callable[[str], None]) -> Report:
             objective = Objective.build(AlgoConfig.model_validate(table))
             core, parameters = _learner(model_dir, objective, clock)
             steps_s, shares_s = [], []
-            for step in range(REPEATS + 1):  # in turn, so that a busy machine is busy for both
+            for step in range(REPEATS + 1):  # alternating, so that other load on the machine affects both figures
                 steps_s.append(_step_s(core, step, clock))
                 shares_s += [_objective_s(objective, batch_of(step), clock) for _ in range(3)]
             step_s, share_s = statistics.median(steps_s[1:]), statistics.median(shares_s[3:])
@@ -80,7 +81,7 @@ def measure(tell: Callable[[str], None]) -> Report:
 
 
 def batch_of(step: int) -> Batch:
-    """Random answers of unequal length to prompts of one length, of ages 0 to 2; the same step gives the same batch."""
+    """Return random answers of unequal lengths and of ages 0 to 2; the same step gives the same batch."""
     rng = np.random.default_rng([0, step])
     lengths_S = (PROMPT + rng.integers(SHORTEST, LONGEST + 1, SAMPLES)).astype(np.int32)
     places_N = np.concatenate([np.arange(length) for length in lengths_S])
@@ -114,7 +115,7 @@ def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
 
 
 def _objective_s(objective: Objective, batch: Batch, clock: Clock) -> float:
-    """From the masks of the batch to the gradient of log π, cut into micro-batches as the learner does."""
+    """Return the seconds from the batch's masks to the gradient of log π, in micro-batches like the learner's."""
     log_pi_N = torch.from_numpy(batch.logprobs_N) + 0.01
     start_s = clock.now()
     mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))

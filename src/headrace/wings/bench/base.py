@@ -1,4 +1,4 @@
-"""What a benchmark reports."""
+"""The report of a benchmark: rows of measurements, and targets."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import psutil
 from headrace.base.environ import num_cores
 
 Row = dict[str, Any]
-"""One measurement; the columns are the benchmark's own."""
+"""One measurement; each benchmark has its own columns."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure that has to hold."""
+    """A measured figure with a limit."""
 
     name: str
     value: float
-    """What was measured, in ``unit``."""
+    """Measured value in ``unit``."""
     unit: str
-    """Of value and target: ``s``, ``ms``, ``fraction``, ``ratio``."""
+    """Unit of value and limit: ``s``, ``ms``, ``fraction``, ``ratio``."""
     target: str
-    """``<= 0.75`` or ``>= 0.9``."""
+    """Comparison with the limit: ``<= 0.75`` or ``>= 0.9``."""
     holds: bool
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one benchmark."""
+    """The result of one run of a benchmark."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -38,7 +38,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def at_most(name: str, value: float, limit: float, unit: str) -> Target:
-    """A figure with an upper limit.
+    """Return a target with an upper limit.
 
     >>> at_most("gap", 0.4, 5.0, "ms").holds
     True
@@ -47,12 +47,12 @@ def at_most(name: str, value: float, limit: float, unit: str) -> Target:
 
 
 def at_least(name: str, value: float, limit: float, unit: str) -> Target:
-    """A figure with a lower limit."""
+    """Return a target with a lower limit."""
     return Target(name=name, value=value, unit=unit, target=f">= {limit:g}", holds=value >= limit)
 
 
 def report(rows: list[Row], targets: list[Target]) -> Report:
-    """Rows and targets, with the machine they were measured on."""
+    """Return rows and targets with a description of this machine."""
     machine = {
         "cores": num_cores(),
         "processor": platform.processor() or platform.machine(),
@@ -66,7 +66,7 @@ def report(rows: list[Row], targets: list[Target]) -> Report:
 
 
 def show(made: Report) -> str:
-    """The report as readable lines."""
+    """Return the report as readable lines."""
     lines = [", ".join(f"{key} {value}" for key, value in made.machine.items())]
     lines += [", ".join(f"{key} {value}" for key, value in made.versions.items()), ""]
     lines += ["  ".join(f"{key}={_short(value)}" for key, value in row.items()) for row in made.rows]

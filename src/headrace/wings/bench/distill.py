@@ -1,4 +1,4 @@
-"""The demo's model learns from a teacher: a larger model, and its own past beside the reward."""
+"""Distillation of the demo's model from a larger model, and from its own earlier weights in addition to the reward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from headrace.wings.recipes.demo import Demo, build_demo, build_teacher
 
 STEPS, QUICK_STEPS = 80, 4
 EVERY = 5
-"""Steps from one refreshment of a model's own past to the next."""
+"""Number of steps between two refreshments of the earlier weights."""
 LARGER = """learner.teachers=[{{kind="model", path="{teacher}"}}]"""
 SERVED = """learner.teachers=[{{kind="model", path="{teacher}", engine={{}}}}]"""
-WAYS: dict[str, tuple[str, ...]] = {
+KINDS: dict[str, tuple[str, ...]] = {
     "larger teacher, likeliest entries": ("algo.loss=distill", "learner.top_k=8", LARGER),
     "larger teacher, sampled tokens": ("algo.advantage=reverse_kl", LARGER),
     "larger teacher, in an engine of its own": ("algo.loss=distill", "learner.top_k=8", SERVED),
@@ -30,27 +30,27 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
-    """One run each way."""
+    """Train one run with each kind of teacher."""
     steps = QUICK_STEPS if quick else STEPS
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         tell("the demo's model, and a larger one that forgets no carry")
         demo, teacher = build_demo(directory / "demo", seed=0), build_teacher(directory, seed=0)
         rows: list[Row] = []
-        for way, settings in WAYS.items():
-            tell(way)
+        for kind, settings in KINDS.items():
+            tell(kind)
             rows.append(
-                _learn(demo, directory / f"run-{len(rows)}", way, [s.format(teacher=teacher) for s in settings], steps)
+                _run(demo, directory / f"run-{len(rows)}", kind, [s.format(teacher=teacher) for s in settings], steps)
             )
     return report(rows, [target for row in rows for target in _targets(row)])
 
 
-def _learn(demo: Demo, run_dir: Path, way: str, settings: list[str], steps: int) -> Row:
-    usual = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
-    summary = train(load_config(demo.run_file, [*usual, *settings]))
+def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) -> Row:
+    common = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
+    summary = train(load_config(demo.run_file, [*common, *settings]))
     records = read_steps(run_dir / METRICS_FILE)
     return {
-        "what": way,
+        "what": kind,
         "steps": summary.steps,
         "eval_before": summary.eval_before,
         "eval_after": summary.eval_after,
@@ -65,11 +65,11 @@ def _learn(demo: Demo, run_dir: Path, way: str, settings: list[str], steps: int)
 
 
 def _refreshment(records: list[StepRecord]) -> float | None:
-    """The median step after which the teacher was another one, by the median step after which it was not."""
+    """Return the median duration of steps that refreshed the teacher, divided by that of the other steps."""
     versions = [record.metrics.get("teacher_version") for record in records]
     if None in versions:
         return None
-    steps = list(zip(records, versions, versions[1:], strict=False))[1:]  # the first has memory to take
+    steps = list(zip(records, versions, versions[1:], strict=False))[1:]  # the first step also allocates memory
     renewed = [record.seconds for record, now, then in steps if now != then]
     kept = [record.seconds for record, now, then in steps if now == then]
     return statistics.median(renewed) / statistics.median(kept) if renewed and kept else None

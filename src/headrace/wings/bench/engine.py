@@ -1,6 +1,8 @@
-"""The embedded engine beside transformers and, where one is given, vLLM: in one run, in turn, each in its own process.
+"""The embedded engine compared with transformers and, if an interpreter with it is given, vLLM. The engines run
+alternately, each in its own process.
 
-Tokens per second of whole orders, seen from outside; a ratio is the median over the rounds of ours by theirs.
+Tokens per second are measured over whole requests, outside the processes. A ratio is the median over the rounds of the
+embedded engine's rate divided by the other's.
 """
 
 from __future__ import annotations
@@ -32,27 +34,27 @@ EXPERTS = TinySpec(
 )  # fmt: skip
 MODELS = {"1M": SMALL, "28M": LARGE, "1M experts": EXPERTS}
 PROMPT = 8
-"""Tokens of every prompt."""
+"""Number of tokens of every prompt."""
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The same order for several sides."""
+    """A request that the harness sends to several engines, to compare them."""
 
     name: str
     model: str
-    """One of ``MODELS``."""
+    """Name of the model in ``MODELS``."""
     lengths: tuple[int, ...]
-    """New tokens of each sequence."""
+    """Number of new tokens of each sequence."""
     peers: tuple[str, ...]
-    """Who runs beside the embedded engine."""
+    """Engines that are compared with the embedded one."""
     ratios: Mapping[str, float] = field(default_factory=dict)
-    """How many times a peer's tokens per second ours must be, at least."""
+    """Smallest acceptable ratio of the embedded engine's tokens per second to each peer's."""
 
 
 def lognormal(count: int, mean: float, cap: int) -> tuple[int, ...]:
-    """Lengths with a coefficient of variation of 1; the same ones each time."""
+    """Return lengths with a coefficient of variation of 1, the same at every call."""
     sigma = float(np.sqrt(np.log(2.0)))
     drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
     return tuple(np.clip(drawn.round(), 1, cap).astype(int).tolist())
@@ -100,15 +102,15 @@ class _EngineBench:
     def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
         return stack.enter_context(worker(side, model, self.threads, vllm=self.vllm))
 
-    def timed(self, side: PeerProcess, order: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    def timed(self, side: PeerProcess, request: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         start_s = self.clock.now()
-        answer = side.ask(order)
+        answer = side.call(request)
         return self.clock.now() - start_s, answer
 
 
 def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False, vllm: str = "") -> Report:
-    """Everything. ``threads`` of each side (unset: all cores); ``quick`` shows that it runs, its figures say nothing;
-    ``vllm`` is the path of an interpreter with vLLM for CPUs, left out where it is empty."""
+    """Run all measurements. ``threads`` is the number per process (unset: all cores); with ``quick`` the figures mean
+    nothing; ``vllm`` is the path of an interpreter with vLLM for CPUs (empty: vLLM is left out)."""
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -116,7 +118,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
             directory=Path(scratch), threads=threads or num_cores(), vllm=vllm, quick=quick, tell=tell
         )  # fmt: skip
         for match in QUICK if quick else MATCHES:
-            found = _play(bench, match)
+            found = _compare(bench, match)
             rows += found[0]
             targets += found[1]
         tell("floor, first token, recording, commits")
@@ -124,7 +126,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
             ours = bench.open("native", bench.main_model, stack)
             routed = bench.open("native", bench.model("1M experts"), stack)
             parts = [
-                _floor(bench, ours),
+                _step_floor(bench, ours),
                 _latency(bench, ours),
                 _recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
                 _recording(bench, routed, "routing", {}, {"record_routing": True}),
@@ -137,33 +139,35 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
     return report(rows, targets)
 
 
-Found = tuple[list[Row], list[Target]]
+Measurement = tuple[list[Row], list[Target]]
 
 
-def order_of(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
-    """What the workers are told: random prompts, the same ones each time."""
+def make_request(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
+    """Return a request with random prompts, the same at every call."""
     rng = np.random.default_rng(len(lengths))
     prompts = rng.integers(3, len(_VOCAB), (len(lengths), PROMPT)).tolist()
     return {"prompts": prompts, "lengths": list(lengths), "sampling": sampling}
 
 
-def _play(bench: _EngineBench, match: Match) -> Found:
-    """All sides in turn, after a short order that warms them up."""
+def _compare(bench: _EngineBench, match: Match) -> Measurement:
+    """Measure all engines alternately, after a short request that warms them up."""
     names = ["native", *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
     rates: dict[str, list[float]] = {name: [] for name in names}
     resident: dict[str, int] = {}
     caches: dict[str, int] = {}
     with ExitStack() as stack:
         sides = {name: bench.open(name, bench.model(match.model), stack) for name in names}
-        sides["native"].ask({"fill_cache": True})  # all its pages: what is resident besides them is not cache
+        sides["native"].call(
+            {"fill_cache": True}
+        )  # touches all pages of the cache, so that its size can be subtracted from the resident memory
         for name, side in sides.items():
             bench.tell(f"{match.name}: {name} warms up")
-            # continuous batching plans its cache for the first order
-            side.ask(order_of(match.lengths if name == "continuous" else (4,) * len(match.lengths)))
+            # continuous batching plans its cache for the first request
+            side.call(make_request(match.lengths if name == "continuous" else (4,) * len(match.lengths)))
         for turn in range(bench.rounds):
             for name, side in sides.items():
                 bench.tell(f"{match.name}: {name}, round {turn}")
-                seconds, answer = bench.timed(side, order_of(match.lengths))
+                seconds, answer = bench.timed(side, make_request(match.lengths))
                 assert answer["tokens"] == sum(match.lengths), (name, answer)
                 rates[name].append(answer["tokens"] / seconds)
                 caches[name] = answer.get("cache_bytes", VLLM_CACHE_BYTES if name == "vllm" else 0)
@@ -188,24 +192,25 @@ def _play(bench: _EngineBench, match: Match) -> Found:
     return rows, targets
 
 
-def _floor(bench: _EngineBench, ours: PeerProcess) -> Found:
-    """How near a decoding step of a full batch comes to what the machine's matrix products and memory allow, and how
-    much of it is spent outside the model's forward pass. What the prompts take is measured apart, and not counted."""
+def _step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+    """Measure how close a decoding step of a full batch comes to the limit of the machine's matrix products and
+    memory, and how much of it is spent outside the model's forward pass. The time of the prompts is measured
+    separately and subtracted."""
     spec = SMALL if bench.quick else LARGE
     batch, new = (4, 8) if bench.quick else (64, 128)
     limits = {"matrix_size": 1024, "copied_bytes": 2**24 if bench.quick else 2**28}
-    order, prompts = order_of((new,) * batch), order_of((1,) * batch)
-    ours.ask(order)
+    request, prompts = make_request((new,) * batch), make_request((1,) * batch)
+    ours.call(request)
     fractions, outside_s, steps_s, gflops, gbytes = [], [], [], [], []
     for _ in range(bench.rounds):
-        able, begun, answer = ours.ask(limits), ours.ask(prompts), ours.ask(order)
-        steps = answer["steps"] - begun["steps"]
-        busy_s, forward_s = (answer[key] - begun[key] for key in ("busy_s", "forward_s"))
+        machine, prefill, answer = ours.call(limits), ours.call(prompts), ours.call(request)
+        steps = answer["steps"] - prefill["steps"]
+        busy_s, forward_s = (answer[key] - prefill[key] for key in ("busy_s", "forward_s"))
         steps_s.append(busy_s / steps)
         outside_s.append((busy_s - forward_s) / steps)
-        fractions.append(step_floor_s(spec, batch, PROMPT + new / 2, able) / steps_s[-1])
-        gflops.append(able["flop_per_s"] / 1e9)
-        gbytes.append(able["bytes_per_s"] / 1e9)
+        fractions.append(step_floor_s(spec, batch, PROMPT + new / 2, machine) / steps_s[-1])
+        gflops.append(machine["flop_per_s"] / 1e9)
+        gbytes.append(machine["bytes_per_s"] / 1e9)
     fraction = statistics.median(fractions)
     row: Row = {
         "what": f"step of {batch} sequences", "gflop_per_s": statistics.median(gflops),
@@ -215,33 +220,33 @@ def _floor(bench: _EngineBench, ours: PeerProcess) -> Found:
     return [row], [at_least("floor of a step by the step", fraction, 0.6, "fraction")]
 
 
-def step_floor_s(spec: TinySpec, batch: int, context: float, able: Mapping[str, float]) -> float:
-    """The least time of one step: the products of the weights at the machine's matrix rate, but no less than reading
-    the weights once takes; then reading keys and values of the contexts once. All in float32."""
+def step_floor_s(spec: TinySpec, batch: int, context: float, machine: Mapping[str, float]) -> float:
+    """Return the least possible seconds of one step: the products with the weights at the machine's matrix rate, or
+    reading the weights once if that takes longer; then reading keys and values of the contexts once. All in float32."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
     weights = spec.num_layers * layer + spec.hidden_size * (len(spec.vocab) + 3)
-    products_s = max(2 * batch * weights / able["flop_per_s"], 4 * weights / able["bytes_per_s"])
-    return products_s + 4 * 2 * spec.num_layers * kv_size * batch * context / able["bytes_per_s"]
+    products_s = max(2 * batch * weights / machine["flop_per_s"], 4 * weights / machine["bytes_per_s"])
+    return products_s + 4 * 2 * spec.num_layers * kv_size * batch * context / machine["bytes_per_s"]
 
 
-def _latency(bench: _EngineBench, ours: PeerProcess) -> Found:
-    """From a prompt to its first token, in a process that is warm."""
-    order = order_of((1,))
-    ours.ask(order)
-    times_s = [bench.timed(ours, order)[0] for _ in range(3 if bench.quick else 30)]
+def _latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+    """Measure the time from a prompt to its first token in a warm process."""
+    request = make_request((1,))
+    ours.call(request)
+    times_s = [bench.timed(ours, request)[0] for _ in range(3 if bench.quick else 30)]
     return [{"what": "time to first token, warm", "median_ms": statistics.median(times_s) * 1e3}], []
 
 
-def _cold(bench: _EngineBench) -> Found:
-    """From nothing to the first token."""
-    order = order_of((1,))
+def _cold(bench: _EngineBench) -> Measurement:
+    """Measure the time from the start of a process to the first token."""
+    request = make_request((1,))
     names = ["native"] if bench.quick else ["native", "generate", *(["vllm"] if bench.vllm else [])]
     rows: list[Row] = []
     for name in names:
         times_s = [
-            cold_first_token_s(name, bench.main_model, bench.threads, order=order, vllm=bench.vllm)
+            cold_first_token_s(name, bench.main_model, bench.threads, request=request, vllm=bench.vllm)
             for _ in range(bench.rounds if name != "vllm" else 1)
         ]
         rows.append({"what": "fresh process to first token", "side": name, "median_s": statistics.median(times_s)})
@@ -250,11 +255,12 @@ def _cold(bench: _EngineBench) -> Found:
 
 def _recording(
     bench: _EngineBench, ours: PeerProcess, what: str, base: Mapping[str, Any], more: Mapping[str, Any]
-) -> Found:
-    """What it costs to record ``what``: sampling as ``base``, without and with ``more``, in turn."""
+) -> Measurement:
+    """Measure the cost of recording ``what``: requests with the sampling options ``base``, alternately without and
+    with ``more``."""
     lengths = (8,) * 4 if bench.quick else (128,) * 64
-    off, on = order_of(lengths, **base), order_of(lengths, **base, **more)
-    ours.ask(on)
+    off, on = make_request(lengths, **base), make_request(lengths, **base, **more)
+    ours.call(on)
     times = [(bench.timed(ours, off)[0], bench.timed(ours, on)[0]) for _ in range(bench.rounds)]
     cost = statistics.median(on_s / off_s - 1 for off_s, on_s in times)
     off_s, on_s = (statistics.median(column) for column in zip(*times, strict=True))
@@ -262,10 +268,10 @@ def _recording(
     return [row], [at_most(f"recording {what}, more time", cost, 0.10, "fraction")]
 
 
-def _gaps(bench: _EngineBench, ours: PeerProcess) -> Found:
-    """The gap of a commit between two steps of a full batch."""
+def _gaps(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+    """Measure the gap of a commit between two steps of a full batch."""
     commits, batch = (10, 4) if bench.quick else (1000, 64)
-    answer = ours.ask({**order_of((16 if bench.quick else 512,) * batch), "commits": commits})
+    answer = ours.call({**make_request((16 if bench.quick else 512,) * batch), "commits": commits})
     gaps_ms = np.array(answer["gaps_s"]) * 1e3
     p99_ms = float(np.percentile(gaps_ms, 99))
     row: Row = {

@@ -1,4 +1,4 @@
-"""The processes of the benchmarks that compare: what is ours and what it is compared with, each on its own."""
+"""The worker processes of the benchmarks, one for each side of a comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.base.environ import child_environment, engine_environment
 from headrace.base.errors import ComponentDied
 
 VLLM_CACHE_BYTES = 2**30
-"""Of vLLM's key-value cache: enough for 64 sequences of 1,024 tokens of the larger model."""
+"""Size of vLLM's key-value cache: enough for 64 sequences of 1,024 tokens of the larger model."""
 _DEADLINE_S = 1800.0
 _LOG_LINES = 15
 ENGINE = "headrace.wings.bench.engine_worker"
@@ -26,30 +26,32 @@ _VLLM = Path(__file__).with_name("engine_vllm.py")
 
 
 class PeerProcess:
-    """One process; use it in a ``with`` statement of :func:`worker`."""
+    """A worker process that answers requests; created by :func:`worker`."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self._name = name
         self._process = process
         self._log = log
 
-    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to ``order``. :class:`~headrace.base.errors.ComponentDied` when the process ends or takes too
-        long."""
+    def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return the answer.
+
+        Raises :class:`~headrace.base.errors.ComponentDied` if the process ends or does not answer in time.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         alarm = threading.Timer(_DEADLINE_S, self._process.kill)
         alarm.daemon = True
         alarm.start()
         try:
-            self._process.stdin.write(json.dumps(dict(order)) + "\n")
+            self._process.stdin.write(json.dumps(dict(request)) + "\n")
             self._process.stdin.flush()
             for line in self._process.stdout:
                 if line.startswith('{"ok":'):
                     answer: dict[str, Any] = json.loads(line)["ok"]
                     return answer
         except BrokenPipeError:
-            pass  # told below
+            pass  # the process has ended: raised below
         finally:
             alarm.cancel()
         with suppress(subprocess.TimeoutExpired):
@@ -62,7 +64,7 @@ class PeerProcess:
         )
 
     def resident_bytes(self) -> int:
-        """Memory of the process and its children, shared pages once."""
+        """Return the memory of the process and its children; pages shared by several count once."""
         top = psutil.Process(self._process.pid)
         family = [top, *top.children(recursive=True)]
         return sum(int(one.memory_full_info().pss) for one in family)
@@ -70,13 +72,14 @@ class PeerProcess:
 
 @contextmanager
 def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[PeerProcess]:
-    """A process that measures ``side`` of ``module``; ``vllm`` is the interpreter of that side."""
+    """Start a process that measures ``side`` of ``module``, and end it after the body; ``vllm`` is the interpreter of
+    the side of that name."""
     log = model.parent / f"{side}.log"
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
     environment = child_environment(threads)
     command = [sys.executable, "-m", module, spec]
     if side in ("native", "fed"):
-        environment |= engine_environment()  # as a run's engine has
+        environment |= engine_environment()  # the environment of a run's engine
     if side == "vllm":
         command = [vllm, "-P", str(_VLLM), spec]
         environment |= _vllm_environment(threads)
@@ -90,19 +93,19 @@ def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str 
         _end(process)
 
 
-def cold_first_token_s(side: str, model: Path, threads: int, *, order: Mapping[str, Any], vllm: str = "") -> float:
-    """Seconds from starting a process to its first token."""
+def cold_first_token_s(side: str, model: Path, threads: int, *, request: Mapping[str, Any], vllm: str = "") -> float:
+    """Return the seconds from starting a process to its first token."""
     clock = RealClock()
     start_s = clock.now()
     with worker(side, model, threads, vllm=vllm) as fresh:
-        fresh.ask(order)
+        fresh.call(request)
         return clock.now() - start_s
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
-    with suppress(BrokenPipeError):  # it may have ended
+    with suppress(BrokenPipeError):  # the process may have ended
         process.stdin.close()
     try:
         process.wait(20)

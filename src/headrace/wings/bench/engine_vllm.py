@@ -1,4 +1,4 @@
-"""vLLM as a side of the engine's benchmark: run by an interpreter that has vLLM for CPUs, and nothing of Headrace.
+"""The vLLM side of the engine benchmark, executed by an interpreter that has vLLM for CPUs and no Headrace.
 
 The protocol is that of :mod:`headrace.wings.bench.engine_worker`.
 """
@@ -9,18 +9,18 @@ from typing import Any
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Serve orders until the input ends."""
+    """Answer requests until the input ends."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
         model=spec["model"], dtype="float32", max_model_len=1024, max_num_seqs=64, enable_prefix_caching=False
     )  # fmt: skip
     for line in sys.stdin:
-        order = json.loads(line)
-        params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=1.0) for n in order["lengths"]]
-        prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
-        outs = llm.generate(prompts, params, use_tqdm=False)
-        answer = {"tokens": sum(len(out.outputs[0].token_ids) for out in outs)}
+        request = json.loads(line)
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=1.0) for n in request["lengths"]]
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answer = {"tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
         sys.stdout.write(json.dumps({"ok": answer}) + "\n")
         sys.stdout.flush()
 

@@ -1,9 +1,10 @@
-"""One side of the engine's benchmark, in a process of its own: it does what each line of its input says.
+"""The worker process of the engine benchmark, which measures one engine.
 
     python -m headrace.wings.bench.engine_worker '{"side": "native", "model": DIR, "threads": 2}'
 
-Every order is a JSON object on one line, and so is every answer, under the key ``ok``. Other lines of the output are
-somebody's log. The parent takes the time of whole orders; what needs a finer clock is timed here.
+Every request is a JSON object on one line of the input, and every answer one on the output, under the key ``ok``.
+Other lines of the output are log messages. The parent process measures whole requests; times that need more precision
+are measured here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.versions import INITIAL
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine, WeightReceiver
-from headrace.engine.native.fixed import LoadedWeights
+from headrace.engine.native.swaps import LoadedWeights
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
@@ -35,26 +36,26 @@ from headrace.sync.transports import make_publisher, make_receiver
 
 MAX_CONTEXT = 1024
 BATCH = 64
-"""Sequences at once, of every side."""
+"""Largest number of running sequences on every side."""
 
-Order = dict[str, Any]
+Request = dict[str, Any]
 Answer = dict[str, Any]
 
 
 class EngineSide(Protocol):
-    """What can be measured."""
+    """An engine that can be measured."""
 
-    def do(self, order: Order) -> Answer:
-        """Carry out one order; the answer's ``tokens`` are those that were asked for."""
+    def do(self, request: Request) -> Answer:
+        """Execute a request and return its answer, whose ``tokens`` is the number of sampled tokens."""
         ...
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Release all resources."""
         ...
 
 
 class Native:
-    """The embedded engine with the weights of its directory, as ``headrace serve`` has it."""
+    """The embedded engine with fixed weights from its directory, as in ``headrace serve``."""
 
     def __init__(self, model_dir: str) -> None:
         self._clock = RealClock()
@@ -65,20 +66,20 @@ class Native:
             self._model, config, max_context=MAX_CONTEXT, receiver=receiver, clock=self._clock
         )  # fmt: skip
         self._next_id = 0
-        self._begin()
+        self._first_commit()
         self._forward_s = self._entered_s = 0.0
         self._model.register_forward_pre_hook(self._enter)
         self._model.register_forward_hook(self._leave)
 
-    def do(self, order: Order) -> Answer:
-        if "matrix_size" in order:
-            return self._able(order)
-        if "fill_cache" in order:
+    def do(self, request: Request) -> Answer:
+        if "matrix_size" in request:
+            return self._machine_rates(request)
+        if "fill_cache" in request:
             cache = self._engine._cache
             cache.clear(range(cache.num_blocks))
             return {}
-        assert "commits" not in order, "these weights never change: ask the side that is fed"
-        self._add(order)
+        assert "commits" not in request, "these weights never change: send this to the side 'fed'"
+        self._add(request)
         before, self._forward_s = self._engine.stats(), 0.0
         while self._engine.has_work():
             self._engine.step()
@@ -92,18 +93,18 @@ class Native:
         }
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: fixed weights hold no resources."""
 
     def _receiver(self) -> WeightReceiver:
         return LoadedWeights()
 
-    def _begin(self) -> None:
+    def _first_commit(self) -> None:
         self._engine.commit(INITIAL)
         self._engine.take_swaps()
 
-    def _able(self, order: Order) -> Answer:
-        """What the processor can do with nothing in its way: matrix products, and copies from memory to memory."""
-        size, num_bytes = order["matrix_size"], order["copied_bytes"]
+    def _machine_rates(self, request: Request) -> Answer:
+        """Measure what the processor reaches undisturbed in matrix products and in copies from memory to memory."""
+        size, num_bytes = request["matrix_size"], request["copied_bytes"]
         left, right, out = (torch.full((size, size), 0.5) for _ in range(3))
         source = torch.ones(num_bytes // 4)
         target = torch.empty_like(source)
@@ -119,9 +120,9 @@ class Native:
             times_s.append(self._clock.now() - start_s)
         return min(times_s)
 
-    def _add(self, order: Order) -> None:
-        for prompt, length in zip(order["prompts"], order["lengths"], strict=True):
-            sampling = Sampling(max_new_tokens=length, seed=self._next_id, **order.get("sampling", {}))
+    def _add(self, request: Request) -> None:
+        for prompt, length in zip(request["prompts"], request["lengths"], strict=True):
+            sampling = Sampling(max_new_tokens=length, seed=self._next_id, **request.get("sampling", {}))
             prompt_ids_T = np.array(prompt, np.int32)
             self._engine.add(
                 GenerateRequest(request_id=self._next_id, prompt_ids_T=prompt_ids_T, sampling=sampling)
@@ -135,11 +136,11 @@ class Native:
         self._forward_s += self._clock.now() - self._entered_s
 
 
-class Fed(Native):
-    """The embedded engine as a run has it: new weights come through shared memory."""
+class NativeWithSync(Native):
+    """The embedded engine as in a run: new weights arrive through shared memory."""
 
-    def do(self, order: Order) -> Answer:
-        return self._commits(order) if "commits" in order else super().do(order)
+    def do(self, request: Request) -> Answer:
+        return self._commits(request) if "commits" in request else super().do(request)
 
     def _receiver(self) -> WeightReceiver:
         tensors = weight_tensors(self._model)
@@ -149,22 +150,22 @@ class Fed(Native):
             self._publisher.copy(slot)
         return make_receiver(Route(), tensors)
 
-    def _begin(self) -> None:
+    def _first_commit(self) -> None:
         self._version = -1
-        for _ in (0, 1):  # the second lets go of the memory that the model was loaded into, as in a run
+        for _ in (0, 1):  # the second commit frees the memory into which the model was loaded, as in a run
             self._commit()
 
     def close(self) -> None:
-        """Leave no shared memory behind."""
+        """Remove the shared memory."""
         self._publisher.close()
 
-    def _commits(self, order: Order) -> Answer:
-        """Commit again and again between the steps of a full batch; the gaps."""
+    def _commits(self, request: Request) -> Answer:
+        """Commit repeatedly between the steps of a full batch, and return the gaps."""
         gaps_s: list[float] = []
         running = 0
-        for _ in range(order["commits"]):
+        for _ in range(request["commits"]):
             if not self._engine.has_work():
-                self._add(order)
+                self._add(request)
             self._engine.step()
             running += self._engine.stats().running
             gaps_s += self._commit()
@@ -180,17 +181,17 @@ class Fed(Native):
 
 
 class TransformersGenerate:
-    """``generate`` of transformers; a batch lasts as long as its longest sequence."""
+    """The ``generate`` method of transformers; a batch runs until its longest sequence ends."""
 
     def __init__(self, model_dir: str) -> None:
-        self._model = _plain(model_dir)
+        self._model = _load_transformers(model_dir)
 
     @torch.no_grad()
-    def do(self, order: Order) -> Answer:
+    def do(self, request: Request) -> Answer:
         tokens = 0
-        for start in range(0, len(order["lengths"]), BATCH):
-            lengths = order["lengths"][start : start + BATCH]
-            ids = torch.tensor(order["prompts"][start : start + BATCH])
+        for start in range(0, len(request["lengths"]), BATCH):
+            lengths = request["lengths"][start : start + BATCH]
+            ids = torch.tensor(request["prompts"][start : start + BATCH])
             config = _settings(self._model, max(lengths), eos=None)
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
             assert out.shape[1] == ids.shape[1] + max(lengths)
@@ -198,23 +199,23 @@ class TransformersGenerate:
         return {"tokens": tokens}
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there are no resources to release."""
 
 
 class Continuous:
-    """Continuous batching of transformers, its manager kept; the lengths of all orders are equal."""
+    """Continuous batching of transformers with a persistent manager; the lengths of all requests are equal."""
 
     def __init__(self, model_dir: str) -> None:
-        self._model = _plain(model_dir)
-        # it would take nearly all memory that is free; this is many times what an order needs
+        self._model = _load_transformers(model_dir)
+        # the default takes nearly all free memory; this is many times what a request needs
         self._cache = ContinuousBatchingConfig(max_memory_percent=0.1)
 
     @torch.no_grad()
-    def do(self, order: Order) -> Answer:
+    def do(self, request: Request) -> Answer:
         # no token has the id -1, so no sequence ends early
-        config = _settings(self._model, order["lengths"][0], eos=-1)
+        config = _settings(self._model, request["lengths"][0], eos=-1)
         out = self._model.generate_batch(
-            order["prompts"],
+            request["prompts"],
             generation_config=config,
             continuous_batching_config=self._cache,
             progress_bar=False,
@@ -223,15 +224,15 @@ class Continuous:
         return {"tokens": sum(len(one.generated_tokens) for one in out.values())}
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there are no resources to release."""
 
 
 SIDES: dict[str, Callable[[str], EngineSide]] = {
-    "native": Native, "fed": Fed, "generate": TransformersGenerate, "continuous": Continuous,
+    "native": Native, "fed": NativeWithSync, "generate": TransformersGenerate, "continuous": Continuous,
 }  # fmt: skip
 
 
-def _plain(model_dir: str) -> PreTrainedModel:
+def _load_transformers(model_dir: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         Path(model_dir), dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
@@ -247,7 +248,7 @@ def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -
 
 
 def main(arguments: list[str]) -> None:
-    """Serve orders until the input ends."""
+    """Answer requests until the input ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])

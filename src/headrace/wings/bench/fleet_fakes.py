@@ -1,4 +1,4 @@
-"""Engines that only count, for the fleet's benchmark: so many sequences at once, a token of each every so often."""
+"""Engines without a model for the fleet benchmark, which sample one token per sequence in a fixed time."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ TOKEN_S = 0.01
 
 
 @dataclass(slots=True, kw_only=True)
-class Counting:
-    """An engine without a model, in which every sequence is one of ``places`` or waits for one."""
+class CountingEngine:
+    """An engine without a model that runs up to ``places`` sequences; others wait."""
 
     name: str
     flush: int
-    """Tokens of a chunk."""
+    """Number of tokens of a chunk."""
     places: int = 1 << 30
     token_s: float = TOKEN_S
     commit_s: float = 0.0
-    """How long a commit stops it."""
-    asked: Callable[[int], None] = lambda _: None
-    """Hears the seed of every request, at once."""
-    made: int = 0
-    """Tokens, those that died with it included."""
+    """Seconds for which a commit stops the engine."""
+    on_request: Callable[[int], None] = lambda _: None
+    """Called with the seed of every request as soon as it arrives."""
+    sampled: int = 0
+    """Number of sampled tokens, including those lost when the engine was killed."""
     version: int = NOT_SAMPLED
     dead: asyncio.Event = field(default_factory=asyncio.Event)
-    _going: asyncio.Event = field(default_factory=asyncio.Event)
-    _room: asyncio.Semaphore = field(init=False)
+    _resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
-        self._room = asyncio.Semaphore(self.places)
-        self._going.set()
+        self._slots = asyncio.Semaphore(self.places)
+        self._resumed.set()
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        self.asked(sampling.seed)
+        self.on_request(sampling.seed)
         done, total = 0 if options.answer_ids_T is None else len(options.answer_ids_T), sampling.max_new_tokens
-        async with self._room:
+        async with self._slots:
             while done < total:
                 size = min(self.flush, total - done)
                 await self._compute(size)
@@ -61,25 +61,25 @@ class Counting:
                 )
 
     async def _compute(self, size: int) -> None:
-        await self._going.wait()
+        await self._resumed.wait()
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         try:
             async with asyncio.timeout(size * self.token_s):
                 await self.dead.wait()
         except TimeoutError:
-            self.made += size
+            self.sampled += size
             return
-        self.made += int((loop.time() - start_s) / self.token_s)
+        self.sampled += int((loop.time() - start_s) / self.token_s)
         raise ComponentDied(f"{self.name} was killed", remedy="another goes on")
 
     async def stage(self, update: WeightUpdate) -> float:
         return 0.0
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        self._going.clear()
+        self._resumed.clear()
         await asyncio.sleep(self.commit_s)
-        self._going.set()
+        self._resumed.set()
         self.version = version
         return SwapReport(version=version, gap_s=self.commit_s, carried_over=0, restarted=0, mode=mode)
 
@@ -91,13 +91,13 @@ class Counting:
         return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 
     async def pause(self, *, release: bool = False) -> None:
-        self._going.clear()
+        self._resumed.clear()
 
     async def resume(self) -> None:
-        self._going.set()
+        self._resumed.set()
 
     def stats(self) -> EngineStats:
-        return EngineStats(version=self.version, generated_tokens=self.made)
+        return EngineStats(version=self.version, generated_tokens=self.sampled)
 
 
 def _tokens(version: int, size: int) -> Tokens:
@@ -108,8 +108,8 @@ def _tokens(version: int, size: int) -> Tokens:
     )
 
 
-async def bring(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-    """The weights that they count under."""
+async def commit_weights(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
+    """Stage and commit empty weights of ``version``."""
     await fleet.stage(
         WeightUpdate(version=version, slot=0, path="", manifest=Manifest(entries=(), total_bytes=0), checksums=())
     )

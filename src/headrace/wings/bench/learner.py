@@ -1,8 +1,9 @@
-"""The learner beside a padded loop over transformers: in one run, in turn, each in its own process.
+"""The learner compared with a padded training loop over transformers, alternately, each in its own process.
 
-A step is forward, backward, clipping and AdamW over one batch; its time is taken inside the process, without making the
-batch. Tokens are those of the samples, prompts included and padding not. A ratio is the median over the rounds, each of
-which measures both sides. Both do the same work: their gradient norms are compared every time.
+A step is forward pass, backward pass, clipping and AdamW over one batch; its time is measured inside the process,
+without the construction of the batch. Tokens are those of the samples, with prompts and without padding. A ratio is
+the median over the rounds, each of which measures both sides. Both do the same work: their gradient norms are compared
+every time.
 
 Operations of a step, with N tokens of the samples, n of one sample, P of them with loss:
 
@@ -10,9 +11,9 @@ Operations of a step, with N tokens of the samples, n of one sample, P of them w
     + 6 · P · hidden · vocabulary                       the head, for the tokens that carry loss alone
     + Σ over samples 6 · layers · hidden · n²           scores and values: 2 products of n² / 2 pairs, as above
 
-What is computed again in the backward pass and what padding costs are not counted (Chowdhery et al. 2022, appendix B).
-The machine's ceiling is the best rate of float32 matrix products on as many threads that any round saw, so that what
-disturbs the machine lowers the share and never raises it.
+Recomputation in the backward pass and the cost of padding are not counted (Chowdhery et al. 2022, appendix B). The
+machine's ceiling is the best rate of float32 matrix products, with as many threads, in any round, so that other load
+on the machine can only lower the fraction.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ from typing import Any
 from headrace.base.environ import num_cores
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
-from headrace.wings.bench.engine import EXPERTS, LARGE, SMALL, Found, lognormal
+from headrace.wings.bench.engine import EXPERTS, LARGE, SMALL, Measurement, lognormal
 from headrace.wings.bench.engine_peers import PeerProcess, worker
 
 WORKER = "headrace.wings.bench.learner_worker"
 ROUNDS = 3
 FIXED_MB = 32.0
-"""What log π may take beside the gradient of the head, twice: tiles, and columns of the tokens."""
+"""Memory for log π beyond twice the gradient of the head: tiles, and columns of the tokens."""
 
-Order = dict[str, Any]
+Request = dict[str, Any]
 Rounds = list[tuple[dict[str, Any], dict[str, Any]]]
-"""What the two sides of a comparison answered, round by round."""
+"""The answers of the two sides of a comparison, round by round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is measured."""
+    """The sizes of the measurements."""
 
     spec: TinySpec
-    """The model of all but the routing."""
+    """Model of all measurements but that of routing."""
     prompt: int
-    """Tokens of the prompts."""
+    """Number of tokens of each prompt."""
     answers: tuple[int, ...]
-    """Tokens of the answers, eight to a prompt."""
+    """Number of tokens of each answer; eight answers share a prompt."""
     long_prompt: int
-    """Tokens of the prompts that are shared."""
+    """Number of tokens of each prompt in the measurement of shared prefixes."""
     short_answers: tuple[int, ...]
-    """Tokens of the answers to those."""
+    """Number of tokens of each answer in that measurement."""
     tokens: int
-    """Tokens under a large head."""
+    """Number of tokens in the measurement of a large head."""
     vocab: int
-    """Entries of that head."""
+    """Vocabulary size of that head."""
     rounds: int = ROUNDS
-    """How often each comparison is made."""
+    """Number of rounds of each comparison."""
 
 
 FULL = Sizes(
@@ -72,9 +73,10 @@ QUICK = Sizes(
     tokens=256, vocab=4096, rounds=1,
 )  # fmt: skip
 HIDDEN = 64
-"""Hidden size under the large head."""
+"""Hidden size in the measurement of a large head."""
 HEADS = ("dense", "chunked", "tiled")
-"""All logits at once; 64 MiB of them at a time, computed again in the backward pass; and the learner's own way."""
+"""All logits at once; 64 MiB of them at a time, recomputed in the backward pass; and the learner's own
+implementation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,9 @@ class _LearnerBench:
 
 
 def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
-    """Everything. ``threads`` of each side (unset: all cores); ``quick`` shows that it runs, its figures say
+    """Run all measurements. ``threads`` is the number per process (unset: all cores); with ``quick`` the figures mean
     nothing."""
-    found: list[Found] = []
+    found: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _LearnerBench(
             directory=Path(scratch), threads=threads or num_cores(), sizes=QUICK if quick else FULL, tell=tell
@@ -116,13 +118,13 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
     return report(rows, targets)
 
 
-def order_of(spec: TinySpec, prompt: int, answers: Sequence[int], **more: Any) -> Order:
-    """What the workers are told."""
+def make_request(spec: TinySpec, prompt: int, answers: Sequence[int], **more: Any) -> Request:
+    """Return a request for the workers."""
     return {"prompt": prompt, "lengths": list(answers), "vocab": len(spec.vocab) + 3, **more}
 
 
 def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
-    """Operations that a step needs, by the formula above."""
+    """Return the number of operations of a step by the formula of this module."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     matrices = spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
@@ -132,20 +134,20 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
     return 6 * (sum(lengths) * matrices + sum(answers) * head + spec.num_layers * spec.hidden_size * pairs)
 
 
-def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Found:
+def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
     sizes, spec = bench.sizes, bench.sizes.spec
-    order = order_of(spec, sizes.prompt, sizes.answers)
+    request = make_request(spec, sizes.prompt, sizes.answers)
     tokens = sum(sizes.answers) + len(sizes.answers) * sizes.prompt
-    able: list[float] = []
+    ceilings: list[float] = []
 
     def measure_ceiling() -> None:
         products = [[1024, 1024, 1024], [2048, spec.hidden_size, spec.intermediate_size]]
-        able.append(ours.ask({"products": products})["flop_per_s"])
+        ceilings.append(ours.call({"products": products})["flop_per_s"])
 
-    rounds = _in_turn(bench, "the learner and the padded loop", (ours, order), (theirs, order), measure_ceiling)
-    _refuse_other_work(rounds)
+    rounds = _alternate(bench, "the learner and the padded loop", (ours, request), (theirs, request), measure_ceiling)
+    _assert_same_work(rounds)
     flop = step_flop(spec, sizes.prompt, sizes.answers)
-    used = flop / _median_s(rounds, 0) / max(able)
+    used = flop / _median_s(rounds, 0) / max(ceilings)
     ratio = _ratio(rounds)
     padded = sum(8 * (max(sizes.answers[at : at + 8]) + sizes.prompt) for at in range(0, len(sizes.answers), 8))
     rows: list[Row] = [
@@ -160,7 +162,7 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
         {
             "what": "training step", "tokens": tokens, "positions with padding": padded,
             "learner by padded, tok/s": ratio, "gflop": flop / 1e9,
-            "ceiling_gflop_per_s": max(able) / 1e9, "used": used,
+            "ceiling_gflop_per_s": max(ceilings) / 1e9, "used": used,
         }
     )  # fmt: skip
     return rows, [
@@ -169,32 +171,32 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     ]
 
 
-def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Found:
+def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     sizes = bench.sizes
-    off = order_of(sizes.spec, sizes.long_prompt, sizes.short_answers)
+    off = make_request(sizes.spec, sizes.long_prompt, sizes.short_answers)
     on = {**off, "settings": {"share_prefixes": True}}
     what = f"shared prefixes, groups of 8 with prompts of {sizes.long_prompt}"
-    rounds = _in_turn(bench, what, (ours, on), (ours, off))
-    _refuse_other_work(rounds)
+    rounds = _alternate(bench, what, (ours, on), (ours, off))
+    _assert_same_work(rounds)
     return [_on_off(what, rounds)], []
 
 
-def _lora(bench: _LearnerBench, ours: PeerProcess) -> Found:
+def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     sizes = bench.sizes
-    full = order_of(sizes.spec, sizes.prompt, sizes.short_answers)
-    rounds = _in_turn(bench, "LoRA of rank 16", (ours, {**full, "lora": {"rank": 16}}), (ours, full))
+    full = make_request(sizes.spec, sizes.prompt, sizes.short_answers)
+    rounds = _alternate(bench, "LoRA of rank 16", (ours, {**full, "lora": {"rank": 16}}), (ours, full))
     return [_on_off("LoRA of rank 16 instead of all weights", rounds)], []
 
 
-def _replay(bench: _LearnerBench, ours: PeerProcess) -> Found:
+def _replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     experts = bench.model("experts", EXPERTS)
-    off = order_of(EXPERTS, bench.sizes.prompt, bench.sizes.short_answers, model=str(experts))
-    rounds = _in_turn(bench, "routing replay", (ours, {**off, "replay": True}), (ours, off))
+    off = make_request(EXPERTS, bench.sizes.prompt, bench.sizes.short_answers, model=str(experts))
+    rounds = _alternate(bench, "routing replay", (ours, {**off, "replay": True}), (ours, off))
     return [_on_off("routing replay, mixture of experts", rounds)], []
 
 
-def _head(bench: _LearnerBench, model: Path) -> Found:
-    """Peak memory of log π and its gradient, beyond hidden states and head: each in a fresh process."""
+def _head(bench: _LearnerBench, model: Path) -> Measurement:
+    """Measure the peak memory of log π and its gradient, beyond hidden states and head, each in a fresh process."""
     sizes = bench.sizes
     gradient_mb = sizes.vocab * HIDDEN * 4 / 2**20
     limit_mb = 2 * gradient_mb + FIXED_MB
@@ -205,8 +207,8 @@ def _head(bench: _LearnerBench, model: Path) -> Found:
         what = f"log π of {tokens} tokens, vocabulary {sizes.vocab}"
         bench.tell(f"{what}: {side}")
         with ExitStack() as stack:
-            order = {"tokens": tokens, "vocab": sizes.vocab, "hidden": HIDDEN}
-            answer = bench.open(side, model, stack).ask(order)
+            request = {"tokens": tokens, "vocab": sizes.vocab, "hidden": HIDDEN}
+            answer = bench.open(side, model, stack).call(request)
         extra_mb = answer["extra_bytes"] / 2**20
         rows.append(
             {
@@ -219,39 +221,39 @@ def _head(bench: _LearnerBench, model: Path) -> Found:
     return rows, targets
 
 
-def _in_turn(
+def _alternate(
     bench: _LearnerBench,
     what: str,
-    one: tuple[PeerProcess, Order],
-    other: tuple[PeerProcess, Order],
+    one: tuple[PeerProcess, Request],
+    other: tuple[PeerProcess, Request],
     before: Callable[[], None] = lambda: None,
 ) -> Rounds:
-    """Both sides in every round, after a short step that warms them up."""
+    """Measure both sides in every round, after a short step that warms them up."""
     bench.tell(f"{what}: warming up")
-    for side, order in (one, other):
-        side.ask({**order, "lengths": [16] * 8, "seed": 0})
+    for side, request in (one, other):
+        side.call({**request, "lengths": [16] * 8, "seed": 0})
     rounds: Rounds = []
     for turn in range(bench.sizes.rounds):
         bench.tell(f"{what}: round {turn}")
         before()
-        first, second = (side.ask({**order, "seed": 1 + turn}) for side, order in (one, other))
+        first, second = (side.call({**request, "seed": 1 + turn}) for side, request in (one, other))
         rounds.append((first, second))
     return rounds
 
 
-def _refuse_other_work(rounds: Rounds) -> None:
-    """Two sides that did the same have the same gradient norms, but for rounding and learning rates."""
+def _assert_same_work(rounds: Rounds) -> None:
+    """Assert that both sides did the same work: their gradient norms agree up to rounding and learning rates."""
     for one, other in rounds:
         assert abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2, (one, other)
 
 
 def _median_s(rounds: Rounds, at: int) -> float:
-    """Of one step of the first (0) or second (1) side."""
+    """Return the median seconds of a step of the first (0) or second (1) side."""
     return statistics.median(float(answers[at]["seconds"]) for answers in rounds)
 
 
 def _ratio(rounds: Rounds) -> float:
-    """How many times faster the first side is."""
+    """Return how many times faster the first side is than the second."""
     return statistics.median(float(other["seconds"] / one["seconds"]) for one, other in rounds)
 
 

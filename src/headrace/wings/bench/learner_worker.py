@@ -1,9 +1,9 @@
-"""One side of the learner's benchmark, in a process of its own: it does what each line of its input says.
+"""The worker process of the learner benchmark, which measures one implementation.
 
     python -m headrace.wings.bench.learner_worker '{"side": "learner", "model": DIR, "threads": 2}'
 
-The protocol is that of :mod:`headrace.wings.bench.engine_worker`. Each side imports what it needs and no more, so that
-the memory it starts with is small.
+The protocol is that of :mod:`headrace.wings.bench.engine_worker`. Each side imports only what it needs, to start with
+little memory.
 
 Shape legend: S samples and N tokens of the batch, B samples of a padded batch, L its length, P tokens that carry loss,
 C of them at a time, V vocabulary, D hidden size.
@@ -29,30 +29,30 @@ from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
 
 GROUP = 8
-"""Samples of one prompt, and rows of a padded batch."""
+"""Number of samples per prompt, and of rows of a padded batch."""
 LR = 1e-6
-"""So low that what one side is timed on does not depend on how often it has been trained."""
+"""A learning rate so low that the measurements do not depend on the number of earlier steps."""
 
-Order = dict[str, Any]
+Request = dict[str, Any]
 Answer = dict[str, Any]
 
 
 class LearnerSide(Protocol):
-    """What can be measured."""
+    """An implementation that can be measured."""
 
-    def do(self, order: Order) -> Answer:
-        """Carry out one order; the answer's ``seconds`` are those of what was asked for."""
+    def do(self, request: Request) -> Answer:
+        """Execute a request and return its answer, whose ``seconds`` is the measured time."""
         ...
 
 
-def batch_of(step: int, order: Mapping[str, Any]) -> Batch:
-    """Random answers of ``order["lengths"]`` tokens to prompts of ``order["prompt"]`` tokens, one for each group of 8;
-    the same order gives the same ones at any step."""
-    rng = np.random.default_rng(order["seed"])
-    prompt, lengths_S = order["prompt"], order["prompt"] + np.array(order["lengths"], np.int32)
+def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
+    """Return random answers of ``request["lengths"]`` tokens to prompts of ``request["prompt"]`` tokens, one prompt
+    for each group of 8. Equal requests give equal samples at any step."""
+    rng = np.random.default_rng(request["seed"])
+    prompt, lengths_S = request["prompt"], request["prompt"] + np.array(request["lengths"], np.int32)
     groups_S = (np.arange(len(lengths_S)) // GROUP).astype(np.int32)
-    prompts = rng.integers(3, order["vocab"], (int(groups_S[-1]) + 1, prompt))
-    answers = [rng.integers(3, order["vocab"], length) for length in order["lengths"]]
+    prompts = rng.integers(3, request["vocab"], (int(groups_S[-1]) + 1, prompt))
+    answers = [rng.integers(3, request["vocab"], length) for length in request["lengths"]]
     mask_N = np.concatenate([np.arange(length) >= prompt for length in lengths_S])
     advantages_S = rng.normal(size=len(lengths_S))
     parts = [part for group, answer in zip(groups_S, answers, strict=True) for part in (prompts[group], answer)]
@@ -63,16 +63,16 @@ def batch_of(step: int, order: Mapping[str, Any]) -> Batch:
         episodes_S=np.arange(len(lengths_S), dtype=np.int32),
         ids_N=np.concatenate(parts).astype(np.int32),
         mask_N=mask_N,
-        logprobs_N=np.where(mask_N, -np.log(order["vocab"]), 0).astype(np.float32),
+        logprobs_N=np.where(mask_N, -np.log(request["vocab"]), 0).astype(np.float32),
         versions_N=np.where(mask_N, step, -1).astype(np.int32),
         advantages_N=np.repeat(advantages_S, lengths_S).astype(np.float32),
     )
 
 
 def memory_bytes(which: str) -> int:
-    """Of this process: ``VmHWM``, the most that it ever occupied, or ``VmRSS``, what it occupies now.
+    """Return the memory of this process: its peak with ``VmHWM``, its current size with ``VmRSS``.
 
-    Where the system does not tell, what ``getrusage`` says: the most, in both cases.
+    Where ``/proc`` is missing, both give the peak of ``getrusage``.
     """
     status = Path("/proc/self/status")
     if not status.exists():
@@ -83,7 +83,7 @@ def memory_bytes(which: str) -> int:
 
 
 class OwnLearner:
-    """The learner, one for each model and settings that it is asked for; the loss is DAPO's."""
+    """The learner with DAPO's loss; one instance is kept for each combination of model and settings."""
 
     def __init__(self, model_dir: str) -> None:
         from headrace.learner.core import LearnerCore
@@ -93,16 +93,16 @@ class OwnLearner:
         self._cores: dict[str, LearnerCore] = {}
         self._loaded_bytes = 0
 
-    def do(self, order: Order) -> Answer:
-        if "products" in order:
-            return {"flop_per_s": max(self._flop_per_s(*shape) for shape in order["products"])}
-        name = json.dumps([order.get(key) for key in ("model", "settings", "lora")])
+    def do(self, request: Request) -> Answer:
+        if "products" in request:
+            return {"flop_per_s": max(self._flop_per_s(*shape) for shape in request["products"])}
+        name = json.dumps([request.get(key) for key in ("model", "settings", "lora")])
         if name not in self._cores:
-            self._cores[name] = self._learner(order)
+            self._cores[name] = self._learner(request)
         core = self._cores[name]
-        batch = batch_of(core.version, order)
-        if order.get("replay"):
-            batch = self._routed(batch, order)
+        batch = batch_of(core.version, request)
+        if request.get("replay"):
+            batch = self._routed(batch, request)
         report = core.train(batch)
         return {
             "seconds": report.seconds,
@@ -111,32 +111,33 @@ class OwnLearner:
             "peak_bytes": memory_bytes("VmHWM"),
         }
 
-    def _learner(self, order: Order) -> Any:
+    def _learner(self, request: Request) -> Any:
         from headrace.algo.config import AlgoConfig
         from headrace.algo.objective import Objective
+        from headrace.learner.base import LearnerContext
         from headrace.learner.config import LearnerConfig
-        from headrace.learner.core import LearnerContext, LearnerCore
+        from headrace.learner.core import LearnerCore
         from headrace.models import LoraConfig, ModelConfig, load_model
 
-        path = order.get("model", self._model_dir)
-        lora = LoraConfig.model_validate(order["lora"]) if "lora" in order else None
+        path = request.get("model", self._model_dir)
+        lora = LoraConfig.model_validate(request["lora"]) if "lora" in request else None
         context = LearnerContext(temperature=1.0, total_steps=1, model_dir=Path(path), clock=self._clock)
         core = LearnerCore(
             load_model(ModelConfig(path=path, lora=lora)),
-            LearnerConfig.model_validate({"lr": LR, "share_prefixes": False, **order.get("settings", {})}),
+            LearnerConfig.model_validate({"lr": LR, "share_prefixes": False, **request.get("settings", {})}),
             Objective.build(AlgoConfig.model_validate({"loss": "dapo", "correction": "none"})),
             context,
         )
         self._loaded_bytes = memory_bytes("VmRSS")
         return core
 
-    def _routed(self, batch: Batch, order: Order) -> Batch:
-        """The batch with the experts that the untrained model chooses for its tokens."""
+    def _routed(self, batch: Batch, request: Request) -> Batch:
+        """Return the batch with the experts that the untrained model chooses for its tokens."""
         from headrace.models import ModelConfig, load_model
         from headrace.models.attention import PackedPlan, forward
         from headrace.models.routing import RoutingRecorder, find_routing
 
-        model = load_model(ModelConfig(path=order["model"]))
+        model = load_model(ModelConfig(path=request["model"]))
         routed = find_routing(model)
         assert routed is not None
         recorder = RoutingRecorder(routed)
@@ -147,7 +148,7 @@ class OwnLearner:
         return msgspec.structs.replace(batch, routing=routing)
 
     def _flop_per_s(self, rows: int, inner: int, columns: int) -> float:
-        """Of one product of matrices in float32, with nothing in its way."""
+        """Return the rate of one float32 matrix product in an undisturbed process."""
         left, right, out = (torch.full(shape, 0.5) for shape in ((rows, inner), (inner, columns), (rows, columns)))
         times_s = []
         for _ in range(20):
@@ -158,8 +159,8 @@ class OwnLearner:
 
 
 class Padded:
-    """What a simple trainer does: transformers, samples in the order they come, eight at a time, padded on the right to
-    the longest of them; log π from the logits of all positions; the gradient of the same loss, the same AdamW."""
+    """A simple trainer: transformers with eight samples at a time in their request, padded on the right to the longest;
+    log π from the logits of all positions; the gradient of the same loss, and the same AdamW."""
 
     def __init__(self, model_dir: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -175,8 +176,8 @@ class Padded:
         self._optimizer = build_optimizer(self._model.parameters(), LearnerConfig(lr=LR))
         self._loaded_bytes = memory_bytes("VmRSS")
 
-    def do(self, order: Order) -> Answer:
-        batch = batch_of(self._step, order)
+    def do(self, request: Request) -> Answer:
+        batch = batch_of(self._step, request)
         start_s = self._clock.now()
         for ids_BL, mask_BL, advantages_B in padded(batch):
             self._backward(ids_BL, mask_BL, advantages_B, batch.num_loss_tokens)
@@ -202,7 +203,7 @@ class Padded:
 
 
 def padded(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Ids (B, L) with 0 for padding, mask (B, L) and advantages (B,) of eight samples after eight."""
+    """Yield ids (B, L) with 0 for padding, mask (B, L) and advantages (B,) of eight samples at a time."""
     starts_S = np.cumsum(batch.lengths_S) - batch.lengths_S
     for first in range(0, len(starts_S), GROUP):
         starts_B, lengths_B = starts_S[first : first + GROUP], batch.lengths_S[first : first + GROUP]
@@ -215,7 +216,7 @@ def padded(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From hidden states (P, D), head (V, D) and ids (P,) to log π (P,)."""
+"""A function from hidden states (P, D), head (V, D) and ids (P,) to log π (P,)."""
 
 
 def _dense(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
@@ -223,7 +224,7 @@ def _dense(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 
 
 def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
-    """By 64 MiB of logits at a time, computed again in the backward pass."""
+    """Compute log π from 64 MiB of logits at a time, recomputed in the backward pass."""
     size = max(1, 2**24 // len(weight_VD))
     parts: list[Tensor] = [
         checkpoint(_dense, hidden_CD, weight_VD, ids_C, use_reentrant=False)
@@ -235,20 +236,20 @@ def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
     from headrace.learner.head import HeadRequest, linear_logprobs
 
-    asked = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
-    return linear_logprobs(hidden_PD, weight_VD, None, asked)[0]
+    head_request = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
+    return linear_logprobs(hidden_PD, weight_VD, None, head_request)[0]
 
 
 class HeadAlone:
-    """log π under a head and its gradients, and no model around it; for one order, in a fresh process."""
+    """The computation of log π from hidden states and its gradients, without a model; one request per fresh process."""
 
     def __init__(self, logprobs: Logprobs) -> None:
         self._logprobs = logprobs
         self._clock = RealClock()
 
-    def do(self, order: Order) -> Answer:
-        self._run(GROUP, GROUP, GROUP)  # what libraries set up once
-        seconds, extra_bytes = self._run(order["tokens"], order["vocab"], order["hidden"])
+    def do(self, request: Request) -> Answer:
+        self._run(GROUP, GROUP, GROUP)  # lets libraries allocate what they allocate once
+        seconds, extra_bytes = self._run(request["tokens"], request["vocab"], request["hidden"])
         return {"seconds": seconds, "extra_bytes": extra_bytes}
 
     def _run(self, tokens: int, vocab: int, hidden: int) -> tuple[float, int]:
@@ -271,7 +272,7 @@ SIDES: dict[str, Callable[[str], LearnerSide]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Serve orders until the input ends."""
+    """Answer requests until the input ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])

@@ -1,4 +1,4 @@
-"""What the ledger takes: transitions and episodes a second, and how much longer the demo takes for it."""
+"""The throughput of the ledger in transitions and episodes per second, and its share of the demo's time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from headrace.base.clock import RealClock
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig
@@ -26,18 +26,19 @@ from headrace.wings.recipes.demo import build_demo
 GROUPS = 2_000
 EPISODES = 4_000
 TOKENS = 2_000
-"""Sampled tokens of an episode."""
+"""Number of sampled tokens per episode."""
 TOKEN_BYTES = 12
-"""Id, logprob and version."""
+"""Bytes of one token: id, log-probability and version."""
 SEQUENCES, PIECE = 64, 256
-"""Running turns that are recorded in one transaction, and the tokens of each."""
+"""Number of running turns recorded in one transaction, and number of tokens of each."""
 PAIRS = 5
 DEMO_STEPS = 60
 MB = 1e6
 
 
 def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
-    """One transaction each; then the demo with its ledger and with one that forgets, in turn. ``quick``: a tenth."""
+    """Measure records in one transaction each; then the demo, alternately with its ledger and with one that records
+    nothing. With ``quick`` a tenth of it."""
     rows: list[Row] = []
     part = 10 if quick else 1
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -59,8 +60,8 @@ def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
 
 def _throughput(kind: str, directory: Path, part: int) -> Row:
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
-    lives = [operation for number in range(GROUPS // part) for operation in _life(number)]
-    transitions_s = _apply_s(ledger, lives)
+    transitions = [operation for number in range(GROUPS // part) for operation in _transitions_of(number)]
+    transitions_s = _apply_s(ledger, transitions)
     episodes = [EndEpisode(episode=_episode(index), at_s=0.0) for index in range(EPISODES // part)]
     episodes_s = _apply_s(ledger, episodes)
     parts = [_stream(number) for number in range(200 // part)]
@@ -69,26 +70,26 @@ def _throughput(kind: str, directory: Path, part: int) -> Row:
     ledger.close()
     return {
         "what": kind,
-        "transitions_per_s": len(lives) / transitions_s,
+        "transitions_per_s": len(transitions) / transitions_s,
         "episodes_per_s": len(episodes) / episodes_s,
         "episodes_mb_s": len(episodes) * TOKENS * TOKEN_BYTES / MB / episodes_s,
         "running_mb_s": len(parts) * SEQUENCES * PIECE * TOKEN_BYTES / MB / parts_s,
     }
 
 
-class _Forgetful(SqliteLedger):
-    """What a run costs whose ledger records nothing."""
+class _NullLedger(SqliteLedger):
+    """A ledger that records nothing."""
 
     def apply(self, *operations: Operation) -> None:
         return
 
 
-def _forgetful(config: FlowConfig, run_dir: Path) -> Ledger:
-    return _Forgetful(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
+def _null_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
+    return _NullLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
 
 
 def _demo(scratch: Path, tell: Callable[[str], None], pairs: int) -> Row:
-    """Wall times per trained token, in turn."""
+    """Measure the demo's wall time per trained token with and without its ledger, alternately."""
     demo = build_demo(scratch / "demo", seed=0)
     ratios: list[float] = []
     for pair in range(pairs):
@@ -97,7 +98,7 @@ def _demo(scratch: Path, tell: Callable[[str], None], pairs: int) -> Row:
             tell(f"demo, pair {pair}, {'with' if kind == 'sqlite' else 'without'} its ledger")
             quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.steps={DEMO_STEPS}")
             settings = [*quiet, f"flow.ledger={kind}", f"run.dir={scratch / f'run-{pair}-{kind}'}"]
-            with patch.dict(LEDGERS, {"memory": _forgetful}):
+            with patch.dict(LEDGERS, {"memory": _null_ledger}):
                 summary = train(load_config(demo.run_file, settings))
             per_token[kind] = summary.wall_s / summary.tokens_trained
         ratios.append(per_token["sqlite"] / per_token["memory"])
@@ -117,8 +118,8 @@ def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
     return clock.now() - start_s
 
 
-def _life(number: int) -> list[Operation]:
-    """A group from its submission to its release, on its own: eight transitions."""
+def _transitions_of(number: int) -> list[Operation]:
+    """Return the eight transitions of one group from its submission to its release."""
     states = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TAKEN)
     numbers = (number,)
     return [
@@ -146,7 +147,7 @@ def _episode(index: int) -> EpisodeGraph:
 def _stream(number: int) -> Stream:
     tokens = _sampled(PIECE)
     parts = (
-        TurnPart(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)
+        TokenChunk(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)
         for place in range(SEQUENCES)
     )
     return Stream(parts=tuple(parts), at_s=0.0)

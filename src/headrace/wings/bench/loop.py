@@ -1,4 +1,4 @@
-"""The whole loop, on the demo: does it learn, and what does it gain by never standing still?"""
+"""The whole loop on the demo: whether it learns, and how much time asynchronous training saves."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from headrace.base.clock import RealClock
-from headrace.control.summary import Summary
+from headrace.control.metrics.summary import Summary
 from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 from headrace.wings.recipes.demo import Demo, build_demo
 
 SEEDS = (0, 1, 2)
 PAIRS = 3
-"""Synchronous and asynchronous runs, in turn."""
+"""Number of pairs of a synchronous and an asynchronous run."""
 PAIR_STEPS = 40
 FROZEN_STEPS = 60
-"""Steps of the runs with ``learner.lr=0``: the weights are the same after any number of them."""
+"""Number of steps of the runs with ``learner.lr=0``, whose weights never change."""
 
 
 def measure(tell: Callable[[str], None]) -> Report:
-    """The demo over three seeds, with and without learning; paired runs with a slow reward; the import."""
+    """Measure the demo over three seeds with and without learning, pairs of runs with a slow reward, and the import."""
     clock = RealClock()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
@@ -81,15 +81,16 @@ def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
 
 
 def _paired(demo: Demo, directory: Path, tell: Callable[[str], None]) -> tuple[list[float], list[Row]]:
-    """Wall time per trained token at ``max_age=1`` over that at ``max_age=0``, one ratio per pair."""
+    """Return the ratio of wall time per trained token at ``max_age=1`` to that at ``max_age=0`` for each pair, and the
+    rows."""
     ratios: list[float] = []
     rows: list[Row] = []
-    with as_file(files("headrace.wings.bench") / "slow_reward.py") as slow:
+    with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
         for pair in range(PAIRS):
             per_token: list[float] = []
             for max_age in (1, 0):
                 tell(f"slow reward, pair {pair}, max_age={max_age}")
-                settings = (f"flow.max_age={max_age}", f"env.reward={slow}:right", f"run.steps={PAIR_STEPS}")
+                settings = (f"flow.max_age={max_age}", f"env.reward={user_code}:slow_sum", f"run.steps={PAIR_STEPS}")
                 summary = _run(demo, directory / f"pair-{pair}-{max_age}", *settings, "data.eval_path=")
                 per_token.append(summary.wall_s / summary.tokens_trained)
                 rows.append(_row(f"slow reward, max_age={max_age}", summary, pair=pair))

@@ -1,8 +1,9 @@
 """The planner: how large a run it simulates in a minute, and how well it predicts runs on this machine.
 
-Two tasks: answers of geometric length, and the demo, whose answers have three digits. Of each two runs are read for
-what things cost here; six are predicted, of which four have settings that the two did not: another bound, another
-batch, rewards that take their time. Measured and simulated alike from the end of the third step to the end of the last.
+There are two tasks: answers of geometric lengths, and the demo with its answers of three digits. For each, costs are
+calibrated from two runs, and six runs are predicted. Four of these have settings that the calibration runs did not:
+another staleness bound, another batch size, slow rewards. Measurement and simulation both cover the time from the end
+of the third step to the end of the last.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.flow import FlowConfig
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.run.observe.calibrating import calibrated, recording
 from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_most, report
 from headrace.wings.plan import SimulatedOutcome, Simulation, Workload, World
-from headrace.wings.plan.calibration import SKIPPED, RunRecording
+from headrace.wings.plan.calibration import SKIPPED, RunRecording, calibrated, recording
 from headrace.wings.plan.costs import Roofline, SyncCost, TrainingRate
 from headrace.wings.plan.spread import Lognormal, Uniform
 from headrace.wings.plan.system import Measured
 from headrace.wings.recipes.demo import build_demo
 
 ENGINES, GROUPS, GROUP_SIZE, BATCH = 8_000, 62_464, 16, 1024
-"""Of the large run: 8,000 accelerators generate, 2,000 train; about a million episodes."""
+"""Sizes of the large run: 8,000 accelerators generate, 2,000 train; about a million episodes."""
 SLOW = "slow reward"
-REWARDS = Path(__file__).with_name("slow_reward.py")
+REWARDS = Path(__file__).with_name("user_code.py")
 ROWS = 2048
 LONG = """
 [model]
@@ -49,25 +49,25 @@ lr = 1e-6
 [run]
 seed = 0
 """
-"""A run file; its answers have 62 tokens on average, and keep that."""
+"""Run file of the first task; its answers have 62 tokens on average, which training hardly changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """What is run."""
+    """A task that is run and predicted."""
 
     name: str
     make: Callable[[Path], Path]
-    """Its run file, in a directory."""
+    """Function that creates the run file in a directory and returns its path."""
     slow: str
-    """The reward that takes its time."""
+    """Name of the slow reward function."""
     groups: int
-    """Of a step."""
+    """Number of groups in a step."""
     steps: int
 
     @property
     def runs(self) -> dict[str, tuple[str, ...]]:
-        """What is measured; the first two are what costs are read from."""
+        """Return the settings of each run by name; the first two runs are used for calibration."""
         return {
             f"{self.name}, max_age 1": ("flow.max_age=1",),
             f"{self.name}, max_age 0": ("flow.max_age=0",),
@@ -98,12 +98,12 @@ def _demo(directory: Path) -> Path:
 
 TASKS = (
     PlannedTask(name="long answers", make=_long, slow="slow_odd", groups=16, steps=30),
-    PlannedTask(name="demo", make=_demo, slow="right", groups=64, steps=60),
+    PlannedTask(name="demo", make=_demo, slow="slow_sum", groups=64, steps=60),
 )
 
 
 def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Both. ``quick`` shows that it runs, its figures say nothing."""
+    """Measure both. With ``quick`` the figures mean nothing."""
     rows: list[Row] = []
     clock = RealClock()
     tell("a million episodes")
@@ -124,9 +124,9 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
                 _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
             measured = calibrated(*(directory / name for name in list(task.runs)[:2]))
             for name in task.runs:
-                row, held = _compared(name, recording(directory / name), measured)
+                row, more_targets = _compared(name, recording(directory / name), measured)
                 rows.append(row)
-                targets += held
+                targets += more_targets
     return report(rows, targets)
 
 
@@ -153,7 +153,7 @@ def _run(run_file: Path, run_dir: Path, settings: list[str], steps: int) -> None
 
 
 def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, list[Target]]:
-    """One run, and what two others said it would be."""
+    """Return one run compared with its prediction."""
     flow = run.config["flow"]
     reward_s = Uniform(low=0.05, high=0.5) if SLOW in name else measured.workload.reward_s
     world = World(
@@ -169,17 +169,17 @@ def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, li
         episode_s=measured.episode_s,
     )
     simulated = Simulation(world, seed=0).run()
-    seen_s = run.steps[-1].clock_s - run.steps[SKIPPED].clock_s
-    told_s = simulated.steps[-1].end_s - simulated.steps[SKIPPED].end_s
-    seen_age = _mean_age([{age: float(n) for age, n in step.ages.items()} for step in run.steps[SKIPPED + 1 :]])
-    told_age = _mean_age([step.ages for step in simulated.steps[SKIPPED + 1 :]])
+    measured_s = run.steps[-1].clock_s - run.steps[SKIPPED].clock_s
+    simulated_s = simulated.steps[-1].end_s - simulated.steps[SKIPPED].end_s
+    measured_age = _mean_age([{age: float(n) for age, n in step.ages.items()} for step in run.steps[SKIPPED + 1 :]])
+    simulated_age = _mean_age([step.ages for step in simulated.steps[SKIPPED + 1 :]])
     tokens = sum(step.trained_tokens for step in run.steps[SKIPPED + 1 :])
-    row: Row = {"what": name, "measured_tok_s": tokens / seen_s, "simulated_tok_s": tokens / told_s,
-                "measured_age": seen_age, "simulated_age": told_age}  # fmt: skip
-    off_age = abs(told_age - seen_age) / seen_age if seen_age else told_age
+    row: Row = {"what": name, "measured_tok_s": tokens / measured_s, "simulated_tok_s": tokens / simulated_s,
+                "measured_age": measured_age, "simulated_age": simulated_age}  # fmt: skip
+    age_error = abs(simulated_age - measured_age) / measured_age if measured_age else simulated_age
     return row, [
-        at_most(f"{name}: throughput, simulated against measured", abs(seen_s / told_s - 1), 0.10, "fraction"),
-        at_most(f"{name}: mean age, simulated against measured", off_age, 0.15, "fraction"),
+        at_most(f"{name}: throughput, simulated against measured", abs(measured_s / simulated_s - 1), 0.10, "fraction"),
+        at_most(f"{name}: mean age, simulated against measured", age_error, 0.15, "fraction"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The program ``headrace train`` in a process of its own, as a user has it."""
+"""Runs ``headrace train`` as a subprocess, as a user would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROGRAM = "from headrace.run.cli import main; main()"
 
 @asynccontextmanager
 async def training(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run ``headrace train`` with ``arguments``; the program is killed when the body ends before it does."""
+    """Start ``headrace train`` with ``arguments``; the process is killed if it still runs at the end of the body."""
     words = ["train", *arguments, *(["--resume"] if resume else [])]
     program = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _PROGRAM, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

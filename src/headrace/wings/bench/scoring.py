@@ -1,8 +1,8 @@
-"""Scoring beside the loop: what a slow judge and a process reward cost the learner, and what the sandbox costs.
+"""The cost of scoring for the learner, with a slow judge and a process reward, and the cost of the sandbox.
 
-A small model with a fast verifier alone, and the same with two more scorers: a judge behind HTTP that takes 0.5 to
-2.5 s, and a process reward of 0.2 s per turn. Both runs of a pair sample and train the same number of tokens, under the
-same bound of staleness: what the scorers take has to go on beside.
+The runs of a pair train a small model with a fast verifier alone, and with two more scorers: a judge behind HTTP that
+takes 0.5 to 2.5 s, and a process reward that takes 0.2 s per turn. Both sample and train the same number of tokens
+under the same staleness bound, so that scoring must overlap with training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.clock import RealClock
-from headrace.control.summary import Summary
+from headrace.control.metrics.summary import Summary
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.rollout.scoring.sandbox import run_python
 from headrace.run.session import train
@@ -35,18 +35,18 @@ SETTINGS = {
     "launch": {"engine_threads": 1, "learner_threads": 1},
     "observe": {"view": "none", "report": False},
 }
-"""The weights stand still, so that both runs of a pair sample alike."""
+"""Settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
 SANDBOX_RUNS = 20
 
 
 def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Pairs of runs, in turn; ``quick``: one short pair."""
+    """Measure pairs of runs, one run after the other; with ``quick`` one short pair."""
     pairs, steps = (1, 6) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
     more: list[float] = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
-        rewards = stack.enter_context(as_file(files("headrace.wings.bench") / "scoring_rewards.py"))
+        rewards = stack.enter_context(as_file(files("headrace.wings.bench") / "user_code.py"))
         url = stack.enter_context(_slow_judge())
         tree = {**SETTINGS, "model": {"path": _model(directory)}, "data": {"path": _rows(directory)}}
         for pair in range(pairs):
@@ -70,7 +70,7 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
 
 
 def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:
-    verifier = {"kind": "function", "ref": f"{rewards}:verifier"}
+    verifier = {"kind": "function", "ref": f"{rewards}:small_digits"}
     process = {"kind": "function", "ref": f"{rewards}:process", "by_turn": True, "weight": 0.5}
     judge = {"kind": "judge", "base_url": url, "model": "any", "weight": 0.1, "concurrency": 256}
     return {"outcome only": [verifier], "verifier, process, judge": [verifier, process, judge]}
@@ -97,7 +97,7 @@ def _rows(directory: Path) -> str:
 
 @contextmanager
 def _slow_judge() -> Iterator[str]:
-    """Where it answers, while it does."""
+    """Start the slow judge, and yield its URL."""
     program = [sys.executable, "-m", "headrace.wings.bench.slow_judge"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,7 +1,7 @@
-"""A judge that takes its time: an endpoint of OpenAI's chat completions for the benchmark of scoring.
+"""A slow judge for the scoring benchmark: an endpoint with OpenAI's chat completions protocol.
 
-``python -m headrace.wings.bench.slow_judge`` prints the port that it listens on. How long an answer takes is fixed by
-its question: 0.5 to 2.5 s, as a model of some size takes for a few sentences. What it says is fixed, too.
+``python -m headrace.wings.bench.slow_judge`` prints the port that it listens on. The time of an answer is determined
+by the question: 0.5 to 2.5 s, as a mid-sized model takes for a few sentences. The answer is constant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def _answer(request: Request) -> JSONResponse:
 def main() -> None:
     """Serve until killed."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-        print(listening.getsockname()[1], flush=True)  # noqa: T201 - whoever started it reads it
+        print(listening.getsockname()[1], flush=True)  # noqa: T201 - the parent process reads the port
         app = Starlette(routes=[Route("/v1/chat/completions", _answer, methods=["POST"])])
         uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
 

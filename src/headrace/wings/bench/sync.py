@@ -1,9 +1,9 @@
-"""Weights on their way: every transport with every codec, from one process to another, and the gap of a commit.
+"""The weight sync: every transport with every codec between two processes, and the gap of a commit.
 
-Per transport and codec, over several versions, each of which changes one weight in thirty: how long the learner stands
-still (beside one copy of the same bytes from memory to memory), hashes, encodes and sends; how long the engine's side
-stages; how long its commit takes. Commit gaps are also taken from engines that decode 32 sequences. The broadcast of
-one parameter after the other is the baseline of the buckets.
+For each transport and codec, several versions are sent, each with one changed weight in thirty. Measured are how long
+the learner stands still (compared with one copy of the same bytes in memory), hashes, encodes and sends; how long the
+engine's side stages; and how long its commit takes. Commit gaps are also measured in engines that decode 32 sequences.
+Broadcasts of one parameter after another are the baseline of broadcasts in buckets.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from headrace.base.environ import shared_memory_root
 from headrace.base.types.weights import WeightUpdate
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.sync.codecs import CODECS
-from headrace.sync.config import Route
-from headrace.sync.groups import ProcessGroup, meet
+from headrace.sync.config import TRANSPORTS, Route, RunPlaces, SyncConfig
+from headrace.sync.groups import ProcessGroup, join_local_group
 from headrace.sync.receiver import Receiver
-from headrace.sync.transports import TRANSPORTS, make_receiver
+from headrace.sync.transports import make_receiver
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.engine_peers import PeerProcess, worker
@@ -42,28 +42,30 @@ HALF_BILLION = TinySpec(
 )  # fmt: skip
 WORKER = "headrace.wings.bench.sync_worker"
 RANK = 8
-"""Of the adapters."""
+"""Rank of the adapters."""
 BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """One model."""
+    """A model size to measure."""
 
     name: str
     spec: TinySpec
     rounds: int
-    """Versions per transport and codec."""
+    """Number of versions per transport and codec."""
     commits: int
-    """Of the engine that decodes."""
+    """Number of commits in the decoding engine."""
     crossed: bool
-    """Whether every transport goes with every codec; else each of them goes once with ``full`` or ``shm``, since what a
-    codec costs does not depend on the transport."""
+    """Whether every transport is combined with every codec. Otherwise each is measured once, with ``full`` or ``shm``,
+    since the cost of a codec does not depend on the transport."""
 
-    def ways(self, codecs: Iterable[str]) -> list[tuple[str, str]]:
-        """Codecs and transports that go together."""
-        every = itertools.product(codecs, TRANSPORTS)
-        return [way for way in every if self.crossed or way[0] == "full" or way[1] == "shm"]
+    def combinations(self, codecs: Iterable[str]) -> list[tuple[str, str]]:
+        """Return the combinations of codec and transport to measure."""
+        every = itertools.product(codecs, TRANSPORTS.rows)
+        return [
+            combination for combination in every if self.crossed or combination[0] == "full" or combination[1] == "shm"
+        ]
 
 
 FULL = (
@@ -90,7 +92,8 @@ class _SyncBench:
 
 
 def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
-    """Everything. ``threads`` of each side (unset: one); ``quick`` shows that it runs, its figures say nothing."""
+    """Run all measurements. ``threads`` is the number per process (unset: one); with ``quick`` the figures mean
+    nothing."""
     rows: list[Row] = []
     targets: list[Target] = []
     torch.set_num_threads(threads or 1)
@@ -99,14 +102,14 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
             directory=Path(scratch), tell=tell, clock=RealClock(), quick=quick, threads=threads or 1
         )  # fmt: skip
         for size in QUICK if quick else FULL:
-            _every_way(bench, size, rows, targets)
+            _all_combinations(bench, size, rows, targets)
             _decoding(bench, size, rows, targets)
         _broadcasts(bench, rows, targets)
     return report(rows, targets)
 
 
 def plan_of(spec: TinySpec) -> SyncPlan:
-    """The weights of a Qwen3 of that size, in bfloat16."""
+    """Return the shapes of the weights of a Qwen3 model of that size, in bfloat16."""
     kv = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"embed": (len(spec.vocab) + 3, spec.hidden_size)}
     for layer in range(spec.num_layers):
@@ -119,7 +122,7 @@ def plan_of(spec: TinySpec) -> SyncPlan:
 
 
 def adapters_of(plan: SyncPlan) -> SyncPlan:
-    """Adapters of rank 8 of all its matrices but the embedding."""
+    """Return the shapes of rank-8 adapters for all matrices but the embedding."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in plan.shapes.items():
         if len(shape) == 2 and name != "embed":
@@ -127,14 +130,14 @@ def adapters_of(plan: SyncPlan) -> SyncPlan:
     return SyncPlan(shapes=shapes, dtype=plan.dtype)
 
 
-def _every_way(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     whole = plan_of(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
         with bench.learner(plan) as learner:
-            copied = learner.ask({"do": "copy"})
-            for codec, transport in size.ways(codecs):
+            copied = learner.call({"do": "copy"})
+            for codec, transport in size.combinations(codecs):
                 bench.tell(f"{size.name}: {transport}, {codec}")
-                row = _one_way(bench, learner, plan, (transport, codec, size.rounds))
+                row = _one_combination(bench, learner, plan, (transport, codec, size.rounds))
                 copy_share = row["bytes"] / row["stage_s"] / (copied["bytes"] / copied["copy_s"])
                 row |= {"exposed by copy": row["exposed_s"] / copied["copy_s"], "stage by copy speed": copy_share}
                 rows.append({"what": "way", "model": size.name, **row})
@@ -147,16 +150,20 @@ def _every_way(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Tar
     ]
 
 
-def _one_way(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, way: tuple[str, str, int]) -> Row:
-    """Medians over the versions after the first two, which take the memory."""
-    transport, codec, rounds = way
+def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, combination: tuple[str, str, int]) -> Row:
+    """Return medians over the versions after the first two, during which memory is allocated."""
+    transport, codec, rounds = combination
     with ExitStack() as stack:
-        places = {"shm": shared_memory_root() / bench.directory.name, "files": bench.directory / "files"}
-        address = str(places.get(transport, bench.directory / "meet"))
+        places = RunPlaces(
+            run_dir=bench.directory,
+            memory=shared_memory_root() / bench.directory.name,
+            private=bench.directory / "meet",
+        )
+        address = TRANSPORTS.load(transport).address(SyncConfig(transport=transport), places)
         route = Route(transport=transport, codec=codec, address=address, deadline_s=DEADLINE_S)
         receiver = make_receiver(route, tensors_of(plan), TOKEN)
         stack.callback(receiver.close)
-        learner.ask({"do": "open", "route": msgspec.to_builtins(route)})
+        learner.call({"do": "open", "route": msgspec.to_builtins(route)})
         figures = [_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
     row: Row = {"transport": transport, "codec": codec}
     for key in ("exposed_s", "announce_s", "stage_s", "bytes"):
@@ -167,7 +174,7 @@ def _one_way(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, way: tuple
 
 def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
     to = [receiver.address] if receiver.address else []
-    answer = learner.ask({"do": "publish", "version": version, "slot": version % 2, "to": to})
+    answer = learner.call({"do": "publish", "version": version, "slot": version % 2, "to": to})
     update = msgspec.convert(answer["update"], WeightUpdate)
     start_s = bench.clock.now()
     receiver.stage(update)
@@ -183,12 +190,12 @@ def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, versio
 
 
 def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
-    """The gaps of commits through shared memory, in an engine that decodes."""
+    """Measure the gaps of commits through shared memory in an engine that decodes."""
     bench.tell(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
     with worker("fed", model, bench.threads) as engine:
-        order: dict[str, Any] = {"prompts": [[3, 4, 5, 6]] * BATCH, "lengths": [size.commits] * BATCH}
-        answer = engine.ask({**order, "commits": size.commits})
+        request: dict[str, Any] = {"prompts": [[3, 4, 5, 6]] * BATCH, "lengths": [size.commits] * BATCH}
+        answer = engine.call({**request, "commits": size.commits})
     gaps_ms = np.array(answer["gaps_s"]) * 1e3
     p50, p99 = (float(value) for value in np.quantile(gaps_ms, [0.5, 0.99]))
     rows.append(
@@ -199,7 +206,8 @@ def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Targ
 
 
 def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
-    """Gloo between two processes: tensor by tensor, in buckets, and as one tensor that was packed before."""
+    """Measure Gloo broadcasts between two processes: tensor by tensor, in buckets, and as one tensor packed
+    beforehand."""
     shapes: dict[str, tuple[int, ...]] = {}
     for at in range(600):
         shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
@@ -218,7 +226,7 @@ def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> No
 
 
 class _Peer:
-    """The receiving end of the broadcasts."""
+    """The receiving side of the broadcasts."""
 
     def __init__(self, bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, directory: Path) -> None:
         self._bench, self._learner, self._directory = bench, learner, directory
@@ -226,17 +234,17 @@ class _Peer:
         self._group: ProcessGroup | None = None
 
     def shortest_s(self, how: str) -> float:
-        """Of several, from when this side is there until it has everything."""
+        """Return the shortest of several broadcasts, from the start of the receiving side until it has everything."""
         return min(self._broadcast(how) for _ in range(2 if self._bench.quick else 7))
 
     def _broadcast(self, how: str) -> float:
-        order = {"do": "broadcast", "how": how, "directory": str(self._directory)}
-        asked = threading.Thread(target=self._learner.ask, args=(order,))
-        asked.start()
+        request = {"do": "broadcast", "how": how, "directory": str(self._directory)}
+        sending = threading.Thread(target=self._learner.call, args=(request,))
+        sending.start()
         if self._group is None:
-            self._group = meet(self._directory, "bench", (1, 2), DEADLINE_S)
+            self._group = join_local_group(self._directory, "bench", (1, 2), DEADLINE_S)
         start_s = self._bench.clock.now()
         broadcast(self._group, self._tensors, how, packs=False)
         seconds = self._bench.clock.now() - start_s
-        asked.join()
+        sending.join()
         return seconds

@@ -1,8 +1,8 @@
-"""The learner of the sync's benchmark, in a process of its own: it publishes what each line of its input asks for.
+"""The worker process of the sync benchmark, which plays the learner and publishes weights.
 
     python -m headrace.wings.bench.sync_worker '{"side": "learner", "model": PLAN, "threads": 1}'
 
-PLAN is a JSON file with a :class:`SyncPlan`. Orders and answers are as those of the engine's benchmark.
+PLAN is a JSON file with a :class:`SyncPlan`. The protocol is that of :mod:`headrace.wings.bench.engine_worker`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.base.clock import RealClock
 from headrace.sync.config import Route
-from headrace.sync.groups import ProcessGroup, meet
+from headrace.sync.groups import ProcessGroup, join_local_group
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher
@@ -30,15 +30,15 @@ _TIMES = 5
 
 
 class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides have."""
+    """The weights that both sides hold."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Of the weights, by name."""
+    """Shape of each weight by name."""
     dtype: str
 
 
 def tensors_of(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
-    """Zeros; with ``seed``, normal numbers of a standard deviation of 0.02."""
+    """Return the weights as zeros, or, with ``seed``, as normal numbers with a standard deviation of 0.02."""
     rng = torch.Generator().manual_seed(seed or 0)
     dtype: torch.dtype = getattr(torch, plan.dtype)
     made = {name: torch.zeros(shape, dtype=dtype) for name, shape in plan.shapes.items()}
@@ -48,7 +48,7 @@ def tensors_of(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
 
 
 class MovingLearner:
-    """Its weights move a little before every publication."""
+    """A learner whose weights change a little before every publication."""
 
     def __init__(self, path: str) -> None:
         self._clock = RealClock()
@@ -58,58 +58,58 @@ class MovingLearner:
         self._publisher: Publisher | None = None
         self._group: ProcessGroup | None = None
 
-    def do(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one order."""
+    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Execute a request and return its answer."""
         kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "open": self._open, "publish": self._publish, "copy": self._copy, "broadcast": self._broadcast,
         }  # fmt: skip
-        return kinds[order["do"]](order)
+        return kinds[request["do"]](request)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close the publisher."""
         if self._publisher is not None:
             self._publisher.close()
 
-    def _open(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _open(self, request: dict[str, Any]) -> dict[str, Any]:
         self.close()
-        self._publisher = make_publisher(msgspec.convert(order["route"], Route), self._weights, TOKEN)
-        for slot in (0, 1):  # the pages of a slot come at its first copy
+        self._publisher = make_publisher(msgspec.convert(request["route"], Route), self._weights, TOKEN)
+        for slot in (0, 1):  # the first copy allocates the pages of a slot
             self._publisher.copy(slot)
         return {"image_bytes": self._publisher.manifest.total_bytes}
 
     @torch.no_grad()
     def _move(self) -> None:
-        """One weight in thirty becomes its neighbour in bfloat16, or the next but one."""
+        """Change one weight in thirty to its neighbour in bfloat16, or the next but one."""
         for tensor in self._weights.values():
             flat = tensor.view(-1)
             start = int(torch.randint(0, 30, (1,), generator=self._rng))
             flat[start::30] *= 1 + 2**-7
 
-    def _publish(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._publisher is not None
         self._move()
         start_s = self._clock.now()
-        self._publisher.copy(order["slot"])
+        self._publisher.copy(request["slot"])
         copied_s = self._clock.now()
-        update = self._publisher.announce(order["version"], order["slot"], order["to"])
+        update = self._publisher.announce(request["version"], request["slot"], request["to"])
         return {
             "exposed_s": copied_s - start_s,
             "announce_s": self._clock.now() - copied_s,
             "update": msgspec.to_builtins(update),
         }
 
-    def _copy(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The shortest of several copies of all weights as one block of memory; without the first, which takes the
-        pages."""
+    def _copy(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the shortest time of several copies of all weights as one block of memory. The source is written
+        before, so that its pages exist."""
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
         source = torch.ones(num_bytes, dtype=torch.uint8)
         target = torch.ones_like(source)
         return {"copy_s": min(self._timed(lambda: target.copy_(source)) for _ in range(_TIMES)), "bytes": num_bytes}
 
-    def _broadcast(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _broadcast(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._group is None:
-            self._group = meet(Path(order["directory"]), "bench", (0, 2), DEADLINE_S)
-        broadcast(self._group, list(self._weights.values()), order["how"], packs=True)
+            self._group = join_local_group(Path(request["directory"]), "bench", (0, 2), DEADLINE_S)
+        broadcast(self._group, list(self._weights.values()), request["how"], packs=True)
         return {}
 
     def _timed(self, work: Callable[[], object]) -> float:
@@ -119,8 +119,8 @@ class MovingLearner:
 
 
 def broadcast(group: ProcessGroup, tensors: list[Tensor], how: str, *, packs: bool) -> None:
-    """One side of sending all tensors: ``each`` for itself, packed in ``buckets``, or as ``one`` tensor that was packed
-    before."""
+    """Execute one side of a broadcast of all tensors: tensor by tensor (``each``), packed in ``buckets``, or as
+    ``one`` tensor packed beforehand."""
     flat = _block(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     if how == "each":
         for tensor in tensors:
@@ -137,7 +137,7 @@ _blocks: dict[int, memoryview] = {}
 
 
 def _block(num_bytes: int) -> memoryview:
-    """Memory whose pages are there."""
+    """Return a block of memory whose pages are allocated."""
     if num_bytes not in _blocks:
         _blocks[num_bytes] = private_memory(num_bytes)
         torch.frombuffer(_blocks[num_bytes], dtype=torch.uint8).fill_(1)
@@ -148,13 +148,13 @@ def _pack(tensors: list[Tensor], flat: memoryview) -> None:
     start = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
-        room = torch.frombuffer(flat, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        room.copy_(tensor.view(-1))
+        part = torch.frombuffer(flat, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        part.copy_(tensor.view(-1))
         start += num_bytes
 
 
 def main(arguments: list[str]) -> None:
-    """Serve orders until the input ends."""
+    """Answer requests until the input ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = MovingLearner(spec["model"])

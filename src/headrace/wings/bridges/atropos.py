@@ -1,12 +1,14 @@
-"""The trainer's side of Atropos, for a loop of your own: environments that are services of their own fill its queue.
+"""The trainer's side of Atropos, for a training loop of your own: environments run as separate services and fill a
+queue.
 
-environments ──/v1/chat/completions──▶ serving(policy) ─▶ the policy's engine ─▶ answers are remembered as sampled
-     │ /register-env, /scored_data, /scored_data_list                                   │
-     ▼                                                                                  ▼
-Atropos' API server (``run-api``) ──/register, /batch──▶ Queue.batches ─▶ ids, logprobs and versions of what was sampled
+    environments ──/v1/chat/completions──▶ serving(policy) ─▶ the policy's engine ─▶ sampled answers are remembered
+         │ /register-env, /scored_data, /scored_data_list                                   │
+         ▼                                                                                  ▼
+    Atropos' API server (``run-api``) ──/register, /batch──▶ Queue.batches ─▶ ids, logprobs and versions of the answers
 
-What environments send are ids and masks. Trained is what the engine has sampled, token for token: what a mask marks and
-nobody here has sampled carries no loss, and is counted.
+Environments send only token ids and masks. The log-probabilities and versions come from the answers that the engine
+sampled, matched token for token: a token that a mask marks but the engine did not sample carries no loss, and is
+counted.
 
     async with policy, serving(policy, port=9001, token=TOKEN) as answers:
         async with registered("http://127.0.0.1:8000", answers, Registration(batch_size=64, ...)) as queue:
@@ -36,70 +38,72 @@ import numpy as np
 from headrace.base.clock import RealClock
 from headrace.base.errors import DataError, DeadlineError, RunError
 from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.base.types.episode import TokenChunk
+from headrace.base.types.messages.engine import PLAIN, RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import IntColumn, Tokens
-from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
+from headrace.engine.base import Engine
 from headrace.models import context_length
 from headrace.models.endings import stop_ids
 from headrace.wings.serve.answering import Service
-from headrace.wings.serve.app import State, make_app
+from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.config import ServeSection
-from headrace.wings.serve.prompts import PromptLimits
+from headrace.wings.serve.prompts import ServedModel
 
 UNMARKED = -100
-"""The mask of a token that is not to be trained."""
+"""The mask value of a token that is not to be trained."""
 POLL_S = 0.25
-"""Between two questions for a batch, while there is none."""
+"""Pause between two requests for a batch while there is none, in seconds."""
 REMEMBERED = 1 << 24
-"""Tokens of prompts and answers that are remembered; the oldest are forgotten first."""
+"""Capacity of :class:`Answers` in tokens of prompts and answers; the oldest prompts are forgotten first."""
 
 
 class OpenPolicy(Protocol):
-    """What is needed of an open :class:`headrace.Policy`."""
+    """The part of an open :class:`headrace.Policy` that this module uses."""
 
     config: Any
     tokenizer: Any
 
     @property
     def engine(self) -> Engine:
-        """What samples."""
+        """Return the engine that samples for the policy."""
         ...
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer tells the queue of itself: the fields of ``/register``."""
+    """The fields of ``/register``, by which a trainer describes itself to the queue."""
 
     batch_size: int
-    """Sequences of a batch."""
+    """Number of sequences in a batch."""
     max_token_len: int
-    """Longest sequence."""
+    """Length of the longest sequence, in tokens."""
     num_steps: int
-    """Batches that will be taken."""
+    """Number of batches that the trainer will take."""
     starting_step: int = 0
-    """The first of them."""
+    """Number of the first batch."""
     wandb_group: str = "headrace"
-    """Under which environments log, where they do."""
+    """Group under which environments log to Weights & Biases."""
     wandb_project: str = "headrace"
-    """As for the group."""
+    """Project under which environments log to Weights & Biases."""
     checkpoint_dir: str = ""
-    """Where environments keep their own state; empty: their working directory."""
+    """Directory in which environments save their own state; empty: their working directory."""
     save_checkpoint_interval: int = -1
-    """Steps between two states of theirs; -1: none."""
+    """Number of steps between two saved states of an environment; -1: none is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtroposGroup:
-    """Answers to one question."""
+    """Scored answers to one question."""
 
     sequences: list[Tokens]
-    """Prompt and answers of each, as they were sampled."""
+    """Prompt and answers of each sequence, with the recorded log-probabilities and versions."""
     scores: list[float]
-    """One per sequence."""
+    """One score per sequence."""
 
 
 class _Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """A group as the queue has it."""
+    """A group in the form in which the queue sends it."""
 
     tokens: list[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]]
     masks: list[list[int]]
@@ -107,32 +111,34 @@ class _Scored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answers:
-    """What was sampled, by what was read before it."""
+    """The answers that the engine sampled, found by the token ids that precede them."""
 
     def __init__(self, most_tokens: int = REMEMBERED, *, token: str = "") -> None:
         self._most = most_tokens
         self.token = token
-        """What environments have to send as their API key."""
+        """The API key that environments must send."""
         self._size = 0
         self._by_prompt: OrderedDict[bytes, list[Tokens]] = OrderedDict()
         self.num_marked = 0
-        """Tokens that environments have marked."""
+        """Number of tokens that environments marked for training."""
         self.num_unknown = 0
-        """Of them, those that nobody here has sampled: they carry no loss."""
+        """Number of marked tokens that the engine did not sample; they carry no loss."""
         self.num_left_out = 0
-        """Sequences of which nothing was sampled here: they are in no batch."""
+        """Number of sequences without any sampled token; they are left out of the batches."""
 
     def keep(self, prompt_ids_T: IntColumn, answer: Tokens) -> None:
-        """Remember an answer."""
+        """Remember an answer, and forget the oldest prompts beyond the capacity."""
         key = np.asarray(prompt_ids_T, np.int32).tobytes()
         self._by_prompt.setdefault(key, []).append(answer)
         self._size += len(prompt_ids_T) + len(answer)
         while self._size > self._most and len(self._by_prompt) > 1:
-            old, forgotten = self._by_prompt.popitem(last=False)
-            self._size -= sum(len(old) // 4 + len(tokens) for tokens in forgotten)
+            old_prompt, forgotten = self._by_prompt.popitem(last=False)
+            self._size -= sum(
+                len(old_prompt) // 4 + len(tokens) for tokens in forgotten
+            )  # a key has four bytes per token
 
     def sampled(self, ids: list[int], mask: list[int]) -> Tokens:
-        """``ids``, with what was sampled of those that ``mask`` marks."""
+        """Return the sequence ``ids``, with the recorded answers in place of the spans that ``mask`` marks."""
         ids_T = np.asarray(ids, np.int32)
         parts: list[Tokens] = []
         done = 0
@@ -145,10 +151,11 @@ class Answers:
         return Tokens.concat([*parts, Tokens.observed(ids_T[done:])])
 
     def _answer(self, ids_T: IntColumn, start: int, end: int) -> Tokens:
-        """The longest beginning of ``ids_T[start:end]`` that was sampled behind ``ids_T[:start]``."""
+        """Return the longest prefix of ``ids_T[start:end]`` that was sampled after the context ``ids_T[:start]``."""
         found = Tokens.observed([])
         for answer in self._by_prompt.get(ids_T[:start].tobytes(), ()):
             length = min(len(answer), end - start)
+            # argmin finds the first False: the appended one marks the end of a full match
             same = np.append(answer.ids_T[:length] == ids_T[start : start + length], False)
             common = int(np.argmin(same))
             if common > len(found):
@@ -160,8 +167,8 @@ class Answers:
 async def serving(
     policy: OpenPolicy, *, port: int = 0, name: str = "policy", token: str = ""
 ) -> AsyncIterator[Answers]:
-    """Answer OpenAI's completions and chat completions at ``127.0.0.1:port`` for the body's duration, with the weights
-    that were published last. Whoever asks has to send ``token`` as the API key; where none is given one is made."""
+    """Serve OpenAI's completions and chat completions at ``127.0.0.1:port`` while the body runs, with the weights that
+    were published last. A client must send ``token`` as its API key; if it is empty, a random one is generated."""
     config, tokenizer = policy.config, policy.tokenizer
     answers = Answers(token=token or secrets.token_urlsafe(24))
     recorder = _Recorder(policy.engine, answers, config.engine.temperature)
@@ -169,14 +176,14 @@ async def serving(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
         service = Service(
             engine=cast("Engine", recorder),
-            words=ServedTokenizer(tokenizer, stop_ids(path, tokenizer.eos_token_id)),
-            terms=PromptLimits(
-                model=name, max_context=config.engine.max_context or context_length(path), limits=ServeSection()
+            tokenizer=ServedTokenizer(tokenizer, stop_ids(path, tokenizer.eos_token_id)),
+            served=ServedModel(
+                name=name, max_context=config.engine.max_context or context_length(path), settings=ServeSection()
             ),
             clock=RealClock(),
             encoder=encoder,
         )
-        server = HttpServer(make_app(State(service=service), answers.token), ShellLimits(max_connections=1024))
+        server = HttpServer(make_app(ServerState(service=service), answers.token), ShellLimits(max_connections=1024))
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve([socket.create_server(("127.0.0.1", port))]))
             try:
@@ -190,7 +197,8 @@ async def serving(
 async def registered(
     url: str, answers: Answers, registration: Registration, *, timeout_s: float = 600.0
 ) -> AsyncIterator[Queue]:
-    """Atropos' API server at ``url``, which has this trainer for the body's duration."""
+    """Register this trainer with Atropos' API server at ``url``, and return the queue of its batches while the body
+    runs."""
     async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
         queue = Queue(client, answers, timeout_s)
         await queue.ask("POST", "/register", msgspec.to_builtins(registration))
@@ -198,7 +206,7 @@ async def registered(
 
 
 class Queue:
-    """The batches of Atropos' API server. Made by :func:`registered`."""
+    """The batches of Atropos' API server, as returned by :func:`registered`."""
 
     def __init__(self, client: httpx.AsyncClient, answers: Answers, timeout_s: float) -> None:
         self._client = client
@@ -206,9 +214,9 @@ class Queue:
         self._timeout_s = timeout_s
 
     async def batches(self) -> AsyncIterator[list[AtroposGroup]]:
-        """Batch after batch, without end. Sequences of which nothing was sampled here are left out, and counted.
+        """Yield one batch after another, without end. Sequences without any sampled token are left out, and counted.
 
-        Raises :class:`~headrace.base.errors.DeadlineError` where none comes within the queue's ``timeout_s``.
+        Raises :class:`~headrace.base.errors.DeadlineError` if no batch arrives within the queue's ``timeout_s``.
         """
         while True:
             batch = await self._next()
@@ -217,7 +225,10 @@ class Queue:
                 yield [group for group in groups if group.sequences]
 
     async def ask(self, method: str, path: str, tree: Any = None) -> Any:
-        """What the server answers; :class:`~headrace.base.errors.RunError` where it does not."""
+        """Send one request and return the server's JSON answer.
+
+        Raises :class:`~headrace.base.errors.RunError` if the server does not answer.
+        """
         try:
             response = await self._client.request(method, path, json=tree)
             response.raise_for_status()
@@ -231,7 +242,7 @@ class Queue:
     async def _next(self) -> list[_Scored]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                while not (batch := await self._asked()):  # noqa: ASYNC110 - another process: it can set no event here
+                while not (batch := await self._poll()):  # noqa: ASYNC110 - the queue is in another process, which cannot set an event here
                     await asyncio.sleep(POLL_S)
                 return batch
         except TimeoutError:
@@ -240,7 +251,7 @@ class Queue:
                 remedy="is an environment running, and does it reach the policy?",
             ) from None
 
-    async def _asked(self) -> list[_Scored]:
+    async def _poll(self) -> list[_Scored]:
         return read_batch(await self.ask("GET", "/batch"))
 
     def _group(self, scored: _Scored) -> AtroposGroup:
@@ -256,7 +267,7 @@ class Queue:
 
 
 class _Recorder:
-    """An engine whose answers are remembered, if they can be trained: those at the policy's temperature."""
+    """An engine that remembers the answers that can be trained: those sampled at the policy's temperature."""
 
     def __init__(self, engine: Engine, answers: Answers, temperature: float) -> None:
         self._engine = engine
@@ -269,19 +280,19 @@ class _Recorder:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """As the engine's own."""
+        """Sample with the wrapped engine, and remember the finished answer."""
         sampling = msgspec.structs.replace(sampling, record_kept=sampling.truncated)
         parts: list[Tokens] = []
         async with aclosing(self._engine.generate(prompt_ids_T, sampling, options)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
-                parts = [chunk.tokens] if chunk.restarted else [*parts, chunk.tokens]
+                parts = [chunk.tokens] if chunk.lost else [*parts, chunk.tokens]
                 if chunk.stop_reason is not None and sampling.temperature == self._temperature:
                     self._answers.keep(prompt_ids_T, Tokens.concat(parts))
                 yield chunk
 
 
 def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """Where the mask marks tokens: beginnings and ends.
+    """Return the beginning and the end of each span of tokens that the mask marks.
 
     >>> list(_spans([-100, 5, 6, -100, 7]))
     [(1, 3), (4, 5)]
@@ -291,21 +302,21 @@ def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
     yield from zip(edges[::2], edges[1::2], strict=True)
 
 
-def read_batch(told: Any) -> list[_Scored]:
-    """The groups of an answer to ``/batch``; none while there is no batch.
+def read_batch(answer: Any) -> list[_Scored]:
+    """Return the groups of an answer to ``/batch``; an empty list while there is no batch.
 
-    Raises :class:`~headrace.base.errors.RunError` for an error of the server, :class:`~headrace.base.errors.DataError`
-    for what cannot be used.
+    Raises :class:`~headrace.base.errors.RunError` for an error of the server, and
+    :class:`~headrace.base.errors.DataError` for a group that cannot be used.
     """
-    if not isinstance(told, dict) or not isinstance(told.get("batch") or [], list):
+    if not isinstance(answer, dict) or not isinstance(answer.get("batch") or [], list):
         raise RunError("Atropos' API server answers /batch with no batch", remedy="is it Atropos' API server?")
-    if told.get("status") == "error":
-        raise RunError(f"Atropos' API server: {told.get('message')}", remedy="register again")
-    return [_scored(tree) for tree in told.get("batch") or ()]
+    if answer.get("status") == "error":
+        raise RunError(f"Atropos' API server: {answer.get('message')}", remedy="register again")
+    return [_scored(tree) for tree in answer.get("batch") or ()]
 
 
 def _scored(tree: Any) -> _Scored:
-    """A group that can be used; :class:`~headrace.base.errors.DataError` for what cannot."""
+    """Return the group in ``tree``; raise :class:`~headrace.base.errors.DataError` if it cannot be used."""
     try:
         scored = msgspec.convert(tree, _Scored, strict=False)
     except msgspec.ValidationError as error:

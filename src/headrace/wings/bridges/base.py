@@ -1,71 +1,23 @@
-"""What the bridges have in common: their names, the number of a task, and draws from global random states."""
+"""Helpers that several bridges share: the task number of a dataset row, and a random state for each episode."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from headrace.base.errors import EpisodeError
-from headrace.rollout.environments.interface import Env
-from headrace.rollout.environments.policy import EpisodePolicy
-
-Found = Callable[[], Env] | Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Any]]
-"""What makes an environment for every episode, or an ``async def rollout(task, policy)``."""
-Make = Callable[[str, dict[str, Any]], Found]
-"""``make(what, options)``: every bridge has one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bridge:
-    """What is known of a bridge before its library is imported."""
+def task_number(task: Mapping[str, Any]) -> int:
+    """Return the number of the library's task that the dataset row ``task`` selects.
 
-    name: str
-    """Of its file here, and in ``env.entry``."""
-    package: str
-    """What Python imports; empty where nothing is needed."""
-    install: str
-    """What pip is told."""
-    example: str
-    """An ``env.entry``."""
-    names_file: bool = False
-    """Whether what follows its name is a ``file.py:name`` of the user."""
-
-
-BRIDGES = {
-    bridge.name: bridge
-    for bridge in (
-        Bridge(
-            name="reasoning_gym",
-            package="reasoning_gym",
-            install="'headrace[reasoning-gym]'",
-            example="reasoning_gym/basic_arithmetic",
-        ),
-        Bridge(name="verifiers", package="verifiers", install="'headrace[verifiers]'", example="verifiers/my_taskset"),
-        Bridge(name="trl", package="", install="", example="trl/my_env.py:MyEnv", names_file=True),
-        Bridge(name="gem", package="gem", install="'headrace[gem]'", example="gem/game:GuessTheNumber-v0"),
-        Bridge(
-            name="textarena",
-            package="textarena",
-            install="'headrace[textarena]'",
-            example="textarena/GuessTheNumber-v0",
-        ),
-        Bridge(
-            name="openenv", package="openenv", install="'headrace[openenv]'", example="openenv/http://127.0.0.1:8000"
-        ),
-        Bridge(name="mcp", package="mcp", install="'headrace[mcp]'", example="mcp/python my_tools.py"),
-    )
-}
-"""By name. Atropos is not among them: there the environments drive (:mod:`headrace.wings.bridges.atropos`)."""
-
-
-def number_of(task: Mapping[str, Any]) -> int:
-    """The number of a task among those that a library makes."""
+    Raises :class:`~headrace.base.errors.EpisodeError` if the row has no integer ``number``.
+    """
     number = task.get("number")
     if not isinstance(number, int):
         raise EpisodeError(
@@ -75,12 +27,12 @@ def number_of(task: Mapping[str, Any]) -> int:
     return number
 
 
-class OwnDraws:
-    """The global random states of Python and numpy as one episode sees them, for games that draw from these.
+class EpisodeRandom:
+    """The state of Python's and NumPy's global random generators for one episode, for games that use those generators.
 
-    >>> one, other = OwnDraws(7), OwnDraws(7)
-    >>> def draw(draws):
-    ...     with draws.held():
+    >>> one, other = EpisodeRandom(7), EpisodeRandom(7)
+    >>> def draw(state):
+    ...     with state.active():
     ...         return random.getrandbits(16)
     >>> [draw(one), draw(one)] == [draw(other), draw(other)]
     True
@@ -94,13 +46,14 @@ class OwnDraws:
         self._numpy = np.random.RandomState(seed).get_state()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """For the body's duration the states are this episode's; only one body at a time runs in a process."""
+    def active(self) -> Iterator[None]:
+        """Install this episode's random states while the body runs, and save them afterwards. A lock of the process
+        lets only one body run at a time."""
         with self._LOCK:
             random.setstate(self._python)
-            np.random.set_state(self._numpy)  # noqa: NPY002 - as above
+            np.random.set_state(self._numpy)  # noqa: NPY002 - the game uses the global generator
             try:
                 yield
             finally:
                 self._python = random.getstate()
-                self._numpy = np.random.get_state()  # noqa: NPY002 - as above
+                self._numpy = np.random.get_state()  # noqa: NPY002 - the game uses the global generator

@@ -1,6 +1,6 @@
-"""Games and tasks of ``gem-llm``, or of anything registered with it: ``env.entry = "gem/game:GuessTheNumber-v0"``.
+"""The bridge to ``gem-llm``: any game or task registered with it, as in ``env.entry = "gem/game:GuessTheNumber-v0"``.
 
-``env.options`` are what ``gem.make`` takes beside the name. The number of a row is the seed of its game.
+``env.options`` are the keyword arguments of ``gem.make``. The number of a dataset row is the seed of its game.
 """
 
 from __future__ import annotations
@@ -10,43 +10,53 @@ from functools import partial
 from typing import Any
 
 from headrace.base.types.chat import Message
+from headrace.rollout.environments.bridges import Bridge, Found
 from headrace.rollout.environments.interface import Env, StepResult, Task
-from headrace.wings.bridges.base import Found, OwnDraws, number_of
+from headrace.wings.bridges.base import EpisodeRandom, task_number
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """The environment ``what``: gymnasium's ``reset`` and ``step`` over text."""
+    """Return a factory of the environment that gem registered as ``what``, a text environment with gymnasium's
+    interface."""
     import gem
 
     game = partial(gem.make, what, **options)
-    game()  # what it refuses is known now
+    game()  # raises now, rather than in the first episode, if gem rejects the name or an option
     return partial(Game, game)
 
 
 class Game(Env):
-    """One game."""
+    """One episode of a game."""
 
     def __init__(self, make_game: Callable[[], Any]) -> None:
         self._make = make_game
         self._game: Any = None
-        self._draws = OwnDraws(0)
+        self._random = EpisodeRandom(0)
 
     def reset(self, task: Task) -> str:
-        """The first observation."""
-        number = number_of(task)
-        self._draws = OwnDraws(number)
-        with self._draws.held():
+        """Start the game and return its first observation."""
+        number = task_number(task)
+        self._random = EpisodeRandom(number)
+        with self._random.active():
             self._game = self._make()
             return _as_text(*self._game.reset(seed=number))
 
     def step(self, message: Message) -> StepResult:
-        """What follows an action; a reward for every one."""
-        with self._draws.held():
+        """Play the model's message as an action; return the observation and the reward that follow it."""
+        with self._random.active():
             observation, reward, terminated, truncated, info = self._game.step(message.content)
         done = bool(terminated or truncated)
         return StepResult(messages=() if done else _as_text(observation, info), reward=float(reward), done=done)
 
 
 def _as_text(observation: str, info: Mapping[str, Any]) -> str:
-    """What the game says, and what it wants to be reminded of each time."""
+    """Return the observation, followed by the reminder that some games repeat at every step (``info["suffix"]``)."""
     return "\n".join(filter(None, (observation, info.get("suffix"))))
+
+
+BRIDGE = Bridge(
+    make=make,
+    example="gem/game:GuessTheNumber-v0",
+    package="gem",
+    install="'headrace[gem]'",
+)

@@ -1,13 +1,13 @@
-"""Environments behind an OpenEnv server: ``env.entry = "openenv/http://127.0.0.1:8000"``.
+"""The bridge to environments behind an OpenEnv server: ``env.entry = "openenv/http://127.0.0.1:8000"``.
 
-Every episode is a session of its own. Actions and observations of OpenEnv are records; ``env.options`` say what of them
-is text:
+Every episode is a session of its own. Actions and observations of OpenEnv are records; ``env.options`` map them to
+text:
 
-action          the field of the action that holds the model's answer; its other fields stand in ``with``
-observation     the field of an observation that the model reads; unset: all of it, as JSON
-with            fields of every action, such as {language = "python"}
-reset           what reset is told, beside the seed, which is the row's number
-timeout_s       longest wait for the server (60)
+    action          name of the action's field that holds the model's answer ("message")
+    observation     name of the observation's field that the model reads; unset: the whole observation as JSON
+    with            constant fields of every action, such as {language = "python"}
+    reset           arguments of ``reset`` in addition to the seed, which is the row's number
+    timeout_s       longest wait for the server, in seconds (60)
 """
 
 from __future__ import annotations
@@ -19,46 +19,49 @@ from typing import Any
 
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.base.types.chat import Message
+from headrace.rollout.environments.bridges import Bridge, Found
 from headrace.rollout.environments.interface import Env, StepResult, Task
-from headrace.wings.bridges.base import Found, number_of
+from headrace.wings.bridges.base import task_number
 
-_KNOWN = {"action": "message", "observation": "", "with": {}, "reset": {}, "timeout_s": 60.0}
+_DEFAULTS = {"action": "message", "observation": "", "with": {}, "reset": {}, "timeout_s": 60.0}
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """The environment of the server ``what``."""
+    """Return a factory of sessions with the server at the URL ``what``."""
     from openenv.core import GenericEnvClient
 
-    strange = options.keys() - _KNOWN.keys()
-    if strange:
-        raise EnvError(f"env.options.{min(strange)} is unknown", remedy=f"known are {', '.join(_KNOWN)}")
+    unknown = options.keys() - _DEFAULTS.keys()
+    if unknown:
+        raise EnvError(f"env.options.{min(unknown)} is unknown", remedy=f"known are {', '.join(_DEFAULTS)}")
     client = partial(GenericEnvClient, base_url=what, message_timeout_s=float(options.get("timeout_s", 60.0)))
-    return partial(OpenEnvSession, client, {**_KNOWN, **options})
+    return partial(OpenEnvSession, client, {**_DEFAULTS, **options})
 
 
 class OpenEnvSession(Env):
-    """One session of the server."""
+    """One session of the server: one episode."""
 
     def __init__(self, make_client: Callable[[], Any], options: Mapping[str, Any]) -> None:
         self._client = make_client()
         self._options = options
 
     async def reset(self, task: Task) -> str:
-        """The first observation."""
+        """Open the session and return its first observation."""
         await self._client.connect()
-        begun = await self._client.reset(seed=number_of(task), **self._options["reset"])
-        return self._as_text(begun.observation)
+        first = await self._client.reset(seed=task_number(task), **self._options["reset"])
+        return self._as_text(first.observation)
 
     async def step(self, message: Message) -> StepResult:
-        """What the server makes of an answer."""
+        """Send the model's answer as an action, and return the observation and the reward of the server."""
         action = {**self._options["with"], self._options["action"]: message.content}
-        done = await self._client.step(action)
+        result = await self._client.step(action)
         return StepResult(
-            messages=() if done.done else self._as_text(done.observation), reward=done.reward, done=bool(done.done)
+            messages=() if result.done else self._as_text(result.observation),
+            reward=result.reward,
+            done=bool(result.done),
         )
 
     async def close(self) -> None:
-        """Ends the session."""
+        """End the session."""
         await self._client.close()
 
     def _as_text(self, observation: Mapping[str, Any]) -> str:
@@ -71,3 +74,11 @@ class OpenEnvSession(Env):
                 remedy="name one of them in env.options.observation",
             )
         return str(observation[field])
+
+
+BRIDGE = Bridge(
+    make=make,
+    example="openenv/http://127.0.0.1:8000",
+    package="openenv",
+    install="'headrace[openenv]'",
+)

@@ -1,12 +1,12 @@
-"""Procedural reasoning tasks of ``reasoning-gym``: ``env.entry = "reasoning_gym/TASK"``.
+"""The bridge to the procedural reasoning tasks of ``reasoning-gym``: ``env.entry = "reasoning_gym/TASK"``.
 
-``env.options`` are those of the task's dataset, and of the bridge:
+``env.options`` are the settings of the task's dataset, and these settings of the bridge:
 
-system_prompt   the name of one of ``reasoning_gym.utils.SYSTEM_PROMPTS``: then what counts is what stands between
-                <answer> and </answer>. Unset: no system prompt, and the whole answer counts
-evaluates       must be true for tasks whose scorer runs the answer as Python
-size            how many tasks there are: numbers of rows run below it (10,000)
-seed            of all of them (0)
+    system_prompt   the name of one of ``reasoning_gym.utils.SYSTEM_PROMPTS``: only the text between <answer> and
+                    </answer> is scored. Unset: there is no system prompt, and the whole answer is scored
+    evaluates       must be true for tasks whose scorer executes the answer as Python
+    size            number of tasks in the dataset; the numbers of rows must be smaller (10,000)
+    seed            seed of the dataset (0)
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any
 
 from headrace.base.errors import EnvError, EpisodeError, nearest
 from headrace.base.types.chat import Message
+from headrace.rollout.environments.bridges import Bridge, Found
 from headrace.rollout.environments.interface import Env, StepResult, Task
-from headrace.wings.bridges.base import Found, number_of
+from headrace.wings.bridges.base import task_number
 
 NUM_TASKS = 10_000
 _EVALUATES = re.compile(r"\b(?:eval|parse_expr)\(answer\b")
-"""How scorers run an answer as code, or have sympy run it."""
+"""The calls by which scorers execute an answer as code, directly or through sympy."""
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """The task ``what`` as an environment of one turn."""
+    """Return a factory of one-turn environments for the task ``what``."""
     import reasoning_gym
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
@@ -47,13 +48,15 @@ def make(what: str, options: dict[str, Any]) -> Found:
     if not evaluates:
         _refuse_evaluation(what, dataset)
     first = dataset[0]
-    dataset.score_answer(first["answer"], first)  # what fails here fails for every answer
+    dataset.score_answer(
+        first["answer"], first
+    )  # raises now if the scorer lacks a dependency: it would fail for every answer
     read = extract_answer if prompt else str.strip
     return partial(Reasoning, dataset, SYSTEM_PROMPTS.get(prompt, ""), read)
 
 
 class Reasoning(Env):
-    """A question, one answer, and the library's score of it."""
+    """An environment of one turn: a question, an answer, and the library's score of it."""
 
     def __init__(self, dataset: Any, system: str, read: Callable[[str], str | None]) -> None:
         self._dataset = dataset
@@ -62,8 +65,8 @@ class Reasoning(Env):
         self._entry: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> list[Message]:
-        """The question."""
-        number, size = number_of(task), len(self._dataset)
+        """Return the question of the row as messages."""
+        number, size = task_number(task), len(self._dataset)
         if not 0 <= number < size:
             raise EpisodeError(
                 f"the row has number={number}, and there are {size} tasks",
@@ -74,16 +77,16 @@ class Reasoning(Env):
         return [*system, Message(role="user", content=self._entry["question"])]
 
     def step(self, message: Message) -> StepResult:
-        """Its score, from 0 to 1; 0 for an answer over which the scorer fails, as a few do that cannot read it."""
+        """Return the answer's score in [0, 1]. An answer on which the scorer raises an exception gets 0."""
         try:
             score = float(self._dataset.score_answer(self._read(message.content), self._entry))
-        except Exception:  # noqa: BLE001 - the boundary of a foreign scorer: that it works is seen when the task is made
+        except Exception:  # noqa: BLE001 - foreign code: some scorers raise on an answer that they cannot parse; make() has tried the scorer
             score = 0.0
         return StepResult(reward=score, done=True)
 
 
 def _refuse_evaluation(what: str, dataset: Any) -> None:
-    """A scorer that runs what the model writes is used on request only."""
+    """Raise :class:`~headrace.base.errors.EnvError` if the scorer of the task executes what the model writes."""
     parts = dataset.datasets if what == "composite" else {what: dataset}
     for name, part in parts.items():
         if _EVALUATES.search(inspect.getsource(sys.modules[type(part).__module__])):
@@ -91,3 +94,11 @@ def _refuse_evaluation(what: str, dataset: Any) -> None:
                 f"reasoning_gym's scorer of {name!r} runs what the model writes as Python, with the rights of this run",
                 remedy="choose another task, or set env.options.evaluates = true where that does no harm",
             )
+
+
+BRIDGE = Bridge(
+    make=make,
+    example="reasoning_gym/basic_arithmetic",
+    package="reasoning_gym",
+    install="'headrace[reasoning-gym]'",
+)

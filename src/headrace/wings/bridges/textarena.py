@@ -1,8 +1,8 @@
-"""Games of ``textarena``, for one player or several: ``env.entry = "textarena/GuessTheNumber-v0"``.
+"""The bridge to ``textarena``, games for one player or several: ``env.entry = "textarena/GuessTheNumber-v0"``.
 
-``env.options`` are what ``textarena.make`` takes beside the name, and ``players`` (1). The number of a row is the seed
-of its game. Several players are agents ``player/0``, ``player/1``, ... of one episode, each with a conversation and a
-reward of its own; all are the policy under training, unless ``[[env.agents]]`` says otherwise.
+``env.options`` are the keyword arguments of ``textarena.make``, and ``players`` (1). The number of a dataset row is
+the seed of its game. Several players are the agents ``player/0``, ``player/1``, ... of one episode, each with its own
+conversation and reward; all are the policy under training, unless ``[[env.agents]]`` says otherwise.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 from headrace.base.errors import BudgetSpent
 from headrace.base.types.chat import Message
+from headrace.rollout.environments.bridges import Bridge, Found
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
-from headrace.wings.bridges.base import Found, OwnDraws, number_of
+from headrace.wings.bridges.base import EpisodeRandom, task_number
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """The game ``what``, played by the policy."""
+    """Return a rollout function in which the policy plays the game ``what``."""
     import textarena
 
     players = int(options.pop("players", 1))
@@ -27,71 +28,80 @@ def make(what: str, options: dict[str, Any]) -> Found:
     def begin(number: int) -> TextArenaGame:
         return TextArenaGame(lambda: _unwrapped(textarena.make(what, **options), textarena), players, number)
 
-    begin(0)  # what it refuses is known now
+    begin(0)  # raises now, rather than in the first episode, if textarena rejects the name or an option
 
     async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-        return await play(await asyncio.to_thread(begin, number_of(task)), policy)
+        return await play(await asyncio.to_thread(begin, task_number(task)), policy)
 
     return rollout
 
 
 class TextArenaGame:
-    """One game under way."""
+    """A game in progress."""
 
     def __init__(self, make_game: Callable[[], Any], players: int, number: int) -> None:
         self.players = players
-        self._draws = OwnDraws(number)
-        with self._draws.held():
+        self._random = EpisodeRandom(number)
+        with self._random.active():
             self._game = make_game()
             self._game.reset(num_players=players, seed=number)
 
     def turn(self) -> tuple[int, str]:
-        """Whose turn it is, and what that player has not read yet."""
-        with self._draws.held():
-            player, news = self._game.get_observation()
+        """Return the number of the player whose turn it is, and the messages that this player has not read yet."""
+        with self._random.active():
+            player, new_messages = self._game.get_observation()
         names = self._game.state.role_mapping
-        lines = [f"[{names.get(who, f'Player {who}')}] {text}" for who, text, _ in news if who != player]
+        lines = [f"[{names.get(who, f'Player {who}')}] {text}" for who, text, _ in new_messages if who != player]
         return player, "\n".join(lines)
 
     def act(self, action: str) -> bool:
-        """Whether the game is over after that."""
-        with self._draws.held():
+        """Play an action and return whether the game is over."""
+        with self._random.active():
             done, _ = self._game.step(action)
         return bool(done)
 
-    def earned(self) -> list[float]:
-        """By player; 0 for one of whom the game says nothing."""
+    def final_rewards(self) -> list[float]:
+        """End the game and return the reward of each player; a player without a reward gets 0."""
         rewards, _ = self._game.close()
         return [float((rewards or {}).get(player, 0.0)) for player in range(self.players)]
 
 
-async def play(table: TextArenaGame, policy: EpisodePolicy) -> Episode:
-    """The game to its end. A budget that is spent ends it with nothing earned."""
-    said: dict[int, list[Message]] = defaultdict(list)
+async def play(game: TextArenaGame, policy: EpisodePolicy) -> Episode:
+    """Play the game to its end. A player whose token budget is spent ends the game with a reward of 0 for all."""
+    conversations: dict[int, list[Message]] = defaultdict(list)
     done = False
-    earned = [0.0] * table.players
+    rewards = [0.0] * game.players
     while not done:
-        player, news = await asyncio.to_thread(table.turn)
-        said[player].append(Message(role="user", content=news))
+        player, observation = await asyncio.to_thread(game.turn)
+        conversations[player].append(Message(role="user", content=observation))
         try:
-            reply = await policy.chat(said[player], agent=f"player/{player}" if table.players > 1 else "policy")
+            reply = await policy.chat(conversations[player], agent=f"player/{player}" if game.players > 1 else "policy")
         except BudgetSpent:
-            if len(said[player]) == 1:  # it has read too much before its first word
+            if len(conversations[player]) == 1:  # the first observation alone exceeds the budget: nothing was sampled
                 raise
             break
-        said[player].append(reply.message)
-        done = await asyncio.to_thread(table.act, reply.message.content)
+        conversations[player].append(reply.message)
+        done = await asyncio.to_thread(game.act, reply.message.content)
     if done:
-        earned = table.earned()
-    if table.players == 1:
-        return Episode(reward=earned[0])
-    return Episode(agent_rewards={f"player/{player}": reward for player, reward in enumerate(earned)})
+        rewards = game.final_rewards()
+    if game.players == 1:
+        return Episode(reward=rewards[0])
+    return Episode(agent_rewards={f"player/{player}": reward for player, reward in enumerate(rewards)})
 
 
 def _unwrapped(game: Any, textarena: Any) -> Any:
-    """The game without wrappers that repeat at every turn what was observed before: a conversation remembers it."""
+    """Return the game without observation wrappers: these repeat earlier observations, which the conversation already
+    holds."""
     while isinstance(game, textarena.ObservationWrapper):
         game = game.env
     if isinstance(game, textarena.Wrapper):
         game.env = _unwrapped(game.env, textarena)
     return game
+
+
+BRIDGE = Bridge(
+    make=make,
+    example="textarena/GuessTheNumber-v0",
+    package="textarena",
+    install="'headrace[textarena]'",
+)

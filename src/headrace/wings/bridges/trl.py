@@ -1,8 +1,8 @@
-"""Environments written for TRL's ``environment_factory``: ``env.entry = "trl/my_env.py:MyEnv"``.
+"""The bridge to environments written for TRL's ``environment_factory``: ``env.entry = "trl/my_env.py:MyEnv"``.
 
-The class is what TRL asks for: ``reset(**row)``, whose text joins the prompt; public methods, which are tools; and
-``get_reward()``, if it knows what was earned. A reward function written for TRL needs no bridge:
-``env.reward = "my_rewards.py:reward"``.
+The class follows TRL's interface: ``reset(**row)``, whose returned text is appended to the prompt; public methods,
+which are tools; and an optional ``get_reward()``. A reward function written for TRL needs no bridge: ``env.reward =
+"my_rewards.py:reward"``.
 """
 
 from __future__ import annotations
@@ -15,46 +15,52 @@ from typing import Any
 from headrace.base.config.user_code import find_in_file, load_file
 from headrace.base.errors import EnvError
 from headrace.base.types.chat import Message
+from headrace.rollout.environments.bridges import Bridge, Found
 from headrace.rollout.environments.interface import Env, StepResult, Task, as_messages
-from headrace.wings.bridges.base import Found
 
-_NO_TOOLS = ("reset", "get_reward")
+_NOT_TOOLS = ("reset", "get_reward")
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """The class or factory ``file.py:name``; ``options`` are its arguments."""
+    """Return a factory of episodes with the class or factory ``file.py:name``, called with ``options``."""
     path, name = find_in_file(what, "env.entry")
     factory = partial(vars(load_file(path))[name], **options)
     if not callable(getattr(factory(), "reset", None)):  # gate: getattr - an object of the user's, made for TRL
         raise EnvError(f"env.entry='trl/{what}' makes objects without reset", remedy="write def reset(self, **row)")
-    return partial(Factory, factory)
+    return partial(TrlEpisode, factory)
 
 
-class Factory(Env):
-    """One object of the factory, one episode."""
+class TrlEpisode(Env):
+    """One episode with one object of a TRL environment class."""
 
     def __init__(self, factory: Callable[[], Any]) -> None:
-        self._made = factory()
-        methods = inspect.getmembers(type(self._made), inspect.isfunction)
-        self.tools = [
-            getattr(self._made, name) for name, _ in methods if name not in _NO_TOOLS and not name.startswith("_")
-        ]
+        self._environment = factory()
+        methods = inspect.getmembers(type(self._environment), inspect.isfunction)
+        names = [name for name, _ in methods if name not in _NOT_TOOLS and not name.startswith("_")]
+        self.tools = [getattr(self._environment, name) for name in names]
 
     def reset(self, task: Task) -> list[Message]:
-        """The prompt of the row, and what the environment adds to it."""
-        said = list(as_messages(task.get("prompt", ())))
-        added = self._made.reset(**task)
+        """Return the row's prompt with the text that the environment's own ``reset`` adds to it."""
+        messages = list(as_messages(task.get("prompt", ())))
+        added = self._environment.reset(**task)
         if added is None:
-            return said
-        asked = said.pop().content if said and said[-1].role == "user" else ""
-        return [*said, Message(role="user", content=asked + str(added))]
+            return messages
+        prompt = messages.pop().content if messages and messages[-1].role == "user" else ""
+        return [*messages, Message(role="user", content=prompt + str(added))]
 
     def step(self, message: Message) -> StepResult | Awaitable[StepResult]:
-        """An answer without calls ends the episode."""
-        get_reward = getattr(self._made, "get_reward", None)  # gate: getattr - as TRL looks for it
-        earned = None if get_reward is None else get_reward()
-        return _ended(earned) if inspect.isawaitable(earned) else StepResult(reward=earned, done=True)
+        """End the episode at an answer without tool calls, with the reward of ``get_reward()`` if the object has it."""
+        get_reward = getattr(self._environment, "get_reward", None)  # gate: getattr - as TRL looks for it
+        reward = None if get_reward is None else get_reward()
+        return _end_with(reward) if inspect.isawaitable(reward) else StepResult(reward=reward, done=True)
 
 
-async def _ended(earned: Awaitable[float]) -> StepResult:
-    return StepResult(reward=await earned, done=True)
+async def _end_with(reward: Awaitable[float]) -> StepResult:
+    return StepResult(reward=await reward, done=True)
+
+
+BRIDGE = Bridge(
+    make=make,
+    example="trl/my_env.py:MyEnv",
+    names_file=True,
+)

@@ -1,1 +1,2 @@
-"""Machines beside this one: Ray, and machines that join a run."""
+"""The processes of a run on other machines: on the nodes of a Ray cluster (ray/), or on machines that join a run
+(joining/)."""

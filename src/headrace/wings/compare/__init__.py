@@ -1,12 +1,7 @@
-"""Recipes side by side: the same model, task, seed and budget, one run after the other, and one table.
+"""Comparison of recipes: the same model, task, seed and number of steps, one run after another, in one table.
 
-run file (or the demo), without what recipes decide
+run file (or the demo), without the settings that recipes decide
     ├── recipe a ─▶ run directory ─┐
-    ├── recipe b ─▶ run directory ─┼─▶ rows ─▶ compare.md, compare.json, compare.png
+    ├── recipe b ─▶ run directory ─┼─▶ rows ─▶ compare.md, compare.json, compare.svg
     └── ...                       ─┘
 """
-
-from headrace.wings.compare.rows import RecipeRow, row_of
-from headrace.wings.compare.running import ComparisonConfig, RecipeComparison, compare
-
-__all__ = ["ComparisonConfig", "RecipeComparison", "RecipeRow", "compare", "row_of"]

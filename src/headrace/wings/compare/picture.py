@@ -1,66 +1,63 @@
-"""The comparison as one picture: bars in four panels, a line for each recipe."""
+"""The bar chart of a comparison: four panels side by side, with one line of bars per recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
-from headrace.run.observe.pictures import LIGHT, Theme, render
+from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, SKY, SLATE, Drawing, Panel
 from headrace.wings.compare.rows import RecipeRow
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-HEAD_IN, ROW_IN = 1.6, 0.34
-"""Inches for the titles, and for each recipe."""
+WIDTH, HEAD, ROW, NAMES, GAP = 1120, 74, 30, 150, 26
+"""Sizes in pixels: the picture's width, the height above the bars, the height of a recipe's line, the width of the
+names, and the gap between panels."""
 
 Values = Callable[[RecipeRow], float | None]
+PANELS: tuple[tuple[str, float, tuple[tuple[str, Values, str], ...]], ...] = (
+    ("tokens per second", 3, (
+        ("generated", lambda row: row.generated_tok_s, SKY), ("trained", lambda row: row.trained_tok_s, BLUE),
+    )),
+    ("idle, % of the time", 2.4, (
+        ("engine", lambda row: _in_percent(row.engine_idle_frac), SKY),
+        ("learner", lambda row: _in_percent(row.learner_idle_frac), BLUE),
+    )),
+    ("age of tokens", 2, (("oldest", lambda row: row.age_max, SLATE), ("mean", lambda row: row.age_mean, ORANGE))),
+    ("gain a minute", 2, (("", lambda row: row.gain_per_minute, GREEN),)),
+)  # fmt: skip
+"""Title, relative width and series of each panel; a series is a label, a function of the row, and a colour."""
 
 
-def compare_png(rows: Sequence[RecipeRow]) -> bytes:
-    """The picture of all rows that have figures, the first on top."""
+def compare_svg(rows: Sequence[RecipeRow]) -> bytes:
+    """Return the picture of all rows that have figures, the first on top."""
     shown = [row for row in rows if row.status != "failed"]
-    return render(_draw, shown, LIGHT, HEAD_IN + ROW_IN * max(4, len(shown)))
-
-
-def _draw(figure: Figure, rows: Sequence[RecipeRow], theme: Theme) -> None:
-    panels = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2.4, 2, 2))
-    speed, idle, age, gain = panels
-    speeds: dict[str, tuple[Values, str]] = {
-        "generated": (lambda row: row.generated_tok_s, theme.sky),
-        "trained": (lambda row: row.trained_tok_s, theme.blue),
-    }
-    _bars(speed, rows, speeds, "tokens per second")
-    sides: dict[str, tuple[Values, str]] = {
-        "engine": (lambda row: _hundred(row.engine_idle_frac), theme.sky),
-        "learner": (lambda row: _hundred(row.learner_idle_frac), theme.blue),
-    }
-    _bars(idle, rows, sides, "idle, % of the time")
-    ages: dict[str, tuple[Values, str]] = {
-        "oldest": (lambda row: row.age_max, theme.wait),
-        "mean": (lambda row: row.age_mean, theme.orange),
-    }
-    _bars(age, rows, ages, "age of tokens", beside=False)
-    _bars(gain, rows, {"": (lambda row: row.gain_per_minute, theme.green)}, "gain a minute")
-    speed.set_yticks(range(len(rows)), [row.recipe for row in rows])
-    speed.set_ylim(max(4, len(rows)) - 0.5, -0.5)
+    drawing = Drawing(WIDTH, HEAD + ROW * max(1, len(shown)) + 34, "recipes compared by speed, idle time, age and gain")
+    for place, row in enumerate(shown):
+        drawing.text(NAMES - 12, HEAD + ROW * place + 20, row.recipe, anchor="end", color=INK)
+    panels_width = WIDTH - NAMES - GAP * len(PANELS)
+    left: float = NAMES
+    for title, share, series in PANELS:
+        width = panels_width * share / sum(panel[1] for panel in PANELS)
+        drawing.text(left, 26, title, size=14, color=INK)
+        drawing.legend(left, 50, [(words, color) for words, _, color in series if words])
+        _bars(drawing, (left, width), shown, series)
+        left += width + GAP
+    return drawing.svg()
 
 
 def _bars(
-    axes: Any, rows: Sequence[RecipeRow], series: dict[str, tuple[Values, str]], title: str, *, beside: bool = True
+    drawing: Drawing,
+    place: tuple[float, float],
+    rows: Sequence[RecipeRow],
+    series: Sequence[tuple[str, Values, str]],
 ) -> None:
-    """One bar for each of ``series`` and row: beside each other, or the second in the first."""
-    height = 0.8 / len(series) if beside else 0.8
-    for place, (name, (values, color)) in enumerate(series.items()):
-        shift = (place - (len(series) - 1) / 2) * height if beside else 0.0
-        widths = [values(row) or 0.0 for row in rows]
-        thin = 1.0 if beside else 1.0 - 0.45 * place
-        axes.barh([at + shift for at in range(len(rows))], widths, height=height * thin, color=color, label=name)
-    axes.set_title(title, fontsize=10)
-    axes.grid(visible=False, axis="y")
-    if len(series) > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, -0.11 if len(rows) > 8 else -0.3), ncols=2, fontsize=8)
+    """Draw the bars of one panel, which begins at ``place[0]`` and is ``place[1]`` pixels wide."""
+    largest = max((values(row) or 0.0 for row in rows for _, values, _ in series), default=0.0)
+    panel = Panel(drawing, (place[0], HEAD, place[1], ROW * max(1, len(rows))), (1.08 * largest, 0.0))
+    height = 20 / len(series)
+    for line, row in enumerate(rows):
+        for below, (_, values, color) in enumerate(series):
+            width = panel.x(values(row) or 0.0) - panel.left
+            drawing.bar(panel.left, HEAD + ROW * line + 6 + height * below, width, height - 1, color)
 
 
-def _hundred(value: float | None) -> float | None:
+def _in_percent(value: float | None) -> float | None:
     return None if value is None else 100 * value

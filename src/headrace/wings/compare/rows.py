@@ -1,7 +1,7 @@
-"""One run as a row: what it learned in what time, who waited, how old tokens were, the waste, the sync.
+"""One row of the comparison per run: learning, speed, idle time, age of tokens, waste and weight sync.
 
-Everything is read from the files of the run directory. Of a run that was resumed, all but the held-out rewards is of
-its last life.
+Everything is read from the files of the run directory. For a run that was resumed, all figures but the held-out
+rewards cover only the part after the last resume.
 """
 
 from __future__ import annotations
@@ -16,62 +16,66 @@ from headrace.run.observe.rundata import RunData, load_run
 
 
 class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one recipe came to. ``None``: there is nothing to tell it from."""
+    """The results of one recipe. A figure is ``None`` if the run recorded nothing from which it could be computed."""
 
     recipe: str
     status: str
     """``finished``, ``stopped`` or ``failed``."""
     cause: str = ""
-    """Why it failed."""
+    """Reason of a failure; empty for other runs."""
     resumed: bool = False
-    """Whether it was broken off and went on: its figures are those of the last part."""
+    """Whether the run was interrupted and resumed: its figures cover only the part after the last resume."""
     settings: dict[str, str] = {}
-    """What the recipe decides, as the run had it."""
+    """The settings that recipes decide, as the run resolved them."""
     steps: int = 0
     seconds: float = 0.0
-    """From the first rollout to the last commit."""
+    """Time from the first rollout to the last commit."""
     eval_before: float | None = None
     eval_after: float | None = None
-    """Mean reward on the held-out rows."""
+    """Mean reward on the held-out rows after training (``eval_before``: before training)."""
     reward_last: float | None = None
     """Mean reward over the last tenth of the steps."""
     gain: float | None = None
-    """Held-out reward after less before; without held-out rows that of the last batches less that of the first."""
+    """Held-out reward after training minus before; without held-out rows, mean reward of the last batches minus the
+    first."""
     gain_per_minute: float | None = None
     gain_per_mtok: float | None = None
-    """Per million generated tokens."""
+    """Gain per million generated tokens."""
     generated_tok_s: float | None = None
     trained_tok_s: float | None = None
     engine_idle_frac: float | None = None
     learner_idle_frac: float | None = None
     age_mean: float | None = None
-    """Over trained tokens, in versions."""
+    """Mean age of trained tokens, in versions."""
     age_max: int | None = None
     wasted_frac: float | None = None
-    """Of the generated tokens, those that will never be trained; ``None`` of a resumed run, which drops what an earlier
-    part has generated."""
+    """Fraction of the generated tokens that will never be trained; ``None`` for a resumed run, which also drops tokens
+    that an earlier part generated."""
     wasted_tokens: dict[str, int] = {}
-    """The same by reason."""
+    """Number of wasted tokens by the reason for which they were dropped."""
     gap_p99_ms: float | None = None
-    """How long the engine stood still per commit, of the worst."""
+    """99th percentile of the commit gap."""
     exposed_sync_frac: float | None = None
-    """Fraction of the time that the learner stood still for the sync."""
+    """Fraction of the learner's time in which it stood still for the weight sync."""
     commit_wait_ms: float | None = None
-    """How long a commit waited for sequences that ran, at the mean."""
+    """Mean time that a commit waited for running sequences."""
     sync_bytes: float | None = None
-    """Of one version, at the mean."""
+    """Mean number of bytes that one version transferred."""
     carried_over: int = 0
-    """Running sequences that went on under newer weights."""
+    """Number of running sequences that continued under newer weights."""
     recomputed_tokens: int = 0
-    """Cached tokens of theirs that were computed again."""
+    """Number of cached tokens of those sequences that were computed again."""
     run_dir: str = ""
 
 
 def row_of(recipe: str, run_dir: Path) -> RecipeRow:
-    """The row of the run in ``run_dir``. Raises :class:`~headrace.base.errors.DataError` where there is none."""
+    """Return the row of the run in ``run_dir``.
+
+    Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` holds no run.
+    """
     run = load_run(run_dir)
-    told, sums = run.figures, over_run(run.session)
-    ages = {int(age): tokens for age, tokens in (told.get("age_histogram") or {}).items()}
+    figures, sums = run.figures, over_run(run.session)
+    ages = {int(age): tokens for age, tokens in (figures.get("age_histogram") or {}).items()}
     commits = sums.get("sync/commits", 0.0)
     last = run.session[-1] if run.session else None
     wasted = dict(last.wasted_tokens) if last is not None else {}
@@ -79,20 +83,20 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
     resumed = len(run.session) < len(run.steps)
     return RecipeRow(
         recipe=recipe,
-        status=str(told.get("status", "stopped")),
-        cause=str(told.get("cause", "")),
+        status=str(figures.get("status", "stopped")),
+        cause=str(figures.get("cause", "")),
         resumed=resumed,
         settings=decided(run.config),
-        steps=int(told.get("steps", 0)),
-        seconds=float(told.get("wall_s") or 0.0),
+        steps=int(figures.get("steps", 0)),
+        seconds=float(figures.get("wall_s") or 0.0),
         reward_last=run.measured("reward_last"),
         **_gains(run),
-        **{name: run.measured(name) for name in _AS_TOLD},
+        **{name: run.measured(name) for name in _COPIED_FIGURES},
         age_mean=sum(age * tokens for age, tokens in ages.items()) / sum(ages.values()) if ages else None,
         age_max=max(ages, default=None),
         wasted_frac=sum(wasted.values()) / generated if generated and not resumed else None,
         wasted_tokens=wasted,
-        gap_p99_ms=(told.get("commit_gap_ms") or {}).get("p99"),
+        gap_p99_ms=(figures.get("commit_gap_ms") or {}).get("p99"),
         commit_wait_ms=sums["sync/wait_s"] / commits * 1e3 if commits else None,
         sync_bytes=sums["sync/bytes"] / commits if commits else None,
         carried_over=int(sums.get("sync/carried_over", 0)),
@@ -101,11 +105,12 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
     )
 
 
-_AS_TOLD = ("generated_tok_s", "trained_tok_s", "engine_idle_frac", "learner_idle_frac", "exposed_sync_frac")
+_COPIED_FIGURES = ("generated_tok_s", "trained_tok_s", "engine_idle_frac", "learner_idle_frac", "exposed_sync_frac")
 
 
 def _gains(run: RunData) -> dict[str, float | None]:
-    """How much better it became, over time and over tokens; a resumed run has no time that this could be divided by."""
+    """Return the held-out rewards and the gain, absolute, per minute and per million tokens. A resumed run has no gain
+    per minute or token, because its time and tokens are those of the last part."""
     before, after = run.measured("eval_before"), run.measured("eval_after")
     first, last = run.measured("reward_first"), run.measured("reward_last")
     whole = len(run.session) == len(run.steps)
@@ -125,7 +130,7 @@ def _gains(run: RunData) -> dict[str, float | None]:
 
 
 def decided(config: dict[str, Any]) -> dict[str, str]:
-    """What recipes decide of a run's resolved settings, in words.
+    """Return the settings of a resolved run that recipes decide, as text.
 
     >>> decided({"flow": {"policy": {"kind": "unbounded", "stale": "reject"}, "max_age": 4, "lead": 8}})
     {'policy': 'unbounded, reject', 'max_age': '4', 'lead': '8'}

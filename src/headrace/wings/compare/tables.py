@@ -1,4 +1,4 @@
-"""Rows as columns of words: for the terminal, and as Markdown."""
+"""The rows of a comparison as text: columns for the terminal, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMNS: dict[str, Callable[[RecipeRow], str]] = {
     "sync stall": lambda row: _percent(row.exposed_sync_frac),
     "kB/version": lambda row: _kilobytes(row.sync_bytes),
 }
-"""The table, column by column."""
+"""Title of each column, and the function that returns its text for a row."""
 
 MEANING = """\
 `held-out`: mean reward on the held-out rows, before and after. `gain`: the difference, by minute of training and by
@@ -49,21 +49,21 @@ time. `kB/version`: what of a version was sent, or read where it lies. `*`: brok
 those of the last part."""
 
 SETTINGS = ("policy", "max_age", "lead", "interrupt", "transport", "codec", "loss", "correction")
-"""What the recipes decide, as the second table has it."""
+"""Settings that recipes decide, in the order of the second table."""
 
 
 def cells(rows: Sequence[RecipeRow]) -> list[list[str]]:
-    """The rows that have figures."""
+    """Return the texts of all columns for each row that has figures."""
     return [[of(row) for of in COLUMNS.values()] for row in rows if row.status != "failed"]
 
 
 def failures(rows: Sequence[RecipeRow]) -> list[str]:
-    """A line for each that has none."""
+    """Return one line for each recipe whose run failed."""
     return [f"{row.recipe} failed: {row.cause}" for row in rows if row.status == "failed"]
 
 
 def markdown(base: str, rows: Sequence[RecipeRow]) -> str:
-    """Both tables, and what the columns mean."""
+    """Return a Markdown document with both tables and the meaning of the columns."""
     settings = [[row.recipe, *(row.settings.get(name, "–") for name in SETTINGS)] for row in rows]
     steps = max((row.steps for row in rows), default=0)
     return "\n".join([

@@ -1,18 +1,24 @@
-"""What a run would be like on a cluster, before it is begun: costs, a simulator around the real flow, and advice.
+"""The planner: predicts how a run would perform on a cluster, with cost models and a simulator around the real flow,
+and searches for better settings.
 
-cluster, model ──▶ sizing ──▶ system ──▶ world ──▶ simulator ──▶ outcome ──▶ search ──▶ words
-   catalogue                    ▲                     │
-                      calibration of a run          the real Flow
+    cluster, model ──▶ sizing ──▶ system ──▶ world ──▶ simulator ──▶ outcome ──▶ search ──▶ words
+       catalogue                    ▲                     │
+                          calibration of a run          the real Flow
 """
 
-from headrace.wings.plan.cluster import Cluster, ClusterFile, load_cluster
-from headrace.wings.plan.outcome import SimulatedOutcome
-from headrace.wings.plan.planning import make_site, plan
-from headrace.wings.plan.search import SearchResult, Tried
-from headrace.wings.plan.simulator import Simulation
-from headrace.wings.plan.sizing import SizingRequest
-from headrace.wings.plan.workload import Workload
-from headrace.wings.plan.world import World
+from typing import TYPE_CHECKING
+
+from headrace.base.plugins import lazy_attributes
+
+if TYPE_CHECKING:
+    from headrace.wings.plan.cluster import Cluster, ClusterFile, load_cluster
+    from headrace.wings.plan.outcome import SimulatedOutcome
+    from headrace.wings.plan.planning import make_site, plan
+    from headrace.wings.plan.search import SearchResult, Tried
+    from headrace.wings.plan.simulator import Simulation
+    from headrace.wings.plan.sizing import SizingRequest
+    from headrace.wings.plan.workload import Workload
+    from headrace.wings.plan.world import World
 
 __all__ = [
     "Cluster",
@@ -28,3 +34,21 @@ __all__ = [
     "make_site",
     "plan",
 ]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "Cluster": ".cluster",
+        "ClusterFile": ".cluster",
+        "SearchResult": ".search",
+        "SimulatedOutcome": ".outcome",
+        "Simulation": ".simulator",
+        "SizingRequest": ".sizing",
+        "Tried": ".search",
+        "Workload": ".workload",
+        "World": ".world",
+        "load_cluster": ".cluster",
+        "make_site": ".planning",
+        "plan": ".planning",
+    },
+)

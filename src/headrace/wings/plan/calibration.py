@@ -1,13 +1,13 @@
-"""Costs as a run has shown them: from its steps, its trace and its ledger.
+"""Cost models fitted to a recorded run: from its steps, its trace and its ledger.
 
-The engine's curve is a line through (sequences at once, seconds of a step), one point for each tenth of the run:
+The engine's cost is a line through points (batch size, seconds of a step), one point for each tenth of the run:
 
-    seconds of a step = seconds that the engine worked / its steps
-    sequences at once = tokens that it sampled / its steps
-                      = seconds of all episodes in that time / seconds that a served engine worked, of whose steps
-                        nobody knows
+    seconds of a step = busy seconds of the engine / number of its steps
+    batch size        = sampled tokens / number of its steps
+                      = seconds of all episodes in that time / busy seconds, for a served engine, whose number of
+                        steps is not recorded
 
-A line needs points that differ: where they hardly do, a step is taken to be as long as it was.
+A line needs points that differ: if the batch sizes hardly do, a step is modelled as constant.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,47 +23,67 @@ import numpy as np
 from headrace.base.errors import DataError
 from headrace.base.types.observation import StepRecord
 from headrace.base.types.trace import Span
+from headrace.flow.ledger.browse import Browser
+from headrace.run.observe.rundata import load_run
 from headrace.wings.plan.costs import Linear, SyncCost
 from headrace.wings.plan.spread import ConstantSpread, RecordedSpread
 from headrace.wings.plan.system import Measured
 from headrace.wings.plan.workload import Workload
 
 SKIPPED = 2
-"""Steps at the beginning of a run that say nothing: kernels are compiled, memory is taken."""
+"""Number of steps at the beginning of a run that are ignored, because kernels are compiled and memory is allocated
+there."""
 LEAST_STEPS = 10
-"""That are left at least."""
+"""Smallest number of steps that must remain."""
 PARTS = 10
 SPREAD = 1.3
-"""Between the fewest and the most sequences at once: below, no line is drawn through the points."""
+"""Smallest ratio of largest to smallest batch size at which a line is fitted to the points."""
 MOST_LENGTHS = 4096
-"""That are kept of a run."""
+"""Largest number of episode lengths kept from a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecording:
-    """What a run's directory holds."""
+    """The data of a run directory from which costs are fitted."""
 
     name: str
-    """For people."""
+    """Name of the run in messages."""
     steps: Sequence[StepRecord]
-    """Of its last life."""
+    """Steps of the run's last life."""
     spans: Sequence[Span]
     lengths: Sequence[int]
-    """Sampled tokens of its episodes."""
+    """Number of sampled tokens of each episode."""
     config: Mapping[str, Any]
 
-    def setting(self, section: str, key: str, usual: int) -> int:
-        """A number of its settings."""
+    def setting(self, section: str, key: str, default: int) -> int:
+        """Return an integer setting of the run, or ``default`` if it is not set."""
         value = self.config.get(section, {}).get(key)
-        return value if isinstance(value, int) else usual
+        return value if isinstance(value, int) else default
+
+
+def calibrated(*run_dirs: Path) -> Measured:
+    """Return the costs of engine, learner and sync that the runs in these directories show."""
+    return calibrate([recording(each) for each in run_dirs])
+
+
+def recording(run_dir: Path) -> RunRecording:
+    """Read the directory of a run; raise :class:`~headrace.base.errors.DataError` if it holds no run."""
+    run = load_run(run_dir)
+    browser = Browser.of_run(run_dir)
+    try:
+        lengths = browser.lengths().submitted
+    finally:
+        browser.close()
+    return RunRecording(name=str(run_dir), steps=run.session, spans=run.spans, lengths=lengths, config=run.config)
 
 
 def calibrate(runs: Sequence[RunRecording]) -> Measured:
-    """What these runs say together of the machine that they ran on; lengths and rewards are those of the first.
+    """Return the costs that these runs together show for the machine they ran on; lengths and rewards are those of the
+    first.
 
-    Raises :class:`~headrace.base.errors.DataError` where one of them is too short or has left no trace.
+    Raises :class:`~headrace.base.errors.DataError` if a run is too short or has no trace.
     """
-    points = np.array([point for run in runs for point in _points(_checked(run))])
+    points = np.array([point for run in runs for point in _points(_require_data(run))])
     first = runs[0]
     steps = [step for run in runs for step in run.steps[SKIPPED:]]
     prompt, reward_s = _prompt_tokens(first), _reward_s(first)
@@ -71,7 +92,7 @@ def calibrate(runs: Sequence[RunRecording]) -> Measured:
     if len(lengths) > MOST_LENGTHS:
         lengths = lengths[np.linspace(0, len(lengths) - 1, MOST_LENGTHS).astype(int)]
     return Measured(
-        engine=_line(points),
+        engine=_fit_line(points),
         train_tok_s=tok_s,
         train_fixed_s=fixed_s,
         sync=_sync(runs, steps),
@@ -85,7 +106,7 @@ def calibrate(runs: Sequence[RunRecording]) -> Measured:
     )
 
 
-def _checked(run: RunRecording) -> RunRecording:
+def _require_data(run: RunRecording) -> RunRecording:
     left = len(run.steps) - SKIPPED
     if left < LEAST_STEPS:
         raise DataError(
@@ -102,10 +123,10 @@ def _checked(run: RunRecording) -> RunRecording:
 
 
 def _points(run: RunRecording) -> Iterable[tuple[float, float]]:
-    """(sequences at once, seconds of a step) in each part of the run."""
+    """Yield (batch size, seconds of a step) for each part of the run."""
     steps = run.steps[SKIPPED - 1 :]
     engines = run.setting("engine", "count", 1)
-    counts = run.config.get("engine", {}).get("kind") == "native"
+    counts_steps = run.config.get("engine", {}).get("kind") == "native"
     edges = np.unique(np.linspace(0, len(steps) - 1, PARTS + 1).astype(int))
     for begin, end in pairwise(edges.tolist()):
         within = (steps[begin].clock_s, steps[end].clock_s)
@@ -113,23 +134,23 @@ def _points(run: RunRecording) -> Iterable[tuple[float, float]]:
         episodes_s = _within(run.spans, within, lambda span: span.lane == "rollout" and span.name == "episode")
         tokens = steps[end].generated_tokens - steps[begin].generated_tokens
         num = sum(step.metrics.get("engine_steps") or 0.0 for step in steps[begin + 1 : end + 1])
-        if busy_s > 0 and tokens > 0 and num > 0 and counts:
+        if busy_s > 0 and tokens > 0 and num > 0 and counts_steps:
             yield tokens / num, busy_s / num
         elif busy_s > 0 and tokens > 0 and episodes_s > 0:
             at_once = max(1.0, episodes_s / busy_s)
             yield at_once / engines, at_once * busy_s / tokens / engines
 
 
-def _within(spans: Iterable[Span], within: tuple[float, float], wanted: Any) -> float:
-    """Seconds of the wanted spans in that time, each counted by itself."""
+def _within(spans: Iterable[Span], within: tuple[float, float], selected: Any) -> float:
+    """Return the summed seconds that the selected spans overlap with the interval ``within``."""
     begin, end = within
     return sum(
-        max(0.0, min(span.end_s, end) - max(span.start_s, begin)) for span in spans if wanted(span)
+        max(0.0, min(span.end_s, end) - max(span.start_s, begin)) for span in spans if selected(span)
     )  # fmt: skip
 
 
 def _episode_s(run: RunRecording) -> float:
-    """Processor time of the controller over the episodes that ended; 0 where nobody has read it."""
+    """Return the processor time of the controller per finished episode; 0 if it was not recorded."""
     steps = run.steps[SKIPPED - 1 :]
     begin, end = steps[0].clock_s, steps[-1].clock_s
     cores = [used for step in steps[1:] if (used := step.metrics.get("cpu/controller")) is not None]
@@ -137,19 +158,20 @@ def _episode_s(run: RunRecording) -> float:
     return float(np.mean(cores)) * (end - begin) / ended if cores and ended else 0.0
 
 
-def _line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:
-    nums, seconds = points[:, 0], points[:, 1]
-    if nums.max() < SPREAD * nums.min():
+def _fit_line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:
+    batch_sizes, seconds = points[:, 0], points[:, 1]
+    if batch_sizes.max() < SPREAD * batch_sizes.min():
         return Linear(fixed_s=float(np.mean(seconds)))
-    slope = float(np.polyfit(nums, seconds, 1)[0])
-    slope = min(max(slope, 0.0), float(np.min(seconds / nums)))
-    return Linear(fixed_s=max(0.0, float(np.mean(seconds - slope * nums))), sequence_s=slope)
+    slope = float(np.polyfit(batch_sizes, seconds, 1)[0])
+    # neither a negative cost per sequence nor a negative fixed cost
+    slope = min(max(slope, 0.0), float(np.min(seconds / batch_sizes)))
+    return Linear(fixed_s=max(0.0, float(np.mean(seconds - slope * batch_sizes))), sequence_s=slope)
 
 
 def _training(runs: Sequence[RunRecording]) -> tuple[float, float]:
-    """Seconds of every step, and tokens a second besides: by a line where batches differ in size. A step holds the
-    learner up from one record to the next, but for the wait for its batch and the copy of its weights: what it loses to
-    others on the same machine is in it."""
+    """Return the fixed seconds of a step and the tokens per second, from a line if batches differ in size. The time of
+    a step is that between two records without the wait for its batch and the copy of its weights, so that it includes
+    the time lost to other processes on the same machine."""
     pairs = [pair for run in runs for pair in pairwise(run.steps[SKIPPED - 1 :])]
     tokens = np.array([step.metrics.get("tokens") or step.trained_tokens for _, step in pairs], np.float64)
     held_s = [step.clock_s - before.clock_s - step.wait_s - before.exposed_sync_s for before, step in pairs]
@@ -163,7 +185,7 @@ def _training(runs: Sequence[RunRecording]) -> tuple[float, float]:
 
 
 def _sync(runs: Sequence[RunRecording], steps: Sequence[StepRecord]) -> SyncCost:
-    travels = [
+    transfers = [
         span.end_s - span.start_s
         for run in runs
         for span in run.spans
@@ -179,19 +201,20 @@ def _sync(runs: Sequence[RunRecording], steps: Sequence[StepRecord]) -> SyncCost
     gaps = [step.commit_gap_s for step in steps if step.commit_gap_s is not None]
     return SyncCost(
         snapshot_s=float(np.median(copies)) if copies else 0.0,
-        travel_s=sum(travels) / max(1, versions),
+        travel_s=sum(transfers) / max(1, versions),
         gap_s=float(np.median(gaps)) if gaps else 0.0,
     )
 
 
 def _prompt_tokens(run: RunRecording) -> float:
-    """Of one episode, on average: what a batch has beside its sampled tokens."""
+    """Return the mean number of prompt tokens per episode: the batch's tokens minus the trained ones."""
     per_step = run.setting("flow", "groups_per_step", 1) * run.setting("flow", "group_size", 1)
     given = [(step.metrics.get("tokens") or step.trained_tokens) - step.trained_tokens for step in run.steps[SKIPPED:]]
     return max(1.0, float(np.mean(given)) / per_step)
 
 
 def _reward_s(run: RunRecording) -> float:
-    """The usual time of a reward. Where several are computed at once their spans are longer: of those the shortest."""
+    """Return the typical time of a reward: the first quartile, because the spans of rewards computed at once overlap
+    and are longer."""
     spans = [span.end_s - span.start_s for span in run.spans if span.lane == "scoring" and span.name == "score"]
     return float(np.quantile(spans, 0.25)) if spans else 0.0

@@ -1,4 +1,4 @@
-"""The file that says what there is: accelerators, and what is known of the work."""
+"""The cluster file: the accelerators, and what is known of the workload."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from headrace.wings.plan.workload import Workload
 
 
 class Cluster(Section):
-    """The table ``[cluster]``: accelerators that are alike, and how far software gets with them."""
+    """The table ``[cluster]``: identical accelerators, and the fraction of their peak that software reaches."""
 
     accelerator: str = Field(min_length=1)
-    """A name of the catalogue; of another one the three numbers below are needed."""
+    """Name of the accelerator in the catalogue; for another one set ``peak_tflops``, ``bandwidth_gb_s`` and
+    ``memory_gb``."""
     count: int = Field(ge=1)
-    """How many there are."""
+    """Number of accelerators."""
     per_node: int = Field(default=8, ge=1)
-    """In one machine: an engine does not reach beyond it."""
+    """Number of accelerators in one machine; an engine does not span machines."""
     network_gb_s: PositiveFloat = 50.0
-    """10⁹ bytes a second between learner and engines: the way of new weights."""
+    """Bandwidth between learner and engines, over which new weights travel, in 10⁹ bytes per second."""
     peak_tflops: PositiveFloat | None = None
-    """10¹² operations a second, dense, in the number format of the model; unset: as in the catalogue."""
+    """Peak rate in 10¹² dense operations per second in the model's number format; unset: the catalogue's."""
     bandwidth_gb_s: PositiveFloat | None = None
-    """10⁹ bytes a second from its memory; unset: as in the catalogue."""
+    """Memory bandwidth in 10⁹ bytes per second; unset: the catalogue's."""
     memory_gb: PositiveFloat | None = None
-    """10⁹ bytes; unset: as in the catalogue."""
+    """Memory in 10⁹ bytes; unset: the catalogue's."""
     decode_share: float = Field(default=0.6, gt=0, le=1)
-    """Of the roofline, what an engine reaches: 1 is physics."""
+    """Fraction of the roofline that an engine reaches; 1 is the physical limit."""
     train_share: float = Field(default=0.4, gt=0, le=1)
-    """Of the peak, what the learner reaches."""
+    """Fraction of the peak rate that the learner reaches."""
     generation_tok_s: PositiveFloat | None = None
-    """Tokens a second of one accelerator that generates, whatever the batch: with ``training_tok_s`` the plan is made
-    by constant rates in place of the roofline."""
+    """Tokens per second of one generating accelerator at any batch size; with ``training_tok_s``, constant rates
+    replace the roofline. Unset: the roofline."""
     training_tok_s: PositiveFloat | None = None
-    """Tokens a second of one accelerator that trains."""
+    """Tokens per second of one training accelerator; set together with ``generation_tok_s``."""
     mtbf_h: PositiveFloat | None = None
-    """Hours between two failures of one accelerator; unset: none fails."""
+    """Mean time between failures of one accelerator, in hours; unset: none fails."""
     restart_s: PositiveFloat = 300.0
-    """Until what has failed works again."""
+    """Time from a failure until the failed part works again, in seconds."""
 
     @model_validator(mode="after")
     def _both_rates(self) -> Self:
@@ -58,7 +59,7 @@ class Cluster(Section):
 
     @property
     def device(self) -> Accelerator:
-        """What one accelerator can do."""
+        """Return the figures of one accelerator."""
         given = {
             key: value
             for key in ("peak_tflops", "bandwidth_gb_s", "memory_gb")
@@ -71,7 +72,7 @@ class Cluster(Section):
 
     @property
     def constant(self) -> bool:
-        """Whether the plan is made by constant rates."""
+        """Return whether the plan uses constant rates."""
         return self.generation_tok_s is not None and self.training_tok_s is not None
 
     def __str__(self) -> str:
@@ -79,15 +80,15 @@ class Cluster(Section):
 
 
 class ClusterFile(Section):
-    """A whole cluster file."""
+    """The content of a cluster file."""
 
     cluster: Cluster
-    """What there is."""
+    """The accelerators."""
     workload: Workload | None = None
-    """Unset: prompts of 256 tokens, and answers whose lengths are lognormal with a mean of a quarter of
-    ``engine.max_new_tokens``; with a calibration, what the run has seen."""
+    """Lengths and times of the work; unset: those of the calibration run, or, without one, prompts of 256 tokens and
+    answers with lognormal lengths whose mean is a quarter of ``engine.max_new_tokens``."""
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """The file at ``path``, checked."""
+    """Read and validate the cluster file at ``path``."""
     return validate(ClusterFile, load_toml(path, "cluster file"))

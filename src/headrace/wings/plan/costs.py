@@ -1,12 +1,12 @@
-"""What things cost in seconds: a step of an engine, of the learner, and what lies between them. Pure functions.
+"""Cost models: the seconds of a step of an engine, of a step of the learner, and of the sync. Pure functions.
 
-An engine decodes all sequences of its batch in steps, one token of each. Of its curves the first is physics, the second
-a rule of thumb, the others are measured:
+An engine decodes all sequences of its batch in steps, one token each. The first of its models follows from the
+hardware, the second is a rule of thumb, the others are measured:
 
-    Roofline   step(B, C) = max[(W + C·kv) / bandwidth, 2·P·B / flops] + t0       C: tokens in the cache, all sequences
-    Constant   step(B)    = B / rate                                              whatever the batch
-    Table      step(B)    = B / rate(B), between the points of a table
-    Linear     step(B, C) = a + b·B + c·C                                         what a calibration fits
+    Roofline   step(B, C) = max[(W + C·kv) / bandwidth, 2·P·B / flops] + t0       C: cached tokens of all sequences
+    Constant   step(B)    = B / rate                                              for any batch size
+    Table      step(B)    = B / rate(B), interpolated between the points of a table
+    Linear     step(B, C) = a + b·B + c·C                                         fitted by a calibration
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from headrace.base.types.weights import Interrupt
 
 
 class EngineCost(Protocol):
-    """The curve of one engine."""
+    """The cost model of one engine."""
 
     def step_s(self, num: int, context: float) -> float:
-        """Seconds for one token of each of ``num`` sequences that have ``context`` tokens in the cache together."""
+        """Return the seconds of a step that samples one token for each of ``num`` sequences with ``context`` cached
+        tokens in total."""
         ...
 
     def prefill_s(self, tokens: float) -> float:
-        """Seconds to read that many tokens of prompts."""
+        """Return the seconds to prefill that many prompt tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What memory and arithmetic allow (Pope et al. 2022; Williams et al. 2009)."""
+    """A cost model from the limits of memory bandwidth and arithmetic (Pope et al. 2022; Williams et al. 2009)."""
 
     weight_bytes: float
-    """Read in every step: all that is no expert."""
+    """Bytes of the weights that every step reads: all but those of experts."""
     expert_bytes: float = 0.0
-    """Of all experts; a step reads those that one of its tokens was sent to."""
+    """Bytes of all experts; a step reads those that at least one of its tokens is routed to."""
     expert_share: float = 1.0
-    """Of the experts, those that one token is sent to."""
+    """Fraction of the experts that process one token."""
     kv_bytes: float
-    """Of one token in the cache."""
+    """Bytes of one token in the key-value cache."""
     flop_per_token: float
-    """2 · active parameters."""
+    """Operations per token: 2 · active parameters."""
     bandwidth: float
-    """Bytes/s that are reached."""
+    """Memory bandwidth that is reached, in bytes per second."""
     flops: float
-    """FLOP/s that are reached."""
+    """Rate that is reached, in operations per second."""
     overhead_s: float = 0.0
-    """t0 of every step: launches, sampling, scheduling."""
+    """Fixed time t0 of every step: kernel launches, sampling, scheduling."""
 
     def step_s(self, num: int, context: float) -> float:
         read = self.weight_bytes + context * self.kv_bytes
@@ -65,7 +66,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantRate:
-    """So many tokens a second, however many sequences there are; prompts are free."""
+    """A cost model with a constant number of tokens per second at any batch size; prefill takes no time."""
 
     tok_s: float
 
@@ -78,13 +79,13 @@ class ConstantRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateTable:
-    """Throughput that was measured at some batch sizes; straight lines between them, from 0 at no sequence on, and
-    level after the last."""
+    """A cost model from throughput measured at some batch sizes, interpolated linearly from 0 at batch size 0, and
+    constant beyond the last."""
 
     nums: Sequence[int]
-    """Sequences in the batch, ascending."""
+    """Batch sizes in sequences, ascending."""
     tok_s: Sequence[float]
-    """Tokens a second of all of them, at each."""
+    """Total tokens per second at each batch size."""
     prefill_tok_s: float = float("inf")
 
     def step_s(self, num: int, context: float) -> float:
@@ -96,13 +97,13 @@ class RateTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A step takes a fixed time, and some for each sequence and each token in the cache."""
+    """A cost model in which a step takes a fixed time, a time per sequence and a time per cached token."""
 
     fixed_s: float
     sequence_s: float = 0.0
     context_s: float = 0.0
     prompt_token_s: float = 0.0
-    """For each token of a prompt."""
+    """Seconds of prefill per prompt token."""
 
     def step_s(self, num: int, context: float) -> float:
         return self.fixed_s + num * self.sequence_s + context * self.context_s
@@ -112,27 +113,28 @@ class Linear:
 
 
 class LearnerCost(Protocol):
-    """What one step of the learner takes."""
+    """The cost model of the learner."""
 
     def step_s(self, tokens: float, squares: float) -> float:
-        """Seconds to train samples of ``tokens`` tokens together, the squares of whose lengths add up to
+        """Return the seconds to train samples with ``tokens`` tokens in total, the squares of whose lengths add up to
         ``squares``."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlops:
-    """Operations over the rate that is reached: forward 2, backward 4 for each active parameter and token, and
-    attention: 6 · layers · width · n² / 2 · 2 of a sample of n tokens (Chowdhery et al. 2022, appendix B)."""
+    """A cost model from the number of operations: 2 forward and 4 backward for each active parameter and token, and
+    for attention 6 · layers · width · n² / 2 · 2 for a sample of n tokens (Chowdhery et al. 2022, appendix B)."""
 
     flop_per_token: float
-    """6 · active parameters; 4 where their gradients are not needed; 2 more for each pass that only reads log π."""
+    """Operations per token: 6 · active parameters; 4 if the weights' gradients are not needed; 2 more for each pass
+    that only computes log π."""
     flop_per_square: float
-    """Of attention."""
+    """Operations of attention per squared token of a sample."""
     flops: float
-    """FLOP/s of the whole learner that are reached."""
+    """Rate of the whole learner that is reached, in operations per second."""
     fixed_s: float = 0.0
-    """The optimizer, gathering parameters, launching."""
+    """Fixed time of a step: the optimizer, gathering parameters, kernel launches."""
 
     def step_s(self, tokens: float, squares: float) -> float:
         return (tokens * self.flop_per_token + squares * self.flop_per_square) / self.flops + self.fixed_s
@@ -140,7 +142,7 @@ class TrainingFlops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRate:
-    """So many tokens a second, and a fixed time for each step."""
+    """A cost model with a constant number of tokens per second and a fixed time per step."""
 
     tok_s: float
     fixed_s: float = 0.0
@@ -151,28 +153,29 @@ class TrainingRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCost:
-    """From the end of a step to the moment the engines use what it made."""
+    """The costs of the weight sync, from the end of a step until the engines use its weights."""
 
     snapshot_s: float = 0.0
-    """The learner stands still: it copies its weights."""
+    """Seconds for which the learner stands still to copy its weights."""
     travel_s: float = 0.0
-    """Hashing, sending, staging: nobody stands still."""
+    """Seconds of hashing, sending and staging, during which neither side stands still."""
     gap_s: float = 0.0
-    """Each engine stands still: it puts the new weights in the place of the old."""
+    """Seconds for which each engine stands still to exchange its weights."""
     interrupt: Interrupt = Interrupt.INFLIGHT
-    """What becomes of running sequences."""
+    """What becomes of running sequences at a commit."""
     rolling: int | None = None
-    """How many engines commit at once; ``None``: one where the interrupt stops generation, all where it does not."""
+    """Number of engines that commit at once; ``None``: one if the interrupt stops generation, otherwise all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCost:
-    """Parts that die. Mean times between failures are of each one by itself, exponentially spread."""
+    """The rates and costs of failures. Times between failures of each part are independent and exponentially
+    distributed."""
 
     engine_mtbf_s: float = float("inf")
     engine_restart_s: float = 120.0
-    """Until it serves again; its sequences go on elsewhere and are read anew there."""
+    """Seconds until a failed engine serves again; its sequences continue on other engines, which prefill them again."""
     learner_mtbf_s: float = float("inf")
     learner_restart_s: float = 600.0
     checkpoint_steps: int = 50
-    """Steps that were made since the last checkpoint, half of these on average, are made again."""
+    """Number of steps between two checkpoints; after a failure, half of them are repeated on average."""

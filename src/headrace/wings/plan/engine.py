@@ -1,11 +1,12 @@
-"""A model of one engine: continuous batching, of which only the moments count when something joins or leaves the batch.
+"""A model of one engine with continuous batching, which computes only the moments when a sequence joins or leaves the
+batch.
 
-All sequences of the batch get their tokens in the same steps, so that one number says how far each of them is: how many
-steps the engine has made. Between two events it makes them at one pace, that of the middle of the interval.
+All sequences of the batch receive their tokens in the same steps, so one number, the engine's step count, tells how
+far each of them is. Between two events the step time is constant: that at the middle of the interval.
 
-    put ──▶ waiting ──▶ joins, its prompt is read ──▶ a token a step ──▶ finished
+    put ──▶ waiting ──▶ joins the batch, prefill ──▶ a token per step ──▶ finished
                ▲                                            │
-               └────────── the cache is full: the last ◀────┘
+               └────────── the cache is full: the newest ◀──┘
 """
 
 from __future__ import annotations
@@ -18,303 +19,310 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from headrace.base.types.weights import Interrupt
-from headrace.wings.plan.agenda import Agenda
 from headrace.wings.plan.costs import EngineCost
+from headrace.wings.plan.events import EventQueue
 
-NEARLY = 1e-6
-"""Tokens that rounding may leave of a sequence that has ended."""
-ROOM = 0.95
-"""Of the cache: nothing joins beyond it, and where the cache is full sequences leave until no more is taken."""
-_RECOMPUTES = (Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME, Interrupt.SLEEP)
-"""The cache of running sequences is lost; their tokens are not."""
-WAITS = (Interrupt.DRAIN, Interrupt.BATCH)
-"""Running sequences end before the weights change."""
+TOLERANCE = 1e-6
+"""Tolerance in tokens for rounding errors at the end of a sequence."""
+FILL_LIMIT = 0.95
+"""Fraction of the cache up to which sequences may join; when the cache is full, sequences are preempted down to it."""
+_RECOMPUTING_INTERRUPTS = (Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME, Interrupt.SLEEP)
+"""Interrupts that discard the cache of running sequences, but keep their tokens."""
+WAITING_INTERRUPTS = (Interrupt.DRAIN, Interrupt.BATCH)
+"""Interrupts that let running sequences finish before the weights change."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedAnswer:
-    """One answer that is being sampled."""
+    """An answer that is being sampled."""
 
     ended: Callable[[SimulatedAnswer], None]
-    """Told when its last token is there."""
+    """Called when the last token is sampled."""
     left: float
-    """Tokens that are still to be sampled."""
+    """Number of tokens still to be sampled."""
     context: float
-    """Tokens before those."""
-    read: float
-    """Of the context, those that have to be computed when it joins: the others are in the cache."""
+    """Number of tokens before those."""
+    uncached: float
+    """Number of context tokens to prefill when the answer joins a batch; the others are cached."""
     versions: dict[int, float] = field(default_factory=dict)
-    """Tokens that it got, by version."""
-    begun: float = 0.0
-    """Steps that the engine had made when it joined."""
+    """Number of sampled tokens by version."""
+    joined_at: float = 0.0
+    """Step count of the engine when the answer joined the batch."""
     engine: SimulatedEngine | None = None
-    """Where it runs or waits."""
+    """Engine on which the answer runs or waits."""
     running: bool = False
-    """Whether it is in the batch."""
+    """Whether the answer is in the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounts:
-    """What one engine has done, or several."""
+    """Totals of one engine, or of several."""
 
     busy_s: float = 0.0
-    """In steps, those on prompts included."""
+    """Time spent in steps, prefill included."""
     prefill_s: float = 0.0
-    """Of that, on prompts."""
+    """Time spent on prefill."""
     generated: float = 0.0
-    """Tokens, those thrown away included."""
+    """Number of sampled tokens, including those discarded later."""
     wasted: float = 0.0
-    """Tokens that a commit has thrown away."""
+    """Number of tokens discarded by commits."""
     preempted: int = 0
-    """Sequences that left because the cache was full."""
+    """Number of sequences that were preempted because the cache was full."""
     restarted: int = 0
-    """Sequences that began again because of a commit."""
+    """Number of sequences that were restarted because of a commit."""
 
 
 class SimulatedEngine:
-    """One engine, or one group of accelerators that serves one copy of the model."""
+    """One engine: a group of accelerators that serves one copy of the model."""
 
     def __init__(
         self,
-        agenda: Agenda,
+        events: EventQueue,
         cost: EngineCost,
         *,
         max_sequences: int,
         cache_tokens: float,
-        moved: dict[SimulatedEngine, None],
+        changed: dict[SimulatedEngine, None],
     ) -> None:
-        """``moved`` gets every engine whose next event is not what it was: it is to be settled."""
-        self._agenda, self._cost = agenda, cost
+        """Create an idle engine with version 0. The engine adds itself to ``changed`` whenever its next event may have
+        changed, and must then be settled."""
+        self._events, self._cost = events, cost
         self._max_sequences, self._cache_tokens = max_sequences, cache_tokens
-        self._moved = moved
-        self.counted = EngineCounts()
+        self._changed = changed
+        self.counts = EngineCounts()
         self.num = 0
-        """Sequences in the batch."""
+        """Number of sequences in the batch."""
         self.context = 0.0
-        """Tokens in the cache."""
+        """Number of tokens in the cache."""
         self.waiting: deque[SimulatedAnswer] = deque()
         self.up = True
-        self.held = False
-        """Whether it waits for what runs to end, to commit."""
+        self.draining = False
+        """Whether the engine lets its sequences finish in order to commit."""
         self._may_join = 0
-        """While it is held: how many of those that wait are to be served before."""
+        """While draining, number of waiting sequences that are still served before the commit."""
         self._steps = 0.0
         self._batch: list[tuple[float, int, SimulatedAnswer]] = []
-        self._joined: list[SimulatedAnswer] = []
-        self._numbers = count()
-        self._seen_s = self._still_until_s = 0.0
+        self._by_arrival: list[SimulatedAnswer] = []
+        self._tie_breakers = count()
+        self._updated_s = self._stalled_until_s = 0.0
         self._token_s = 0.0
-        self._ticket = 0
-        self._marks: list[float] = [0.0]
-        self._marked: list[int] = [0]
+        self._event_number = 0
+        self._version_starts: list[float] = [0.0]
+        self._versions: list[int] = [0]
 
     @property
     def version(self) -> int:
-        """The weights that it uses."""
-        return self._marked[-1]
+        """Return the version of the weights in use."""
+        return self._versions[-1]
 
     @property
     def load(self) -> int:
-        """Sequences that it has, waiting ones included."""
+        """Return the number of sequences, waiting ones included."""
         return self.num + len(self.waiting)
 
     # --- sequences
 
     def put(self, answer: SimulatedAnswer) -> None:
-        """Serve it when there is room."""
+        """Add an answer to the queue; it joins the batch when there is room."""
         answer.engine = self
         self.waiting.append(answer)
-        self._moved[self] = None
+        self._changed[self] = None
 
     def withdraw(self, answer: SimulatedAnswer) -> None:
-        """It is not wanted any more."""
+        """Remove an answer that is no longer needed."""
         self.advance()
         if answer.running:
             self._leave(answer)
         elif answer in self.waiting:
             self.waiting.remove(answer)
         answer.engine = None
-        self._moved[self] = None
+        self._changed[self] = None
 
     def settle(self) -> None:
-        """Let join what can, and note when the next thing happens."""
+        """Let waiting sequences join, and schedule the next event."""
         self.advance()
         if self.up:
-            self._fill()
-        self._ticket += 1
+            self._fill_batch()
+        self._event_number += 1
         if not self.num:
             return
-        ahead = min(self._first_end() - self._steps, max(0.0, self._cache_tokens - self.context) / self.num)
-        self._token_s = self._cost.step_s(self.num, self.context + self.num * ahead / 2)
-        self._agenda.at(max(self._seen_s, self._still_until_s) + ahead * self._token_s, self._due, self._ticket)
+        steps_ahead = min(self._first_end() - self._steps, max(0.0, self._cache_tokens - self.context) / self.num)
+        self._token_s = self._cost.step_s(self.num, self.context + self.num * steps_ahead / 2)
+        self._events.at(
+            max(self._updated_s, self._stalled_until_s) + steps_ahead * self._token_s,
+            self._on_event,
+            self._event_number,
+        )
 
     def advance(self) -> None:
-        """Bring the books up to now."""
-        now_s, since_s = self._agenda.now_s, self._seen_s
+        """Update the counts to the current time."""
+        now_s, since_s = self._events.now_s, self._updated_s
         if now_s == since_s:
             return
-        self._seen_s = now_s
-        since_s = max(since_s, self._still_until_s)
+        self._updated_s = now_s
+        since_s = max(since_s, self._stalled_until_s)
         if not self.num or now_s <= since_s:
             return
         tokens = (now_s - since_s) / self._token_s
         self._steps += tokens
         self.context += tokens * self.num
-        self.counted.generated += tokens * self.num
-        self.counted.busy_s += now_s - since_s
+        self.counts.generated += tokens * self.num
+        self.counts.busy_s += now_s - since_s
 
-    def _due(self, ticket: int) -> None:
-        if ticket != self._ticket:
-            return  # something else has happened since
+    def _on_event(self, number: int) -> None:
+        if number != self._event_number:
+            return  # outdated: the engine was settled again after this event was scheduled
         self.advance()
         ended = []
-        while self.num and self._first_end() <= self._steps + NEARLY:
+        while self.num and self._first_end() <= self._steps + TOLERANCE:
             answer = self._batch[0][2]
             self._leave(answer, finished=True)
             ended.append(answer)
-        if not ended and self.context >= self._cache_tokens - NEARLY * self.num:
+        if not ended and self.context >= self._cache_tokens - TOLERANCE * self.num:
             self._preempt()
-        self._moved[self] = None
+        self._changed[self] = None
         for answer in ended:
             answer.ended(answer)
             answer.engine = None
 
     def _first_end(self) -> float:
-        """The steps after which the first of the batch has ended."""
-        while not self._is_of(self._batch[0]):
+        """Return the step count at which the first sequence of the batch ends."""
+        while not self._is_valid(self._batch[0]):
             heapq.heappop(self._batch)
         return self._batch[0][0]
 
-    def _is_of(self, entry: tuple[float, int, SimulatedAnswer]) -> bool:
-        """Whether it speaks of a sequence as it runs now: some have left, or begun again."""
+    def _is_valid(self, entry: tuple[float, int, SimulatedAnswer]) -> bool:
+        """Return whether a heap entry is valid: its sequence still runs here and was not restarted since the entry was
+        made."""
         end, _, answer = entry
-        return answer.running and answer.engine is self and end == answer.begun + answer.left
+        return answer.running and answer.engine is self and end == answer.joined_at + answer.left
 
     def _running(self) -> list[SimulatedAnswer]:
-        return [entry[2] for entry in sorted(self._batch) if self._is_of(entry)]
+        return [entry[2] for entry in sorted(self._batch) if self._is_valid(entry)]
 
-    def _fill(self) -> None:
-        while self.waiting and self.num < self._max_sequences and (not self.held or self._may_join):
+    def _fill_batch(self) -> None:
+        while self.waiting and self.num < self._max_sequences and (not self.draining or self._may_join):
             answer = self.waiting[0]
-            if self.num and self.context + answer.context > ROOM * self._cache_tokens:
+            if self.num and self.context + answer.context > FILL_LIMIT * self._cache_tokens:
                 return
             self.waiting.popleft()
             self._may_join = max(0, self._may_join - 1)
-            answer.running, answer.begun = True, self._steps
+            answer.running, answer.joined_at = True, self._steps
             self.num += 1
             self.context += answer.context
-            self._read(answer.read)
-            answer.read = answer.context
-            heapq.heappush(self._batch, (self._steps + answer.left, next(self._numbers), answer))
-            self._joined.append(answer)
+            self._prefill(answer.uncached)
+            answer.uncached = answer.context
+            heapq.heappush(self._batch, (self._steps + answer.left, next(self._tie_breakers), answer))
+            self._by_arrival.append(answer)
 
-    def _read(self, tokens: float) -> None:
-        """Prompts take their time from everybody."""
+    def _prefill(self, tokens: float) -> None:
+        """Prefill tokens: the whole batch stands still meanwhile."""
         seconds = self._cost.prefill_s(tokens)
-        self._still_until_s = max(self._still_until_s, self._seen_s) + seconds
-        self.counted.prefill_s += seconds
-        self.counted.busy_s += seconds
+        self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
+        self.counts.prefill_s += seconds
+        self.counts.busy_s += seconds
 
     def _leave(self, answer: SimulatedAnswer, *, finished: bool = False) -> None:
-        """Out of the batch; what it got is written down."""
-        got = answer.left if finished else min(answer.left, self._steps - answer.begun)
-        for version, tokens in self._by_version(answer.begun, answer.begun + got):
+        """Remove an answer from the batch, and record its tokens by version."""
+        received = answer.left if finished else min(answer.left, self._steps - answer.joined_at)
+        for version, tokens in self._by_version(answer.joined_at, answer.joined_at + received):
             answer.versions[version] = answer.versions.get(version, 0.0) + tokens
         self.num -= 1
-        self.context -= answer.context + (self._steps - answer.begun)
-        answer.context += got
-        answer.left -= got
-        answer.read = answer.context
+        self.context -= answer.context + (self._steps - answer.joined_at)
+        answer.context += received
+        answer.left -= received
+        answer.uncached = answer.context
         answer.running = False
         if finished:
             heapq.heappop(self._batch)
-        if len(self._joined) > 2 * self.num + 64:
-            self._joined = [each for each in self._joined if each.running and each.engine is self]
+        if len(self._by_arrival) > 2 * self.num + 64:
+            self._by_arrival = [each for each in self._by_arrival if each.running and each.engine is self]
 
     def _by_version(self, begin: float, end: float) -> Iterator[tuple[int, float]]:
-        place = bisect_right(self._marks, begin) - 1
+        place = bisect_right(self._version_starts, begin) - 1
         while begin < end:
-            until = self._marks[place + 1] if place + 1 < len(self._marks) else end
+            until = self._version_starts[place + 1] if place + 1 < len(self._version_starts) else end
             if until > begin:
-                yield self._marked[place], min(until, end) - begin
+                yield self._versions[place], min(until, end) - begin
             begin, place = max(begin, until), place + 1
 
     def _preempt(self) -> None:
-        """Those that came last go back to the head of the queue."""
-        while self.num > 1 and self.context > ROOM * self._cache_tokens:
-            answer = self._joined.pop()
+        """Move the sequences that joined last back to the head of the queue, until the cache is below its fill
+        limit."""
+        while self.num > 1 and self.context > FILL_LIMIT * self._cache_tokens:
+            answer = self._by_arrival.pop()
             if not answer.running or answer.engine is not self:
                 continue
             self._leave(answer)
             self.waiting.appendleft(answer)
-            self._may_join += self.held
-            self.counted.preempted += 1
+            self._may_join += self.draining
+            self.counts.preempted += 1
 
     def progress(self, answer: SimulatedAnswer) -> float:
-        """Tokens that it got since it joined the batch."""
+        """Return the number of tokens that an answer received since it joined the batch."""
         self.advance()
-        return min(answer.left, self._steps - answer.begun) if answer.running else 0.0
+        return min(answer.left, self._steps - answer.joined_at) if answer.running else 0.0
 
     # --- weights
 
-    def hold(self, mode: Interrupt) -> None:
-        """A commit comes as soon as what runs has ended."""
-        self.held = True
+    def drain(self, mode: Interrupt) -> None:
+        """Let running sequences finish before the commit; with ``Interrupt.BATCH`` also those that wait now."""
+        self.draining = True
         self._may_join = len(self.waiting) if mode is Interrupt.BATCH else 0
-        self._moved[self] = None
+        self._changed[self] = None
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is left to be served before the commit."""
+        """Return whether no sequence remains to be served before the commit."""
         return not self.num and not self._may_join
 
     def swap(self, version: int, mode: Interrupt, gap_s: float) -> None:
-        """Use ``version`` from now on."""
+        """Replace the weights by those of ``version``, and treat running sequences as ``mode`` says."""
         self.advance()
-        self.held = False
-        self._still_until_s = max(self._still_until_s, self._seen_s) + gap_s
+        self.draining = False
+        self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + gap_s
         if mode is Interrupt.ABORT_RETRY:
-            self._begin_again()
-        if self._marks[-1] == self._steps:
-            self._marked[-1] = version
+            self._restart_running()
+        if self._version_starts[-1] == self._steps:
+            self._versions[-1] = version
         else:
-            self._marks.append(self._steps)
-            self._marked.append(version)
-        if mode in _RECOMPUTES and self.num:
-            self._read(self.context)
-        self._moved[self] = None
+            self._version_starts.append(self._steps)
+            self._versions.append(version)
+        if mode in _RECOMPUTING_INTERRUPTS and self.num:
+            self._prefill(self.context)
+        self._changed[self] = None
 
-    def _begin_again(self) -> None:
+    def _restart_running(self) -> None:
         for answer in self._running():
-            got = self._steps - answer.begun
-            self.counted.wasted += got
-            self.counted.restarted += 1
-            self.context -= got
-            answer.begun = self._steps
-            self._read(answer.context)
-            heapq.heappush(self._batch, (self._steps + answer.left, next(self._numbers), answer))
+            received = self._steps - answer.joined_at
+            self.counts.wasted += received
+            self.counts.restarted += 1
+            self.context -= received
+            answer.joined_at = self._steps
+            self._prefill(answer.context)
+            heapq.heappush(self._batch, (self._steps + answer.left, next(self._tie_breakers), answer))
 
     # --- life
 
-    def die(self) -> list[SimulatedAnswer]:
-        """What it had and has not ended, with the tokens that were streamed."""
+    def fail(self) -> list[SimulatedAnswer]:
+        """Stop the engine and return its unfinished answers, which keep the tokens sampled so far."""
         self.advance()
         running = self._running()
         for answer in running:
             self._leave(answer)
-        homeless = [*running, *self.waiting]
+        unfinished = [*running, *self.waiting]
         self.waiting.clear()
         self._batch.clear()
-        self._joined.clear()
-        self.up = self.held = False
+        self._by_arrival.clear()
+        self.up = self.draining = False
         self._may_join, self.context = 0, 0.0
-        self._moved[self] = None
-        return homeless
+        self._changed[self] = None
+        return unfinished
 
-    def come_back(self, version: int) -> None:
-        """It serves again, with these weights."""
+    def restart(self, version: int) -> None:
+        """Serve again, with the weights of ``version``."""
         self.advance()
         self.up = True
-        self._marks.append(self._steps)
-        self._marked.append(version)
-        self._moved[self] = None
+        self._version_starts.append(self._steps)
+        self._versions.append(version)
+        self._changed[self] = None

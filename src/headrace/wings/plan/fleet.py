@@ -1,7 +1,7 @@
-"""A model of several engines: who serves what, commits that roll, engines that die.
+"""A model of several engines: routing, commits that roll over the engines, and failures.
 
-A sequence goes to the engine that its siblings and its earlier turns went to, unless that one has clearly more to do:
-by the same measure as in a real fleet.
+A sequence is routed to the engine that served its siblings and earlier turns, unless that engine is clearly more
+loaded than others: the rule of the real router.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 
 from headrace.base.types.weights import Interrupt
 from headrace.engine.fleet.router import allowed_load
-from headrace.wings.plan.agenda import Agenda
 from headrace.wings.plan.costs import EngineCost, FailureCost, SyncCost
-from headrace.wings.plan.engine import WAITS, EngineCounts, SimulatedAnswer, SimulatedEngine
+from headrace.wings.plan.engine import WAITING_INTERRUPTS, EngineCounts, SimulatedAnswer, SimulatedEngine
+from headrace.wings.plan.events import EventQueue
 
-_STOPS = frozenset(Interrupt) - {Interrupt.INFLIGHT, Interrupt.STREAM}
-"""While an engine commits so, others serve."""
+_STOPPING_INTERRUPTS = frozenset(Interrupt) - {Interrupt.INFLIGHT, Interrupt.STREAM}
+"""Interrupts that stop an engine during its commit, so that the others serve meanwhile."""
 
 
 class SimulatedFleet:
-    """Engines that are alike."""
+    """A set of identical engines."""
 
     def __init__(
         self,
-        agenda: Agenda,
+        events: EventQueue,
         cost: EngineCost,
         *,
         count: int,
@@ -36,108 +36,110 @@ class SimulatedFleet:
         failures: FailureCost,
         rng: np.random.Generator,
     ) -> None:
-        self._agenda, self._sync, self._failures, self._rng = agenda, sync, failures, rng
-        self._moved: dict[SimulatedEngine, None] = {}
-        self._files: dict[int, dict[SimulatedEngine, None]] = {}
-        self._filed: dict[SimulatedEngine, int] = {}
-        self._least = 0
-        self._homeless: deque[SimulatedAnswer] = deque()
+        self._events, self._sync, self._failures, self._rng = events, sync, failures, rng
+        self._changed: dict[SimulatedEngine, None] = {}
+        self._engines_by_load: dict[int, dict[SimulatedEngine, None]] = {}
+        self._indexed_load: dict[SimulatedEngine, int] = {}
+        self._smallest_load = 0
+        self._unrouted: deque[SimulatedAnswer] = deque()
         self._to_commit: deque[SimulatedEngine] = deque()
         self._committing: dict[SimulatedEngine, None] = {}
         self._swapping: dict[float, list[SimulatedEngine]] = {}
-        self._wanted = 0
+        self._target_version = 0
         self._committed: Callable[[], None] | None = None
         self.engines: list[SimulatedEngine] = []
         for _ in range(count):
             engine = SimulatedEngine(
-                agenda, cost, max_sequences=max_sequences, cache_tokens=cache_tokens, moved=self._moved
+                events, cost, max_sequences=max_sequences, cache_tokens=cache_tokens, changed=self._changed
             )  # fmt: skip
             self.engines.append(engine)
-            self._file(engine)
-            self._expect_death(engine)
+            self._index(engine)
+            self._schedule_failure(engine)
 
     # --- sequences
 
     def put(self, answer: SimulatedAnswer, near: SimulatedEngine | None) -> SimulatedEngine | None:
-        """Find an engine for it: ``near``, if that has not clearly more to do than others. ``None``: it waits until one
-        is there."""
+        """Route an answer and return its engine: ``near``, unless it is clearly more loaded than others. Return
+        ``None`` if no engine is up; the answer then waits for one."""
         engine = self._choose(near)
         if engine is None:
-            self._homeless.append(answer)
+            self._unrouted.append(answer)
             return None
         if engine is not near:
-            answer.read = answer.context
+            answer.uncached = answer.context
         engine.put(answer)
         return engine
 
     def withdraw(self, answer: SimulatedAnswer) -> bool:
-        """It is not wanted any more; whether it was here."""
+        """Remove an answer that is no longer needed, and return whether it was here."""
         if answer.engine is not None:
             answer.engine.withdraw(answer)
             return True
-        if answer in self._homeless:
-            self._homeless.remove(answer)
+        if answer in self._unrouted:
+            self._unrouted.remove(answer)
             return True
         return False
 
     def _choose(self, near: SimulatedEngine | None) -> SimulatedEngine | None:
-        if not self._filed:  # a commit stops all of them
-            able = [engine for engine in self.engines if engine.up]
-            return near if near in able else min(able, key=lambda engine: engine.load, default=None)
-        if near is not None and near in self._filed and near.load <= allowed_load(self._least):
+        if not self._indexed_load:  # all engines drain for a commit, or are down
+            alive = [engine for engine in self.engines if engine.up]
+            return near if near in alive else min(alive, key=lambda engine: engine.load, default=None)
+        if near is not None and near in self._indexed_load and near.load <= allowed_load(self._smallest_load):
             return near
         least = self._least_loaded()
-        return near if near in self._filed and near.load <= allowed_load(self._least) else least
+        return near if near in self._indexed_load and near.load <= allowed_load(self._smallest_load) else least
 
     def _least_loaded(self) -> SimulatedEngine:
-        """Loads that have risen are found out here, those that have fallen when the engine is settled."""
+        """Return an engine with the smallest load. An engine whose load has risen is re-indexed here; one whose load
+        has fallen is re-indexed when it is settled."""
         while True:
-            while not self._files.get(self._least):
-                self._least += 1
-            engine = next(iter(self._files[self._least]))
-            if engine.load == self._least:
+            while not self._engines_by_load.get(self._smallest_load):
+                self._smallest_load += 1
+            engine = next(iter(self._engines_by_load[self._smallest_load]))
+            if engine.load == self._smallest_load:
                 return engine
-            self._file(engine)
+            self._index(engine)
 
-    def _file(self, engine: SimulatedEngine) -> None:
-        """Among those of its load, as the last; those that are held or down are not filed."""
-        before = self._filed.pop(engine, None)
+    def _index(self, engine: SimulatedEngine) -> None:
+        """Index the engine by its load, as the last of its equals; draining engines and those that are down are not
+        indexed."""
+        before = self._indexed_load.pop(engine, None)
         if before is not None:
-            del self._files[before][engine]
-        if engine.up and not engine.held:
-            load = self._filed[engine] = engine.load
-            self._files.setdefault(load, {})[engine] = None
-            self._least = min(self._least, load)
+            del self._engines_by_load[before][engine]
+        if engine.up and not engine.draining:
+            load = self._indexed_load[engine] = engine.load
+            self._engines_by_load.setdefault(load, {})[engine] = None
+            self._smallest_load = min(self._smallest_load, load)
 
     def settle(self) -> None:
-        """Bring up to date what has changed at this moment."""
-        while self._moved:
-            engine, _ = self._moved.popitem()
+        """Settle every engine that changed at the current time."""
+        while self._changed:
+            engine, _ = self._changed.popitem()
             engine.settle()
-            if engine.load < self._filed.get(engine, 0):
-                self._file(engine)
-            if engine.held and engine.drained and engine in self._committing:
+            if engine.load < self._indexed_load.get(engine, 0):
+                self._index(engine)
+            if engine.draining and engine.drained and engine in self._committing:
                 self._swap(engine)
 
     # --- weights
 
     def commit(self, version: int, committed: Callable[[], None]) -> None:
-        """Bring ``version`` into use, so many engines at once; ``committed`` is called when all use it."""
-        self._wanted, self._committed = version, committed
+        """Commit ``version`` on all engines, a limited number at once; ``committed`` is called when all use it."""
+        self._target_version, self._committed = version, committed
         self._to_commit = deque(engine for engine in self.engines if engine.up)
         self._commit_next()
 
     def _commit_next(self) -> None:
         mode = self._sync.interrupt
-        usual = 1 if mode in _STOPS else len(self.engines)
-        while self._to_commit and len(self._committing) < (self._sync.rolling or usual):
+        default = 1 if mode in _STOPPING_INTERRUPTS else len(self.engines)
+        while self._to_commit and len(self._committing) < (self._sync.rolling or default):
             engine = self._to_commit.popleft()
             if not engine.up:
                 continue
             self._committing[engine] = None
-            if mode in WAITS and engine.load:
-                engine.hold(mode)
-                self._file(engine)
+            if mode in WAITING_INTERRUPTS and engine.load:
+                engine.drain(mode)
+                self._index(engine)
             else:
                 self._swap(engine)
         if not self._to_commit and not self._committing and self._committed is not None:
@@ -145,69 +147,69 @@ class SimulatedFleet:
             committed()
 
     def _swap(self, engine: SimulatedEngine) -> None:
-        engine.swap(self._wanted, self._sync.interrupt, self._sync.gap_s)
-        if engine not in self._filed:
-            self._file(engine)
-        begun_s = self._agenda.now_s
-        together = self._swapping.setdefault(begun_s, [])
+        engine.swap(self._target_version, self._sync.interrupt, self._sync.gap_s)
+        if engine not in self._indexed_load:
+            self._index(engine)
+        started_s = self._events.now_s
+        together = self._swapping.setdefault(started_s, [])
         if not together:
-            self._agenda.after(self._sync.gap_s, self._swapped, begun_s)
+            self._events.after(self._sync.gap_s, self._swapped, started_s)
         together.append(engine)
 
-    def _swapped(self, begun_s: float) -> None:
-        for engine in self._swapping.pop(begun_s):
+    def _swapped(self, started_s: float) -> None:
+        for engine in self._swapping.pop(started_s):
             self._committing.pop(engine, None)
         self._commit_next()
 
     # --- life
 
-    def _expect_death(self, engine: SimulatedEngine) -> None:
+    def _schedule_failure(self, engine: SimulatedEngine) -> None:
         if self._failures.engine_mtbf_s < float("inf"):
-            self._agenda.after(self._rng.exponential(self._failures.engine_mtbf_s), self._die, engine)
+            self._events.after(self._rng.exponential(self._failures.engine_mtbf_s), self._fail, engine)
 
-    def _die(self, engine: SimulatedEngine) -> None:
-        self._homeless.extend(engine.die())
-        self._file(engine)
-        self._agenda.after(self._failures.engine_restart_s, self._come_back, engine)
-        for answer in self._take_homeless():
+    def _fail(self, engine: SimulatedEngine) -> None:
+        self._unrouted.extend(engine.fail())
+        self._index(engine)
+        self._events.after(self._failures.engine_restart_s, self._restart, engine)
+        for answer in self._take_unrouted():
             answer.engine = None
             self.put(answer, None)
         if engine in self._committing:
             del self._committing[engine]
-            self._agenda.after(0.0, self._commit_next)
+            self._events.after(0.0, self._commit_next)
 
-    def _take_homeless(self) -> list[SimulatedAnswer]:
-        homeless, self._homeless = list(self._homeless), deque()
-        return homeless
+    def _take_unrouted(self) -> list[SimulatedAnswer]:
+        unrouted, self._unrouted = list(self._unrouted), deque()
+        return unrouted
 
-    def _come_back(self, engine: SimulatedEngine) -> None:
-        engine.come_back(self._wanted)
-        self._file(engine)
-        self._expect_death(engine)
-        for answer in self._take_homeless():
+    def _restart(self, engine: SimulatedEngine) -> None:
+        engine.restart(self._target_version)
+        self._index(engine)
+        self._schedule_failure(engine)
+        for answer in self._take_unrouted():
             self.put(answer, None)
 
     # --- what was done
 
-    def counted(self) -> EngineCounts:
-        """All engines together, up to now."""
+    def counts(self) -> EngineCounts:
+        """Return the summed counts of all engines, up to now."""
         total = EngineCounts()
         for engine in self.engines:
             engine.advance()
-            total.busy_s += engine.counted.busy_s
-            total.prefill_s += engine.counted.prefill_s
-            total.generated += engine.counted.generated
-            total.wasted += engine.counted.wasted
-            total.preempted += engine.counted.preempted
-            total.restarted += engine.counted.restarted
+            total.busy_s += engine.counts.busy_s
+            total.prefill_s += engine.counts.prefill_s
+            total.generated += engine.counts.generated
+            total.wasted += engine.counts.wasted
+            total.preempted += engine.counts.preempted
+            total.restarted += engine.counts.restarted
         return total
 
     @property
     def running(self) -> int:
-        """Sequences in batches."""
+        """Return the number of sequences in batches."""
         return sum(engine.num for engine in self.engines)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait to join one."""
-        return sum(len(engine.waiting) for engine in self.engines) + len(self._homeless)
+        """Return the number of sequences that wait to join a batch."""
+        return sum(len(engine.waiting) for engine in self.engines) + len(self._unrouted)

@@ -1,4 +1,4 @@
-"""What is kept of simulated groups, and how they are written out where real code looks at them."""
+"""Simulated groups and episodes, and their conversion into the real types that filters and the flow read."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from headrace.wings.plan.engine import SimulatedAnswer, SimulatedEngine
 from headrace.wings.plan.learner import SimulatedWork
 
 FAILED = "env_error"
-"""Why an episode has no reward."""
+"""Cause of an episode that ended without a reward."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Episodic(SimulatedAnswer):
-    """One attempt at a task, of which one answer after the other is sampled."""
+class SimulatedEpisode(SimulatedAnswer):
+    """One attempt at a task, whose answers are sampled one after another."""
 
     group: SimulatedGroup
     place: int
-    """In its group, from 0."""
+    """Index of the episode in its group."""
     turns: int
-    """Answers that are still to come, this one included."""
-    home: SimulatedEngine | None = None
-    """Where its last turn was sampled, or is."""
-    home_version: int = 0
-    """The weights under which its context was computed there."""
-    cut: bool = False
-    """Whether an answer reached the limit."""
+    """Number of answers still to come, the current one included."""
+    cache_engine: SimulatedEngine | None = None
+    """Engine that sampled the last turn, or samples the current one."""
+    cache_version: int = 0
+    """Version of the weights under which that engine computed the cached context."""
+    truncated: bool = False
+    """Whether an answer reached the length limit."""
     status: EpisodeStatus = EpisodeStatus.RUNNING
     reward: float | None = None
-    """``None`` until it is scored, and where it failed."""
+    """Reward; ``None`` until the episode is scored, and if it failed."""
 
     @property
     def sampled(self) -> float:
-        """Tokens that were sampled of it and written down."""
+        """Return the number of recorded sampled tokens."""
         return sum(self.versions.values())
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedGroup:
-    """Attempts at one task."""
+    """A group of attempts at one task."""
 
     number: int
     chance: float
-    """Of each to solve it."""
-    episodes: list[Episodic] = field(default_factory=list)
+    """Probability with which each attempt solves the task."""
+    episodes: list[SimulatedEpisode] = field(default_factory=list)
     num_finished: int = 0
     num_ended: int = 0
-    home: SimulatedEngine | None = None
-    """Where its prompt was read last."""
-    home_version: int = 0
+    cache_engine: SimulatedEngine | None = None
+    """Engine that prefilled the group's prompt last."""
+    cache_version: int = 0
     ends_s: list[float] = field(default_factory=list)
     trained: dict[int, float] = field(default_factory=dict)
-    """Tokens that are to be trained, by version."""
+    """Number of tokens to be trained, by version."""
     tokens: float = 0.0
-    """Of the trained episodes, prompts included."""
+    """Number of tokens of the trained episodes, prompts included."""
     squares: float = 0.0
-    """The squares of their lengths, added up."""
+    """Sum of the squared lengths of the trained episodes."""
 
-    def add(self, episode: Episodic) -> None:
-        """It is to be trained."""
+    def add(self, episode: SimulatedEpisode) -> None:
+        """Count an episode that is to be trained."""
         for version, tokens in episode.versions.items():
             self.trained[version] = self.trained.get(version, 0.0) + tokens
         self.tokens += episode.context
@@ -74,49 +74,49 @@ class SimulatedGroup:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedBatch(SimulatedWork):
-    """What one step trains."""
+    """The batch of one step."""
 
     taken: TakenBatch
     groups: list[SimulatedGroup]
 
 
 class SimulatedRecorder:
-    """Writes groups out as a real run keeps them, with two tokens for all of an answer: of its oldest and of its newest
-    version. Where a filter asks for lengths there are as many as were sampled."""
+    """A converter of simulated groups into real ones. An answer gets two tokens, with its oldest and its newest
+    version; if a filter reads lengths, it gets as many tokens as were sampled."""
 
-    def __init__(self, *, whole: bool) -> None:
-        """``whole``: as many tokens as were sampled."""
-        self._whole = whole
-        self._known: dict[tuple[int, int, int], Tokens] = {}
+    def __init__(self, *, full_length: bool) -> None:
+        """With ``full_length``, answers get as many tokens as were sampled."""
+        self._full_length = full_length
+        self._cache: dict[tuple[int, int, int], Tokens] = {}
 
     def group(self, group: SimulatedGroup) -> ScoredGroup:
-        """One of which every episode is trained: a single one stands for all."""
+        """Return a group in which every episode is trained; one episode represents all."""
         tokens = self._tokens(min(group.trained), max(group.trained), 2)
-        written = EpisodeGraph(key=EpisodeKey(group.number, 0), status=EpisodeStatus.SCORED, reward=0.0)
-        written.turns.append(Turn(author="policy", tokens=tokens))
-        return ScoredGroup(number=group.number, episodes=(written,))
+        record = EpisodeGraph(key=EpisodeKey(group.number, 0), status=EpisodeStatus.SCORED, reward=0.0)
+        record.turns.append(Turn(author="policy", tokens=tokens))
+        return ScoredGroup(number=group.number, episodes=(record,))
 
-    def episode(self, episode: Episodic) -> EpisodeGraph:
-        """One as it ended."""
+    def episode(self, episode: SimulatedEpisode) -> EpisodeGraph:
+        """Return an episode in the state in which it ended."""
         causes = {EpisodeStatus.FAILED: FAILED, EpisodeStatus.LEFT_OUT: REDUNDANT}
-        written = EpisodeGraph(
+        record = EpisodeGraph(
             key=EpisodeKey(episode.group.number, episode.place),
             status=episode.status,
             reward=episode.reward,
             cause=causes.get(episode.status, ""),
         )
         if episode.versions:
-            count = max(2, round(episode.sampled)) if self._whole else 2
+            count = max(2, round(episode.sampled)) if self._full_length else 2
             tokens = self._tokens(min(episode.versions), max(episode.versions), count)
-            reason = StopReason.LENGTH if episode.cut else StopReason.STOP
-            written.turns.append(Turn(author="policy", tokens=tokens, stop_reason=reason))
-        return written
+            reason = StopReason.LENGTH if episode.truncated else StopReason.STOP
+            record.turns.append(Turn(author="policy", tokens=tokens, stop_reason=reason))
+        return record
 
     def _tokens(self, oldest: int, newest: int, count: int) -> Tokens:
         key = (oldest, newest, count)
-        if key not in self._known:
+        if key not in self._cache:
             versions_T = np.full(count, oldest, np.int32)
             versions_T[-1] = newest
             zeros_T = np.zeros(count, np.int32)
-            self._known[key] = Tokens(ids_T=zeros_T, logprobs_T=zeros_T.astype(np.float32), versions_T=versions_T)
-        return self._known[key]
+            self._cache[key] = Tokens(ids_T=zeros_T, logprobs_T=zeros_T.astype(np.float32), versions_T=versions_T)
+        return self._cache[key]

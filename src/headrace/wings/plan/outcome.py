@@ -1,92 +1,74 @@
-"""What a simulated run came to: where its time and its tokens went, in the words in which a real run is judged."""
+"""The result of a simulated run: where its time and tokens went, in the form in which a real run is judged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.base.types.observation import Account, Cause
 
-if TYPE_CHECKING:
-    from headrace.wings.plan.simulator import Simulation
 
-
-class StepSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """How things stood when a step was made; times are seconds of the run, totals since its beginning."""
+class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the simulation at the end of a step. Times are seconds of the run, totals count from its
+    beginning."""
 
     end_s: float
     tokens: float
-    """That carried loss in this step."""
+    """Number of tokens that carried loss in this step."""
     ages: dict[int, float]
-    """Those, by age in versions."""
+    """Number of those tokens by age in versions."""
     wait_s: float
-    """How long the learner waited for this step's batch."""
+    """Time that the learner waited for this step's batch."""
     straggler_s: float
-    """Of that, how long nine in ten episodes of the batch had ended."""
+    """Part of ``wait_s`` after nine in ten episodes of the batch had ended."""
     learner_busy_s: float
     exposed_sync_s: float
     engine_busy_s: float
-    """Of the mean engine."""
+    """Busy time of an engine, averaged over the engines."""
     together_s: float
-    """Of that, while the learner trained."""
+    """Part of ``engine_busy_s`` during which the learner trained."""
     prefill_s: float
-    """Of that, on prompts."""
+    """Part of ``engine_busy_s`` spent on prefill."""
     generated: float
-    """Tokens."""
+    """Number of sampled tokens."""
     scoring_s: float
-    """Engines and learner both stood idle while a reward was being computed."""
+    """Time in which engines and learner were both idle while a reward was computed."""
     sync_s: float
-    """The same while a version was on its way."""
+    """Time in which engines and learner were both idle while a version was in transit."""
     wasted: float
-    """Tokens that will not be trained."""
+    """Number of tokens that will not be trained."""
 
 
-_BEGINNING = StepSeen(
+_BEGINNING = StepSnapshot(
     end_s=0.0, tokens=0.0, ages={}, wait_s=0.0, straggler_s=0.0, learner_busy_s=0.0, exposed_sync_s=0.0,
     engine_busy_s=0.0, together_s=0.0, prefill_s=0.0, generated=0.0, scoring_s=0.0, sync_s=0.0, wasted=0.0,
 )  # fmt: skip
 
 
 class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated run."""
+    """The result of one simulated run."""
 
     seconds: float
-    """From the first group to the commit of the last version."""
-    steps: tuple[StepSeen, ...]
+    """Time from the first group to the commit of the last version."""
+    steps: tuple[StepSnapshot, ...]
     wasted_tokens: dict[str, float]
-    """By reason."""
+    """Number of wasted tokens by reason."""
     dropped_groups: dict[str, int]
-    """By reason."""
+    """Number of dropped groups by reason."""
     preempted: int
-    """Times a sequence left a batch because the cache was full."""
+    """Number of times a sequence was preempted because the cache was full."""
     num_episodes: int
-    """Of the groups that were submitted."""
-
-    @classmethod
-    def of(cls, run: Simulation) -> SimulatedOutcome:
-        """Of a run that has ended."""
-        total = run.fleet.counted()
-        wasted = dict(run.wasted)
-        if total.wasted:
-            wasted["weight_update"] = total.wasted
-        return cls(
-            seconds=run.agenda.now_s,
-            steps=tuple(run.steps),
-            wasted_tokens=wasted,
-            dropped_groups=dict(run.books.dropped),
-            preempted=total.preempted,
-            num_episodes=run.books.submitted * run.world.flow.group_size,
-        )
+    """Number of episodes of the submitted groups."""
 
     @property
     def settled(self) -> int:
-        """The number of steps after which it goes on as it will: the first quarter fills queues."""
+        """Return the number of initial steps to ignore, a quarter of all: queues fill during them."""
         return len(self.steps) // 4
 
     def account(self, first: int | None = None) -> Account:
-        """From the end of step ``first`` − 1 (0: from the beginning; unset: settled) to the end of the last."""
+        """Return the account from the end of step ``first`` − 1 to the end of the last; ``first`` = 0 means from the
+        beginning, ``None`` after the initial steps."""
         skipped = self.settled if first is None else first
         begin = self.steps[skipped - 1] if skipped else _BEGINNING
         end, counted = self.steps[-1], self.steps[skipped:]
@@ -114,18 +96,18 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tok_s(self) -> float:
-        """Trained tokens a second, once settled."""
+        """Return the trained tokens per second after the initial steps."""
         account = self.account()
         return account.per_second(account.trained_tokens)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, once settled."""
+        """Return the mean seconds of a step after the initial steps."""
         return self.account().seconds / (len(self.steps) - self.settled)
 
     @property
     def ages(self) -> Mapping[int, float]:
-        """Trained tokens by age, once settled."""
+        """Return the number of trained tokens by age, after the initial steps."""
         total: dict[int, float] = {}
         for step in self.steps[self.settled :]:
             for age, tokens in step.ages.items():
@@ -134,21 +116,22 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_age(self) -> float:
-        """Of the trained tokens, in versions."""
+        """Return the mean age of the trained tokens in versions."""
         ages = self.ages
         return sum(age * tokens for age, tokens in ages.items()) / max(sum(ages.values()), 1e-9)
 
     @property
     def max_age(self) -> int:
-        """The greatest, in versions."""
+        """Return the greatest age of a trained token in versions."""
         return max((age for step in self.steps for age in step.ages), default=0)
 
 
 def _waits(idle_s: float, other: Cause, other_s: float, both_s: Mapping[Cause, float]) -> dict[str, float]:
-    """The time in which one side does nothing, by who works then: the ``other`` side, what both wait for, or nobody."""
-    told = {other: other_s, **both_s}
+    """Split the idle time of one side by cause: the time in which the ``other`` side works, the times in which both
+    wait, and the rest."""
+    by_cause = {other: other_s, **both_s}
     waits: dict[str, float] = {}
-    for cause, time_s in told.items():
+    for cause, time_s in by_cause.items():
         waits[str(cause)] = min(max(0.0, time_s), idle_s)
         idle_s -= waits[str(cause)]
     waits[str(Cause.NOBODY)] = idle_s

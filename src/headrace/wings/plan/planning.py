@@ -1,4 +1,4 @@
-"""From a run file's settings and a cluster to a plan."""
+"""Makes a plan from the settings of a run file and a cluster file."""
 
 from __future__ import annotations
 
@@ -12,42 +12,46 @@ from headrace.wings.plan.system import Measured, PlanContext
 from headrace.wings.plan.workload import Workload
 
 MEAN_SHARE = 0.25
-"""Of the longest answer, the mean one, where nobody says."""
+"""Mean length of an answer as a fraction of the longest, if the cluster file does not give it."""
 
 
-def usual_workload(asked: SizingRequest) -> Workload:
-    """What is assumed where the cluster file does not say."""
-    longest = asked.engine.max_new_tokens
+def usual_workload(request: SizingRequest) -> Workload:
+    """Return the workload that is assumed if neither the cluster file nor a calibration gives one."""
+    longest = request.engine.max_new_tokens
     return Workload(prompt_tokens=ConstantSpread(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
 
 
-def make_site(asked: SizingRequest, file: ClusterFile, measured: Measured | None = None) -> PlanContext:
-    """What is planned for. :class:`~headrace.base.errors.ConfigError` where the model does not fit."""
-    seen = None if measured is None else measured.workload
-    workload = file.workload or seen or usual_workload(asked)
-    longest = asked.engine.max_context or asked.engine.max_new_tokens + 4 * MEAN_SHARE * 256
+def make_site(request: SizingRequest, file: ClusterFile, measured: Measured | None = None) -> PlanContext:
+    """Return the context of a plan.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if the model does not fit on the cluster.
+    """
+    recorded = None if measured is None else measured.workload
+    workload = file.workload or recorded or usual_workload(request)
+    longest = request.engine.max_context or request.engine.max_new_tokens + 4 * MEAN_SHARE * 256
     return PlanContext(
-        asked=asked,
+        request=request,
         cluster=file.cluster,
         workload=workload,
-        fit=fit(asked, file.cluster, longest),
+        fit=fit(request, file.cluster, longest),
         measured=measured,
     )
 
 
 def plan(site: PlanContext, clock: Clock, *, seed: int = 0, generation: int | None = None) -> SearchResult:
-    """Search; ``generation`` fixes how many accelerators generate.
+    """Search for the best settings; ``generation`` fixes the number of generating accelerators.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where they are no whole engines, or leave the learner too few.
+    Raises :class:`~headrace.base.errors.ConfigError` if ``generation`` is not a whole number of engines, or leaves too
+    few accelerators for the learner.
     """
-    fit, most = site.fit, site.cluster.count - site.fit.least_learner
+    fit, largest = site.fit, site.cluster.count - site.fit.least_learner
     if generation and not fit.beside:
         raise ConfigError(
-            f"--generation {generation} does not do on {site.cluster}: {fit}", remedy="leave --generation out"
+            f"--generation {generation} is not possible on {site.cluster}: {fit}", remedy="leave --generation out"
         )
-    if generation and (generation % fit.ways or generation > most):
+    if generation and (generation % fit.ways or generation > largest):
         raise ConfigError(
-            f"--generation {generation} does not do on {site.cluster}: {fit}",
-            remedy=f"give a multiple of {fit.ways}, at most {most // fit.ways * fit.ways}",
+            f"--generation {generation} is not possible on {site.cluster}: {fit}",
+            remedy=f"give a multiple of {fit.ways}, at most {largest // fit.ways * fit.ways}",
         )
     return Search(site=site, clock=clock, seed=seed, fixed=generation).run()

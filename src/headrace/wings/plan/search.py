@@ -1,8 +1,9 @@
-"""Looks for the best way to run it: every candidate is a simulated run.
+"""A search for the fastest way to divide and configure a run; every candidate is simulated.
 
-Coarse first: splits of the accelerators and run-ahead together, and all accelerators in turn; then around the best of
-these a finer split, the batch, the interrupt, the transport, one after the other. Of candidates that are about as fast
-the one with younger tokens wins, and of these the one that changes less of what was asked.
+The search is coarse first: splits of the accelerators combined with staleness bounds, and all accelerators alternating
+between both tasks. Around the best of these it then varies the split, the batch, the interrupt and the transport, one
+after another. Among candidates of about the same speed, the one with younger tokens wins, then the one that changes
+fewer settings of the run file.
 """
 
 from __future__ import annotations
@@ -15,33 +16,34 @@ import msgspec
 from headrace.base.clock import Clock
 from headrace.base.types.weights import Interrupt
 from headrace.flow import FlowConfig
+from headrace.sync.config import TRANSPORTS
 from headrace.wings.plan.outcome import SimulatedOutcome
 from headrace.wings.plan.simulator import Simulation
 from headrace.wings.plan.system import Choice, PlanContext
 
 COARSE = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
-"""Shares of the accelerators that generate."""
+"""Fractions of the accelerators that generate, in the first pass."""
 FINE = (-0.0625, -0.03125, 0.03125, 0.0625)
-"""Beside the best of those."""
+"""Changes to the best of those fractions, in the second pass."""
 AGES = (1, 2, 4, 8)
 EPISODES = 6_000
-"""Of one simulated run, about: enough for its rate to be known within a percent or two."""
+"""Approximate number of episodes of one simulated run, enough to know its rate within one or two percent."""
 LEAST_STEPS, MOST_STEPS = 6, 24
-ALIKE = 0.02
-"""Rates that differ by less are the same: simulated runs scatter by about as much."""
+EQUAL_WITHIN = 0.02
+"""Relative difference below which two rates count as equal; simulated runs scatter by about as much."""
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate and what it came to."""
+    """The settings and results of one candidate."""
 
     generation: int
-    """Accelerators that generate; 0: all do both in turn."""
+    """Number of generating accelerators; 0: all accelerators alternate between generation and training."""
     training: int
-    """Accelerators that train."""
+    """Number of training accelerators."""
     groups_per_step: int
-    """The batch."""
+    """Number of groups in a batch."""
     max_age: int
-    """The bound."""
+    """Staleness bound in versions."""
     lead: int
     interrupt: str
     transport: str
@@ -49,99 +51,108 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     generated_tok_s: float
     step_s: float
     engine_idle: float
-    """Fraction of the time."""
+    """Fraction of the time in which the engines are idle."""
     learner_idle: float
-    """The same."""
+    """Fraction of the time in which the learner is idle."""
     mean_age: float
-    """Of trained tokens, in versions."""
+    """Mean age of trained tokens in versions."""
     oldest: int
-    """The greatest age."""
+    """Greatest age of a trained token in versions."""
     exposed_sync: float
-    """Fraction of the time that the learner stands still for the sync."""
+    """Fraction of the time in which the learner stands still for the weight sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A choice and its run."""
+    """A choice of settings and the result of its simulated run."""
 
     choice: Choice
     outcome: SimulatedOutcome
 
     @property
     def tok_s(self) -> float:
-        """Trained tokens a second."""
+        """Return the trained tokens per second."""
         return self.outcome.tok_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search came to."""
+    """The result of a search."""
 
     site: PlanContext
     best: Candidate
-    asked: Candidate
-    """As the run file has it, with the best split for it; in turn, where there is none."""
+    requested: Candidate
+    """The settings of the run file with the best split for them, or alternating if no split fits."""
     synchronous: Candidate
-    """The fastest one whose tokens are all fresh: on accelerators that generate and train in turn, or on two parts."""
+    """The fastest candidate without stale tokens, with a split or alternating."""
     tried: Sequence[Tried]
-    """All candidates, in the order in which they were looked at."""
+    """All candidates in the order in which they were simulated."""
     seconds: float
-    """That the search took."""
+    """Duration of the search."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """One search; what was simulated once is not simulated again."""
+    """One search, which simulates each candidate at most once."""
 
     site: PlanContext
     clock: Clock
     seed: int
     fixed: int | None = None
-    """Accelerators that generate, where that is given."""
-    _known: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
+    """Number of generating accelerators if it is given; ``None``: it is searched."""
+    _simulated: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
 
     def run(self) -> SearchResult:
-        """All of it."""
+        """Run the whole search."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
-            asked = synchronous = self._try(self._shared())
-            return self._found(began_s, self._better(asked, self._batches(asked.choice)), asked, synchronous)
-        asked = self._best([self._asked(count) for count in self._splits()])
-        best = self._best([self._asked(count).but(**_aged(age)) for count in self._splits() for age in AGES])
+            requested = synchronous = self._simulate(self._shared())
+            return self._result(
+                began_s, self._better(requested, self._other_batches(requested.choice)), requested, synchronous
+            )
+        requested = self._best([self._configured(count) for count in self._splits()])
+        best = self._best(
+            [self._configured(count).with_flow(**_bounded(age)) for count in self._splits() for age in AGES]
+        )
         in_turn = [self._shared()] if self.site.fit.shared_tokens else []
         best = self._better(best, in_turn)
         if not best.choice.shared:
-            best = self._better(best, self._finer(best.choice))
-        best = self._better(best, self._batches(best.choice))
+            best = self._better(best, self._finer_splits(best.choice))
+        best = self._better(best, self._other_batches(best.choice))
         best = self._better(
             best, [replace(best.choice, interrupt=mode) for mode in (Interrupt.INFLIGHT, Interrupt.DRAIN)]
         )
-        best = self._better(best, [replace(best.choice, transport=route) for route in ("shm", "collective")])
-        fresh = [self._asked(count).but(**_FRESH) for count in self._splits()]
-        return self._found(began_s, self._better(best, [asked.choice]), asked, self._best([*fresh, *in_turn]))
+        best = self._better(best, [replace(best.choice, transport=each) for each in self._transports()])
+        fresh = [self._configured(count).with_flow(**_FRESH) for count in self._splits()]
+        return self._result(began_s, self._better(best, [requested.choice]), requested, self._best([*fresh, *in_turn]))
+
+    def _transports(self) -> list[str]:
+        """Return the transports that may be proposed. Transports of other packages are not imported for a plan."""
+        return [name for name in TRANSPORTS.rows if TRANSPORTS.load(name).cost.proposed]
 
     def glance(self) -> SearchResult:
-        """What is asked for and its synchronous counterpart only."""
+        """Simulate only the settings of the run file and their synchronous counterpart."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
-            turns = self._try(self._shared())
-            return self._found(began_s, turns, turns, turns)
-        asked = self._best([self._asked(count) for count in self._splits()])
-        fresh = self._best([self._asked(count).but(**_FRESH) for count in self._splits()])
-        return self._found(began_s, asked, asked, fresh)
+            turns = self._simulate(self._shared())
+            return self._result(began_s, turns, turns, turns)
+        requested = self._best([self._configured(count) for count in self._splits()])
+        fresh = self._best([self._configured(count).with_flow(**_FRESH) for count in self._splits()])
+        return self._result(began_s, requested, requested, fresh)
 
-    def _found(self, began_s: float, best: Candidate, asked: Candidate, synchronous: Candidate) -> SearchResult:
+    def _result(self, began_s: float, best: Candidate, requested: Candidate, synchronous: Candidate) -> SearchResult:
         return SearchResult(
             site=self.site,
             best=best,
-            asked=asked,
+            requested=requested,
             synchronous=synchronous,
-            tried=[row_of(self.site, each) for each in self._known.values()],
+            tried=[row_of(self.site, each) for each in self._simulated.values()],
             seconds=self.clock.now() - began_s,
         )
 
     def _splits(self) -> Sequence[int]:
-        """How many accelerators may generate: whole engines, and enough left for the learner."""
+        """Return the candidate numbers of generating accelerators: whole engines, with enough accelerators left for
+        the learner."""
         counts = [self.fixed] if self.fixed else [round(share * self.site.cluster.count) for share in COARSE]
         return _unique(self._possible(counts))
 
@@ -151,52 +162,52 @@ class Search:
         for count in counts:
             yield min(max(count // fit.ways * fit.ways, fit.ways), most // fit.ways * fit.ways)
 
-    def _asked(self, generation: int) -> Choice:
-        asked = self.site.asked
+    def _configured(self, generation: int) -> Choice:
+        requested = self.site.request
         return Choice(
             generation=generation,
-            flow=asked.flow,
-            interrupt=asked.sync.interrupt,
-            transport=asked.sync.transport,
+            flow=requested.flow,
+            interrupt=requested.sync.interrupt,
+            transport=requested.sync.transport,
         )
 
     def _shared(self) -> Choice:
-        """All accelerators in turn: what is generated is trained at once."""
-        choice = self._asked(self.site.cluster.count).but(**_FRESH)
+        """Return the choice in which all accelerators alternate: what was generated is trained at once."""
+        choice = self._configured(self.site.cluster.count).with_flow(**_FRESH)
         return replace(choice, shared=True, interrupt=Interrupt.SLEEP)
 
-    def _finer(self, choice: Choice) -> list[Choice]:
+    def _finer_splits(self, choice: Choice) -> list[Choice]:
         if self.fixed:
             return []
         total = self.site.cluster.count
         counts = [choice.generation + round(step * total) for step in FINE]
         return [replace(choice, generation=count) for count in _unique(self._possible(counts))]
 
-    def _batches(self, choice: Choice) -> list[Choice]:
+    def _other_batches(self, choice: Choice) -> list[Choice]:
         size = choice.flow.groups_per_step
-        return [choice.but(groups_per_step=each) for each in (size // 2, 2 * size) if each >= 1]
+        return [choice.with_flow(groups_per_step=each) for each in (size // 2, 2 * size) if each >= 1]
 
-    def _try(self, choice: Choice) -> Candidate:
+    def _simulate(self, choice: Choice) -> Candidate:
         key = (choice.generation, choice.shared, choice.interrupt, choice.transport, choice.flow.model_dump_json())
-        if key not in self._known:
+        if key not in self._simulated:
             per_step = choice.flow.groups_per_step * choice.flow.group_size
             lead = min(choice.flow.effective_lead, MOST_STEPS)
             steps = min(MOST_STEPS, max(LEAST_STEPS + lead, EPISODES // per_step))
-            nearer = replace(choice, flow=choice.flow.model_copy(update=_no_further(choice.flow, MOST_STEPS)))
-            world = replace(self.site.world(nearer, steps), endless=True)
-            self._known[key] = Candidate(choice=choice, outcome=Simulation(world, seed=self.seed).run())
-        return self._known[key]
+            shortened = replace(choice, flow=choice.flow.model_copy(update=_limit_ahead(choice.flow, MOST_STEPS)))
+            world = replace(self.site.world(shortened, steps), endless=True)
+            self._simulated[key] = Candidate(choice=choice, outcome=Simulation(world, seed=self.seed).run())
+        return self._simulated[key]
 
     def _best(self, choices: Sequence[Choice]) -> Candidate:
         first, *others = choices
-        return self._better(self._try(first), others)
+        return self._better(self._simulate(first), others)
 
     def _better(self, best: Candidate, choices: Sequence[Choice]) -> Candidate:
         for choice in choices:
-            other = self._try(choice)
+            other = self._simulate(choice)
             ratio = other.tok_s / best.tok_s
             younger = other.outcome.mean_age < best.outcome.mean_age - 0.05
-            if ratio > 1 + ALIKE or (ratio > 1 - ALIKE and younger):
+            if ratio > 1 + EQUAL_WITHIN or (ratio > 1 - EQUAL_WITHIN and younger):
                 best = other
         return best
 
@@ -204,13 +215,14 @@ class Search:
 _FRESH = {"policy": "synchronous", "max_age": 0, "lead": 0, "order": "strict", "capacity": None}
 
 
-def _no_further(flow: FlowConfig, steps: int) -> dict[str, object]:
-    """What keeps generation from running further ahead than ``steps``: a group that ends later is not seen."""
+def _limit_ahead(flow: FlowConfig, steps: int) -> dict[str, object]:
+    """Return changes that keep generation from running further ahead than ``steps``, since later groups would not be
+    counted."""
     ahead = {"max_age": flow.max_age, "lead": flow.lead}
     return {key: steps for key, value in ahead.items() if isinstance(value, int) and value > steps}
 
 
-def _aged(age: int) -> dict[str, object]:
+def _bounded(age: int) -> dict[str, object]:
     return {"policy": "bounded", "max_age": age, "lead": age, "order": "ready_first"}
 
 
@@ -219,7 +231,7 @@ def _unique(counts: Iterator[int]) -> list[int]:
 
 
 def row_of(site: PlanContext, tried: Candidate) -> Tried:
-    """A candidate as a row."""
+    """Return the settings and results of a candidate as a row."""
     choice, outcome = tried.choice, tried.outcome
     account = outcome.account()
     return Tried(

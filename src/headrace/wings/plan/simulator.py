@@ -1,64 +1,66 @@
-"""A run on virtual time: the real flow, with models of everything that takes time.
+"""A simulated run on virtual time: the real flow, with cost models of everything that takes time.
 
-    real      the flow: pacing, policies, filters, ledger operations, limits that tune themselves; how groups are closed
-    modelled  engines, learner, sync, environments, rewards, failures
+    real       the flow: pacing, policies, filters, ledger operations, automatic limits; closing of groups
+    modelled   engines, learner, sync, environments, rewards, failures; the ledger only counts
 
-What happens is decided where it is decided in a real run, at the same moments; only the loops around it are replaced by
-an agenda of events, since a task for each of a million episodes would take minutes.
+Decisions are made by the same code and at the same moments as in a real run. Only the loops around it are replaced by
+an event queue, because an asyncio task for each of a million episodes would take minutes.
 """
 
 from __future__ import annotations
 
 import heapq
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
 
 from headrace.base.errors import ConfigError
-from headrace.base.heap import settled_heap
+from headrace.base.heap import gc_frozen
 from headrace.base.types.episode import EpisodeStatus
+from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import EngineStats, StepReport
 from headrace.control.groups import close_group
-from headrace.control.measuring import straggler_s
-from headrace.control.tuning import LOOK_S
+from headrace.control.loops.learning import LOOK_S
+from headrace.control.metrics.batch import straggler_s
 from headrace.flow import Admission, Flow
-from headrace.flow.concurrency import Concurrency
 from headrace.flow.filters import FilterContext, LengthFilter
+from headrace.flow.ledger.base import CommitVersion, EndStep, Move, Operation, Submit
 from headrace.flow.policies import STALE
-from headrace.wings.plan.agenda import Agenda
-from headrace.wings.plan.books import CountingLedger
+from headrace.flow.state import FlowState
+from headrace.flow.tuning import Concurrency
 from headrace.wings.plan.engine import SimulatedAnswer
+from headrace.wings.plan.events import EventQueue
 from headrace.wings.plan.fleet import SimulatedFleet
-from headrace.wings.plan.groups import Episodic, SimulatedBatch, SimulatedGroup, SimulatedRecorder
+from headrace.wings.plan.groups import SimulatedBatch, SimulatedEpisode, SimulatedGroup, SimulatedRecorder
 from headrace.wings.plan.learner import SimulatedLearner
-from headrace.wings.plan.outcome import SimulatedOutcome, StepSeen
-from headrace.wings.plan.workload import Demand
+from headrace.wings.plan.outcome import SimulatedOutcome, StepSnapshot
+from headrace.wings.plan.workload import WorkloadDraws
 from headrace.wings.plan.world import World
 
 
 class Simulation:
-    """One run. The same world and seed give the same outcome."""
+    """One simulated run. Equal worlds and seeds give equal outcomes."""
 
     def __init__(self, world: World, *, seed: int, check: bool = False) -> None:
-        """``check``: the books are compared after every event, rather than after every step."""
+        """Prepare the run; with ``check`` the invariants are verified after every event instead of at the end."""
         if world.flow.pivots is not None:
             raise ConfigError("flow.pivots cannot be simulated", remedy="plan the run without flow.pivots")
         streams = [np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(10)]
         self.world, self._check = world, check
-        self.agenda = Agenda()
-        self.books = CountingLedger(self._dropped)
+        self.events = EventQueue()
+        self.ledger = CountingLedger(self._group_dropped)
         self.flow = Flow(
             world.flow,
-            writer=self.books,
-            clock=self.agenda,
+            writer=self.ledger,
+            clock=self.events,
             last_step=sys.maxsize if world.endless else world.steps,
             pick_row=lambda number: number,
         )
         self.fleet = SimulatedFleet(
-            self.agenda,
+            self.events,
             world.engine,
             count=world.num_engines,
             max_sequences=world.max_sequences,
@@ -68,44 +70,60 @@ class Simulation:
             rng=streams[0],
         )
         self.learner: SimulatedLearner[SimulatedBatch] = SimulatedLearner(
-            self.agenda, world.learner, world.sync, world.failures, rng=streams[1],
-            begins=self._begins, trained=self._trained,
+            self.events, world.learner, world.sync, world.failures, rng=streams[1],
+            on_start=self._step_starts, on_trained=self._step_ends,
             commit=lambda version: self.fleet.commit(version, lambda: self._committed(version)),
         )  # fmt: skip
-        self._demand = Demand(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
+        self._draws = WorkloadDraws(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
         self._controller_s = 0.0
-        """When the controller has dealt with the episodes that have begun and ended."""
+        """Time until which the controller is busy with episodes that have started and ended."""
         self._scorers = [0.0] * (world.workload.reward_slots or 0)
-        self._judged = bool(world.flow.filters)
-        self._scribe = SimulatedRecorder(whole=any(isinstance(each, LengthFilter) for each in world.flow.filters))
+        self._has_filters = bool(world.flow.filters)
+        reads_lengths = any(isinstance(each, LengthFilter) for each in world.flow.filters)
+        self._recorder = SimulatedRecorder(full_length=reads_lengths)
         self._context = FilterContext(decode=lambda ids: "", seed=seed)
         self.groups: dict[int, SimulatedGroup] = {}
-        """Those that are neither trained nor dropped."""
-        self.steps: list[StepSeen] = []
+        """Groups that are neither trained nor dropped."""
+        self.steps: list[StepSnapshot] = []
         self.wasted: dict[str, float] = defaultdict(float)
-        """Tokens that were sampled and will not be trained, by reason."""
+        """Number of sampled tokens that will not be trained, by reason."""
         self.sampling = self.scoring = 0
         self.scoring_s = self.sync_s = 0.0
         self._together_s = self._engine_busy_s = 0.0
         self._may_admit = self._may_take = True
         if world.flow.capacity == "auto":
             floor = world.flow.groups_per_step
-            self._cap = Concurrency(floor=floor, capacity=floor, seen=EngineStats())
-            self.agenda.after(LOOK_S, self._look)
+            self._cap = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
+            self.events.after(LOOK_S, self._tune_capacity)
 
     def run(self) -> SimulatedOutcome:
-        """From the first group to the commit of the last version."""
-        with settled_heap():
+        """Simulate from the first group to the commit of the last version."""
+        with gc_frozen():
             self._run()
         self.verify()
-        return SimulatedOutcome.of(self)
+        return self._outcome()
+
+    def _outcome(self) -> SimulatedOutcome:
+        """Return the result of the run, which has ended."""
+        total = self.fleet.counts()
+        wasted = dict(self.wasted)
+        if total.wasted:
+            wasted["weight_update"] = total.wasted
+        return SimulatedOutcome(
+            seconds=self.events.now_s,
+            steps=tuple(self.steps),
+            wasted_tokens=wasted,
+            dropped_groups=dict(self.ledger.dropped),
+            preempted=total.preempted,
+            num_episodes=self.ledger.submitted * self.world.flow.group_size,
+        )
 
     def _run(self) -> None:
         self._settle()
         while self.flow.state.version < self.world.steps:
-            before_s, waits = self.agenda.now_s, self._what_waits()
-            assert self.agenda.step(), f"nothing can happen any more: {dict(self.flow.state.counts)}"
-            passed_s = self.agenda.now_s - before_s
+            before_s, waits = self.events.now_s, self._common_wait()
+            assert self.events.step(), f"nothing can happen any more: {dict(self.flow.state.counts)}"
+            passed_s = self.events.now_s - before_s
             if waits == "scoring":
                 self.scoring_s += passed_s
             elif waits:
@@ -114,18 +132,18 @@ class Simulation:
             if self._check:
                 self.verify()
 
-    def _what_waits(self) -> str:
-        """For what engine and learner both stand still."""
-        if self.sampling or self.learner.at_work is not None:
+    def _common_wait(self) -> str:
+        """Return what engines and learner both wait for: "scoring", "sync", or "" if one of them works."""
+        if self.sampling or self.learner.current is not None:
             return ""
         return "scoring" if self.scoring else "sync" if self.learner.publishing else ""
 
     def _settle(self) -> None:
-        """Decide what can be decided now."""
-        while self._may_admit or (self._may_take and self.learner.takes):
+        """Make all decisions that can be made at the current time."""
+        while self._may_admit or (self._may_take and self.learner.can_order):
             if self._may_admit:
                 self._admit()
-            if self._may_take and self.learner.takes:
+            if self._may_take and self.learner.can_order:
                 self._take()
         self.fleet.settle()
 
@@ -135,91 +153,95 @@ class Simulation:
         while self.flow.starts_groups and (admissions := self.flow.admit()):
             groups += map(self._start, admissions)
         if self.world.episode_s and groups:  # the requests of one turn of the controller go in one message
-            self.agenda.at(self._handled_s(len(groups) * self.world.flow.group_size), self._ask_first, groups)
+            self.events.at(
+                self._handled_s(len(groups) * self.world.flow.group_size), self._request_first_answers, groups
+            )
         else:
-            self._ask_first(groups)
+            self._request_first_answers(groups)
 
     # --- generation
 
     def _start(self, admission: Admission) -> SimulatedGroup:
         self.flow.start(admission.number)
-        group = SimulatedGroup(number=admission.number, chance=self._demand.chance())
+        group = SimulatedGroup(number=admission.number, chance=self._draws.chance())
         self.groups[group.number] = group
-        prompt = self._demand.prompts.next()
+        prompt = self._draws.prompts.next()
         for place in range(self.world.flow.group_size):
-            episode = Episodic(
-                group=group, place=place, turns=int(self._demand.turns.next()), context=prompt, read=0.0, left=0.0,
+            episode = SimulatedEpisode(
+                group=group, place=place, turns=int(self._draws.turns.next()), context=prompt, uncached=0.0, left=0.0,
                 ended=self._turn_ended,
             )  # fmt: skip
             group.episodes.append(episode)
         return group
 
-    def _ask_first(self, groups: Sequence[SimulatedGroup]) -> None:
-        """The first answers, of siblings in one place."""
+    def _request_first_answers(self, groups: Sequence[SimulatedGroup]) -> None:
+        """Request the first answer of every episode; siblings go to the engine that holds their prompt."""
         for group in groups:
             for episode in group.episodes:
-                episode.home, episode.home_version = group.home, group.home_version
-                self._ask(episode)
-                group.home, group.home_version = episode.home, episode.home_version
+                episode.cache_engine, episode.cache_version = group.cache_engine, group.cache_version
+                self._request_answer(episode)
+                group.cache_engine, group.cache_version = episode.cache_engine, episode.cache_version
 
     def _handled_s(self, num: int = 1) -> float:
-        """When the controller has dealt with episodes that begin or end now: half of its work is either."""
-        self._controller_s = max(self.agenda.now_s, self._controller_s) + num * self.world.episode_s / 2
+        """Return when the controller has handled ``num`` episodes that start or end now; each costs half of
+        ``episode_s``."""
+        self._controller_s = max(self.events.now_s, self._controller_s) + num * self.world.episode_s / 2
         return self._controller_s
 
-    def _ask(self, episode: Episodic) -> None:
-        """The next answer. What its engine has in the cache, of this turn or of a sibling's, is not read again."""
+    def _request_answer(self, episode: SimulatedEpisode) -> None:
+        """Request the next answer of an episode. Context that its engine has cached, for it or for a sibling, is not
+        prefilled again."""
         if episode.status is not EpisodeStatus.RUNNING:
             return
-        episode.left = self._demand.answers.next()
-        episode.cut = episode.cut or episode.left >= self.world.max_new_tokens
+        episode.left = self._draws.answers.next()
+        episode.truncated = episode.truncated or episode.left >= self.world.max_new_tokens
         if episode.context + episode.left > self.world.cache_tokens:
             raise ConfigError(
                 f"an episode of {episode.context + episode.left:.0f} tokens does not fit the cache of an engine, which "
                 f"holds {self.world.cache_tokens:.0f}",
                 remedy="give an engine more accelerators, or shorten prompts, answers or turns",
             )
-        near = episode.home
-        if near is None or near.version != episode.home_version:
-            episode.read = episode.context
+        preferred = episode.cache_engine
+        if preferred is None or preferred.version != episode.cache_version:
+            episode.uncached = episode.context
         self.sampling += 1
-        episode.home = self.fleet.put(episode, near)
-        if episode.home is not None:
-            episode.home_version = episode.home.version
+        episode.cache_engine = self.fleet.put(episode, preferred)
+        if episode.cache_engine is not None:
+            episode.cache_version = episode.cache_engine.version
 
     def _turn_ended(self, answer: SimulatedAnswer) -> None:
-        assert isinstance(answer, Episodic)
+        assert isinstance(answer, SimulatedEpisode)
         if answer.status is not EpisodeStatus.RUNNING:
-            return  # withdrawn at this very moment
+            return  # withdrawn by an event of the same time
         self.sampling -= 1
         answer.turns -= 1
         if answer.engine is not None:
-            answer.home, answer.home_version = answer.engine, answer.engine.version
+            answer.cache_engine, answer.cache_version = answer.engine, answer.engine.version
         if answer.turns:
-            answer.read = self._demand.observed.next()
-            answer.context += answer.read
-            self.agenda.after(self._demand.turn_s.next(), self._ask, answer)
+            answer.uncached = self._draws.observed.next()
+            answer.context += answer.uncached
+            self.events.after(self._draws.turn_s.next(), self._request_answer, answer)
             return
         group = answer.group
         answer.status = EpisodeStatus.FINISHED
-        group.ends_s.append(self.agenda.now_s)
+        group.ends_s.append(self.events.now_s)
         group.num_finished += 1
         if group.num_finished == self.world.flow.first:
             self._withdraw_rest(group)
         self.scoring += 1
         scored_s = self._scored_s()
-        if scored_s > self.agenda.now_s:
-            self.agenda.at(scored_s, self._scored, answer)
+        if scored_s > self.events.now_s:
+            self.events.at(scored_s, self._episode_scored, answer)
         else:
-            self._scored(answer)
+            self._episode_scored(answer)
 
     def _scored_s(self) -> float:
-        """When the reward of an episode that ends now is there."""
-        asked_s = self._handled_s()
-        seconds = self._demand.reward_s.next()
+        """Return when the reward of an episode that ends now is computed."""
+        requested_s = self._handled_s()
+        seconds = self._draws.reward_s.next()
         if not self._scorers:
-            return asked_s + seconds
-        done_s = max(asked_s, self._scorers[0]) + seconds
+            return requested_s + seconds
+        done_s = max(requested_s, self._scorers[0]) + seconds
         heapq.heapreplace(self._scorers, done_s)
         return done_s
 
@@ -230,9 +252,9 @@ class Simulation:
                 group.num_ended += 1
                 self.sampling -= self.fleet.withdraw(episode)
 
-    def _scored(self, episode: Episodic) -> None:
+    def _episode_scored(self, episode: SimulatedEpisode) -> None:
         self.scoring -= 1
-        episode.reward = self._demand.reward(episode.group.chance)
+        episode.reward = self._draws.reward(episode.group.chance)
         episode.status = EpisodeStatus.FAILED if episode.reward is None else EpisodeStatus.SCORED
         episode.group.num_ended += 1
         if episode.group.num_ended == len(episode.group.episodes):
@@ -240,19 +262,19 @@ class Simulation:
 
     def _close(self, group: SimulatedGroup) -> None:
         self._may_admit = self._may_take = True
-        if self._judged or any(episode.status is not EpisodeStatus.SCORED for episode in group.episodes):
-            self._judge(group)
+        if self._has_filters or any(episode.status is not EpisodeStatus.SCORED for episode in group.episodes):
+            self._apply_filters(group)
             return
         for episode in group.episodes:
             group.add(episode)
-        self.flow.scored(self._scribe.group(group))
+        self.flow.add_scored(self._recorder.group(group))
 
-    def _judge(self, group: SimulatedGroup) -> None:
-        """Ask the filters, and whether enough episodes are left: as in a real run, with each episode written out."""
+    def _apply_filters(self, group: SimulatedGroup) -> None:
+        """Apply the filters and the minimum number of episodes, with every episode converted to its real type."""
         config = self.world.flow
         closed = close_group(
             group.number,
-            [self._scribe.episode(episode) for episode in group.episodes],
+            [self._recorder.episode(episode) for episode in group.episodes],
             min_episodes=config.min_episodes,
             filters=config.filters,
             context=self._context,
@@ -260,15 +282,15 @@ class Simulation:
         if closed.reason:
             self.flow.drop(group.number, closed.reason)
             return
-        for episode, judged in zip(group.episodes, closed.group.episodes, strict=True):
-            if judged.status is EpisodeStatus.SCORED:
+        for episode, filtered in zip(group.episodes, closed.group.episodes, strict=True):
+            if filtered.status is EpisodeStatus.SCORED:
                 group.add(episode)
             else:
-                self.wasted[judged.cause] += episode.sampled
-        self.flow.scored(closed.group)
+                self.wasted[filtered.cause] += episode.sampled
+        self.flow.add_scored(closed.group)
 
-    def _dropped(self, number: int, reason: str) -> None:
-        """A group leaves untrained: its tokens are wasted, but for those that were counted when it was closed."""
+    def _group_dropped(self, number: int, reason: str) -> None:
+        """Count the tokens of a dropped group as wasted, except those that were counts when the group was closed."""
         group = self.groups.pop(number)
         self.wasted[reason] += sum(group.trained.values()) or sum(episode.sampled for episode in group.episodes)
 
@@ -279,23 +301,23 @@ class Simulation:
         if taken is None:
             self._may_take = False
             return
-        self._may_admit = True  # what was too old has left
+        self._may_admit = True  # groups that were too old have been dropped, which frees their slots
         groups = [self.groups[group.number] for group in taken.groups]
         self.learner.order(
             SimulatedBatch(
                 step=taken.step,
                 tokens=sum(group.tokens for group in groups),
                 squares=sum(group.squares for group in groups),
-                taken_s=self.agenda.now_s,
+                taken_s=self.events.now_s,
                 taken=taken,
                 groups=groups,
             )
         )
 
-    def _begins(self) -> None:
-        self._engine_busy_s = self.fleet.counted().busy_s / len(self.fleet.engines)
+    def _step_starts(self) -> None:
+        self._engine_busy_s = self.fleet.counts().busy_s / len(self.fleet.engines)
 
-    def _trained(self, batch: SimulatedBatch, waited_s: float) -> None:
+    def _step_ends(self, batch: SimulatedBatch, waited_s: float) -> None:
         ages: dict[int, float] = defaultdict(float)
         for group in batch.groups:
             for version, tokens in group.trained.items():
@@ -307,12 +329,12 @@ class Simulation:
             self.groups.pop(group.number).episodes.clear()
         waited = (batch.taken_s - waited_s, batch.taken_s)
         ends_s = chain(*[group.ends_s for group in batch.groups])
-        total = self.fleet.counted()
+        total = self.fleet.counts()
         engine_busy_s = total.busy_s / len(self.fleet.engines)
         self._together_s += engine_busy_s - self._engine_busy_s
         self.steps.append(
-            StepSeen(
-                end_s=self.agenda.now_s,
+            StepSnapshot(
+                end_s=self.events.now_s,
                 tokens=sum(ages.values()),
                 ages=dict(ages),
                 wait_s=waited_s,
@@ -332,24 +354,24 @@ class Simulation:
             step=batch.step, metrics={}, trained_tokens=round(sum(ages.values())), dropped_tokens={}, seconds=0.0,
             log_pi_N=np.empty(0, np.float32),
         )  # fmt: skip
-        self.flow.trained(batch.taken.groups, report, {age: round(tokens) for age, tokens in ages.items()})
+        self.flow.record_trained(batch.taken.groups, report, {age: round(tokens) for age, tokens in ages.items()})
         self._may_take = True
 
     def _committed(self, version: int) -> None:
-        self.flow.committed(version, "")
+        self.flow.record_commit(version, "")
         self.learner.committed()
         self._may_admit = self._may_take = True
 
-    def _look(self) -> None:
-        """The cap follows what the engines say of themselves."""
+    def _tune_capacity(self) -> None:
+        """Adapt the concurrency limit to the statistics of the engines."""
         flow, fleet = self.flow, self.fleet
-        full = self.world.cache_tokens < float("inf")
-        used = sum(engine.context for engine in fleet.engines) if full else 0.0
+        limited_cache = self.world.cache_tokens < float("inf")
+        used = sum(engine.context for engine in fleet.engines) if limited_cache else 0.0
         stats = EngineStats(
             running=fleet.running,
             waiting=fleet.waiting,
-            preempted=fleet.counted().preempted,
-            cache_blocks=int(self.world.cache_tokens) * len(fleet.engines) if full else 0,
+            preempted=fleet.counts().preempted,
+            cache_blocks=int(self.world.cache_tokens) * len(fleet.engines) if limited_cache else 0,
             cache_blocks_used=int(used),
         )
         limits = flow.state.limits
@@ -358,12 +380,12 @@ class Simulation:
         if why:
             flow.set_capacity(self._cap.capacity)
             self._may_admit = True
-        self.agenda.after(LOOK_S, self._look)
+        self.events.after(LOOK_S, self._tune_capacity)
 
     # --- invariants
 
     def in_flight_tokens(self) -> float:
-        """Sampled tokens of groups that are neither trained nor dropped."""
+        """Return the number of sampled tokens of groups that are neither trained nor dropped."""
         return sum(
             sum(group.trained.values())
             or sum(each.sampled + (each.engine.progress(each) if each.engine else 0.0) for each in group.episodes)
@@ -371,11 +393,55 @@ class Simulation:
         )
 
     def verify(self) -> None:
-        """``AssertionError`` unless sampled = trained + wasted + in flight, in groups and in tokens."""
-        self.books.verify(self.flow.state)
-        total = self.fleet.counted()
+        """Raise ``AssertionError`` unless sampled = trained + wasted + in flight, in groups and in tokens."""
+        self.ledger.verify(self.flow.state)
+        total = self.fleet.counts()
         trained = sum(step.tokens for step in self.steps)
         accounted = trained + sum(self.wasted.values()) + total.wasted + self.in_flight_tokens()
         assert abs(total.generated - accounted) <= 1e-6 * total.generated + 1.0, (
             f"{total.generated} tokens sampled, {accounted} accounted for"
         )
+
+
+class CountingLedger:
+    """A :class:`~headrace.flow.ledger.LedgerWriter` that counts groups by the operations it receives, so that the
+    flow's own counts can be checked against it."""
+
+    def __init__(self, on_drop: Callable[[int, str], None]) -> None:
+        """``on_drop`` is called with the number of every group that leaves untrained, and the reason."""
+        self._on_drop = on_drop
+        self.submitted = 0
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()
+        self.version = 0
+
+    def write(self, operation: Operation) -> None:
+        """Count the groups of an operation."""
+        match operation:
+            case Submit():
+                self.submitted += len(operation.numbers)
+            case EndStep():
+                self.trained += len(operation.numbers)
+            case Move(state=GroupState.DROPPED):
+                self.dropped[operation.reason] += len(operation.numbers)
+                for number in operation.numbers:
+                    self._on_drop(number, operation.reason)
+            case CommitVersion():
+                assert operation.version > self.version, f"version {operation.version} after {self.version}"
+                self.version = operation.version
+
+    async def flush(self, *, durable: bool = False) -> None:
+        """Do nothing: no operation is buffered."""
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+    def verify(self, state: FlowState) -> None:
+        """Raise ``AssertionError`` if a group was lost or counted twice."""
+        assert state.conserved(), f"groups are not conserved: {state.counts}"
+        assert state.dropped == self.dropped, f"dropped: {dict(state.dropped)}, the ledger says {dict(self.dropped)}"
+        left = sum(count for place, count in state.counts.items() if place.in_flight)
+        assert self.submitted == self.trained + self.dropped.total() + left, (
+            f"{self.submitted} groups submitted, {self.trained} trained, {self.dropped.total()} dropped, {left} left"
+        )
+        assert state.version == self.version <= state.next_step

@@ -1,4 +1,4 @@
-"""What fits where: the memory of engines and learner, and how many accelerators each needs at least."""
+"""Memory sizing: whether engines and learner fit on a cluster, and how many accelerators each needs at least."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.cluster import Cluster
 
 USABLE = 0.9
-"""Of the memory: the rest is for what libraries and passes take."""
+"""Fraction of the memory that is used for weights, caches and activations; libraries and temporary buffers take the
+rest."""
 COPIES = 2
-"""Of the weights in an engine: those in use, and those that are staged."""
+"""Number of copies of the weights in an engine: the ones in use, and the staged ones."""
 SEQUENCES = 4
-"""Of full length that the cache of an engine should hold, where more than one accelerator can bring it about."""
+"""Number of full-length sequences that an engine's cache should hold; an engine gets more accelerators to reach it."""
 ACTIVATION_BYTES = 34
-"""Of one token, layer and hidden number between forward and backward pass, in 16 bits (Korthikanti et al. 2022)."""
+"""Bytes of activations per token, layer and hidden element in 16 bits (Korthikanti et al. 2022)."""
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRequest:
-    """What a run file says, as far as a plan looks at it."""
+    """The settings of a run file that a plan needs."""
 
     shape: ModelShape
     model: ModelConfig
@@ -36,21 +37,22 @@ class SizingRequest:
     sync: SyncConfig
     learner: LearnerConfig
     passes: int = 0
-    """Over a batch that only read log π: of a reference, kept weights, a teacher."""
+    """Number of passes over a batch that only compute log π: for a reference, kept weights or a teacher."""
 
     @property
     def number_bytes(self) -> int:
-        """Of one weight."""
+        """Return the number of bytes of one weight."""
         return 4 if self.model.dtype == "float32" else 2
 
     @property
     def weight_bytes(self) -> float:
-        """Of one copy."""
+        """Return the number of bytes of one copy of the weights."""
         return float(self.shape.params * self.number_bytes)
 
     @property
     def adapter_params(self) -> float:
-        """Of low-rank adapters, about: two thin matrices beside seven of each layer. 0 without one."""
+        """Return the approximate number of parameters of the low-rank adapters: two matrices for each of seven per
+        layer; 0 without adapters."""
         lora = self.model.lora
         if lora is None:
             return 0.0
@@ -59,26 +61,28 @@ class SizingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a model lies on accelerators."""
+    """The division of a model's memory among accelerators."""
 
     ways: int
-    """Accelerators of one engine."""
+    """Number of accelerators of one engine (tensor-parallel ways)."""
     cache_tokens: float
-    """That one engine can keep beside the learner; 0 where they do not fit side by side."""
+    """Capacity in tokens of one engine's cache beside the learner; 0 if engines and learner do not fit on separate
+    accelerators."""
     engine_bytes: float
-    """Of the weights on one engine."""
+    """Bytes of weights in one engine."""
     learner_bytes: float
-    """Weights, gradients and optimizer, all ranks together."""
+    """Bytes of weights, gradients and optimizer state over all ranks of the learner."""
     activation_bytes: float
-    """On each rank of the learner."""
+    """Bytes of activations on each rank of the learner."""
     least_learner: int
-    """Accelerators that the learner needs at least."""
+    """Smallest number of accelerators for the learner."""
     shared_tokens: float = 0.0
-    """That one engine can keep where it generates on accelerators that train, too, in turn; 0 where both do not fit."""
+    """Capacity in tokens of one engine's cache if it alternates with training on the same accelerators; 0 if both do
+    not fit."""
 
     @property
     def beside(self) -> bool:
-        """Whether engines and learner can have accelerators of their own."""
+        """Return whether engines and learner fit on separate accelerators."""
         return self.cache_tokens > 0
 
     def __str__(self) -> str:
@@ -95,148 +99,154 @@ class Fit:
         )
 
 
-def fit(asked: SizingRequest, cluster: Cluster, longest: float) -> Fit:
-    """Where the smallest engine and the smallest learner lie side by side, for episodes of up to ``longest`` tokens; or
-    both on all accelerators, in turn.
+def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
+    """Return the smallest engine and the smallest learner that fit on separate accelerators, for episodes of up to
+    ``longest`` tokens; otherwise both on all accelerators, alternating.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the cluster cannot hold both: by how much, and what would
-    fit.
+    Raises :class:`~headrace.base.errors.ConfigError` if the cluster is too small, with the missing memory and what
+    would fit.
     """
-    made = _fit(asked, cluster, longest)
-    if made is None:
-        raise _too_small(asked, cluster, longest)
-    return made
+    division = _find_fit(request, cluster, longest)
+    if division is None:
+        raise _too_small(request, cluster, longest)
+    return division
 
 
-def _fit(asked: SizingRequest, cluster: Cluster, longest: float) -> Fit | None:
-    made = _laid(asked, cluster, longest)
-    if _holds(made, cluster):
-        return replace(made, shared_tokens=_shared_tokens(asked, cluster, made.ways, longest))
+def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit | None:
+    division = _divide(request, cluster, longest)
+    if _is_complete(division, cluster):
+        return replace(division, shared_tokens=_shared_tokens(request, cluster, division.ways, longest))
     ways = 1
     while ways <= min(cluster.per_node, cluster.count):
-        tokens = _shared_tokens(asked, cluster, ways, longest)
+        tokens = _shared_tokens(request, cluster, ways, longest)
         if tokens:
-            return replace(made, ways=ways, cache_tokens=0.0, shared_tokens=tokens, least_learner=cluster.count)
+            return replace(division, ways=ways, cache_tokens=0.0, shared_tokens=tokens, least_learner=cluster.count)
         ways *= 2
     return None
 
 
-def _laid(asked: SizingRequest, cluster: Cluster, longest: float) -> Fit:
-    """``ways`` is 0 where no engine fits beside the learner, ``least_learner`` where no learner fits."""
-    learner, activations = learner_bytes(asked), activation_bytes(asked)
-    room = _usable(cluster) - activations
-    least = max(1, -(-int(learner) // int(room))) if room >= 1 else 0
-    ways, cache_tokens = _engine(asked, cluster, cluster.count - least, longest)
+def _divide(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
+    """Return the division onto separate accelerators; ``ways`` is 0 if no engine fits beside the learner,
+    ``least_learner`` if no learner fits."""
+    learner, activations = learner_bytes(request), activation_bytes(request)
+    free_bytes = _usable(cluster) - activations
+    least = max(1, -(-int(learner) // int(free_bytes))) if free_bytes >= 1 else 0
+    ways, cache_tokens = _engine(request, cluster, cluster.count - least, longest)
     return Fit(
         ways=ways,
         cache_tokens=cache_tokens,
-        engine_bytes=_engine_bytes(asked),
+        engine_bytes=_engine_bytes(request),
         learner_bytes=learner,
         activation_bytes=activations,
         least_learner=least,
     )
 
 
-def _holds(made: Fit, cluster: Cluster) -> bool:
-    return bool(made.ways and made.least_learner) and made.ways + made.least_learner <= cluster.count
+def _is_complete(division: Fit, cluster: Cluster) -> bool:
+    return bool(division.ways and division.least_learner) and division.ways + division.least_learner <= cluster.count
 
 
-def _shared_tokens(asked: SizingRequest, cluster: Cluster, ways: int, longest: float) -> float:
-    """What an engine of ``ways`` accelerators can keep beside their shares of the learner; 0 where that is less than
-    one sequence, or leaves no room for a pass of the learner while the engine sleeps."""
-    room = (_usable(cluster) - learner_bytes(asked) / cluster.count) * ways - _engine_bytes(asked)
-    tokens = room / (asked.shape.kv_numbers * asked.number_bytes)
-    return tokens if tokens >= longest and room >= activation_bytes(asked) * ways else 0.0
+def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest: float) -> float:
+    """Return the cache capacity of an engine of ``ways`` accelerators beside their shares of the learner; 0 if that is
+    less than one sequence, or leaves no memory for a pass of the learner while the engine sleeps."""
+    free_bytes = (_usable(cluster) - learner_bytes(request) / cluster.count) * ways - _engine_bytes(request)
+    tokens = free_bytes / (request.shape.kv_numbers * request.number_bytes)
+    return tokens if tokens >= longest and free_bytes >= activation_bytes(request) * ways else 0.0
 
 
 def _usable(cluster: Cluster) -> float:
-    """Bytes of one accelerator."""
+    """Return the usable bytes of one accelerator."""
     return USABLE * cluster.device.memory_gb * GB
 
 
-def _engine_bytes(asked: SizingRequest) -> float:
-    copies = 1 if asked.model.lora is not None else COPIES
-    return copies * asked.weight_bytes + asked.adapter_params * 4
+def _engine_bytes(request: SizingRequest) -> float:
+    copies = 1 if request.model.lora is not None else COPIES
+    return copies * request.weight_bytes + request.adapter_params * 4
 
 
-def _engine(asked: SizingRequest, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
-    """The fewest accelerators of one machine, of ``most``, that hold the weights and some sequences; (0, 0) where none
-    do."""
-    kv = float(asked.shape.kv_numbers * asked.number_bytes)
-    found = (0, 0.0)
+def _engine(request: SizingRequest, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
+    """Return the smallest number of accelerators of one machine, at most ``most``, that hold the weights and some
+    sequences, and the cache capacity in tokens; (0, 0) if none do."""
+    token_bytes = float(request.shape.kv_numbers * request.number_bytes)
+    smallest = (0, 0.0)
     ways = 1
     while ways <= min(cluster.per_node, most):
-        tokens = (_usable(cluster) * ways - _engine_bytes(asked)) / kv
-        if tokens >= longest and not found[0]:
-            found = (ways, tokens)
+        tokens = (_usable(cluster) * ways - _engine_bytes(request)) / token_bytes
+        if tokens >= longest and not smallest[0]:
+            smallest = (ways, tokens)
         if tokens >= SEQUENCES * longest:
             return ways, tokens
         ways *= 2
-    return found
+    return smallest
 
 
-def learner_bytes(asked: SizingRequest) -> float:
-    """Weights, gradients and what AdamW keeps: in float32 4 + 4 + 8 for each parameter, in bfloat16 2 + 2 + 8, and 4
-    for the copy that is updated. Of an adapter all, and of its base the weights alone."""
-    whole = 16.0 if asked.number_bytes == 4 or asked.learner.memory.masters else 12.0
-    if asked.model.lora is None:
-        return asked.shape.params * whole
-    return asked.weight_bytes + asked.adapter_params * 16.0
+def learner_bytes(request: SizingRequest) -> float:
+    """Return the bytes of weights, gradients and AdamW's state: 4 + 4 + 8 per parameter in float32; 2 + 2 + 8 in
+    bfloat16, and 4 more for master weights. With adapters, all of these for the adapters and only the weights for the
+    base."""
+    param_bytes = 16.0 if request.number_bytes == 4 or request.learner.memory.masters else 12.0
+    if request.model.lora is None:
+        return request.shape.params * param_bytes
+    return request.weight_bytes + request.adapter_params * 16.0
 
 
-def activation_bytes(asked: SizingRequest) -> float:
-    """Of one pass of ``learner.tokens_per_microbatch`` tokens."""
-    shape, memory = asked.shape, asked.learner.memory
-    kept = asked.number_bytes if memory.recompute else ACTIVATION_BYTES * asked.number_bytes / 2
+def activation_bytes(request: SizingRequest) -> float:
+    """Return the bytes of activations of one pass over ``learner.tokens_per_microbatch`` tokens."""
+    shape, memory = request.shape, request.learner.memory
+    kept = request.number_bytes if memory.recompute else ACTIVATION_BYTES * request.number_bytes / 2
     layers = 1 if memory.offload_activations else shape.layers
-    return float(asked.learner.tokens_per_microbatch * shape.hidden * layers * kept)
+    return float(request.learner.tokens_per_microbatch * shape.hidden * layers * kept)
 
 
-def _too_small(asked: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
-    """By how much, and what would fit: whatever is named does."""
-    made = _laid(asked, cluster, longest)
-    if not made.least_learner:
-        thrifty = _recomputing(asked)
-        if asked.learner.memory.recompute or activation_bytes(thrifty) >= _usable(cluster):
-            return _pass_too_large(asked, cluster)
-        if _fit(thrifty, cluster, longest) is not None:
-            return _pass_too_large(asked, cluster, "set learner.memory.recompute = true, or ")
+def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
+    """Return the error for a cluster that is too small: how much memory is missing, and a change that would fit."""
+    division = _divide(request, cluster, longest)
+    if not division.least_learner:
+        recomputing = _recomputing(request)
+        if request.learner.memory.recompute or activation_bytes(recomputing) >= _usable(cluster):
+            return _pass_too_large(request, cluster)
+        if _find_fit(recomputing, cluster, longest) is not None:
+            return _pass_too_large(request, cluster, "set learner.memory.recompute = true, or ")
         return _cluster_too_small(
-            thrifty, cluster, _laid(thrifty, cluster, longest), longest, ", even with learner.memory.recompute = true"
+            recomputing,
+            cluster,
+            _divide(recomputing, cluster, longest),
+            longest,
+            ", even with learner.memory.recompute = true",
         )
-    return _cluster_too_small(asked, cluster, made, longest)
+    return _cluster_too_small(request, cluster, division, longest)
 
 
-def _recomputing(asked: SizingRequest) -> SizingRequest:
-    learner = asked.learner
+def _recomputing(request: SizingRequest) -> SizingRequest:
+    learner = request.learner
     return replace(
-        asked,
+        request,
         learner=learner.model_copy(update={"memory": learner.memory.model_copy(update={"recompute": True})}),
     )
 
 
-def _pass_too_large(asked: SizingRequest, cluster: Cluster, instead: str = "") -> ConfigError:
-    usable, kept, tokens = _usable(cluster), activation_bytes(asked), asked.learner.tokens_per_microbatch
+def _pass_too_large(request: SizingRequest, cluster: Cluster, instead: str = "") -> ConfigError:
+    usable, kept, tokens = _usable(cluster), activation_bytes(request), request.learner.tokens_per_microbatch
     return ConfigError(
-        f"one pass of {tokens} tokens of {asked.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
+        f"one pass of {tokens} tokens of {request.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
         f"{cluster.device.name} {usable / GB:,.1f} GB can be used: {(kept - usable) / GB:,.1f} GB too little",
         remedy=f"{instead}lower learner.tokens_per_microbatch below {max(1, int(tokens * usable / kept)):,}",
     )
 
 
 def _cluster_too_small(
-    asked: SizingRequest, cluster: Cluster, made: Fit, longest: float, also: str = ""
+    request: SizingRequest, cluster: Cluster, division: Fit, longest: float, also: str = ""
 ) -> ConfigError:
     name, usable = cluster.device.name, _usable(cluster)
-    engine = made.engine_bytes + asked.shape.kv_numbers * asked.number_bytes * longest
+    engine = division.engine_bytes + request.shape.kv_numbers * request.number_bytes * longest
     ways = 1
     while usable * ways < engine:
         ways *= 2
-    total = ways + made.least_learner
+    total = ways + division.least_learner
     larger = cluster.model_copy(update={"per_node": max(ways, cluster.per_node)})
-    total = next(  # in turn they may need fewer
+    total = next(  # alternating may need fewer accelerators
         count for count in range(1, total + 1)
-        if count == total or _fit(asked, larger.model_copy(update={"count": count}), longest) is not None
+        if count == total or _find_fit(request, larger.model_copy(update={"count": count}), longest) is not None
     )  # fmt: skip
     missing = []
     if total > cluster.count:
@@ -245,21 +255,22 @@ def _cluster_too_small(
         missing.append(f"{(engine - usable * cluster.per_node) / GB:,.0f} GB too little in one machine")
     machines = f" in machines of {ways} (cluster.per_node)" if ways > cluster.per_node else ""
     remedies = [f"take {max(total, cluster.count)} × {name}{machines}"]
-    others = [each for each in models().values() if _fits(replace(asked, shape=each), cluster, longest)]
+    others = [each for each in models().values() if _fits(replace(request, shape=each), cluster, longest)]
     if others:
         largest = max(others, key=lambda each: each.params)
         remedies.append(f"or a smaller model: {largest.name} would fit")
-    lora = replace(asked, model=asked.model.model_copy(update={"lora": LoraConfig()}))
-    if asked.model.lora is None and _fits(lora, cluster, longest):
+    lora = replace(request, model=request.model.model_copy(update={"lora": LoraConfig()}))
+    if request.model.lora is None and _fits(lora, cluster, longest):
         remedies.append("or set model.lora, which keeps no optimizer for the base")
     return ConfigError(
-        f"{cluster} cannot hold {asked.shape.name}{also}: of each {usable / GB:,.0f} GB can be used; one engine needs "
-        f"{engine / GB:,.0f} GB (with a sequence of {longest:,.0f} tokens) on {ways} of them, the learner "
-        f"{made.learner_bytes / GB:,.0f} GB, and {made.activation_bytes / GB:,.1f} GB of activations on each, on "
-        f"{made.least_learner}: {' and '.join(missing)}",
+        f"{cluster} cannot hold {request.shape.name}{also}: of each {usable / GB:,.0f} GB can be used; "
+        f"one engine needs {engine / GB:,.0f} GB (with a sequence of {longest:,.0f} tokens) on {ways} of them, "
+        f"the learner "
+        f"{division.learner_bytes / GB:,.0f} GB, and {division.activation_bytes / GB:,.1f} GB of activations on each, "
+        f"on {division.least_learner}: {' and '.join(missing)}",
         remedy="; ".join(remedies),
     )
 
 
-def _fits(asked: SizingRequest, cluster: Cluster, longest: float) -> bool:
-    return _fit(asked, cluster, longest) is not None
+def _fits(request: SizingRequest, cluster: Cluster, longest: float) -> bool:
+    return _find_fit(request, cluster, longest) is not None

@@ -1,4 +1,4 @@
-"""How a quantity is spread: the tokens of an answer, the turns of an episode, the seconds of a reward.
+"""Distributions of quantities: the tokens of an answer, the turns of an episode, the seconds of a reward.
 
 Shape legend: N draws.
 """
@@ -19,15 +19,15 @@ Draws = npt.NDArray[np.float64]
 
 
 class Spread(Section):
-    """A distribution of numbers that are not negative. Every draw comes from the generator that is handed in."""
+    """A distribution of non-negative numbers. All randomness comes from the generator passed to :meth:`draw`."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """``count`` of them, shape [N]."""
+        """Return ``count`` draws, shape [N]."""
         raise NotImplementedError
 
 
 class ConstantSpread(Spread):
-    """Always the same."""
+    """A distribution with a single value."""
 
     kind: Literal["constant"] = "constant"
     value: NonNegativeFloat
@@ -37,7 +37,7 @@ class ConstantSpread(Spread):
 
 
 class Uniform(Spread):
-    """Every value from ``low`` to ``high`` is as likely as any other."""
+    """A uniform distribution between ``low`` and ``high``."""
 
     kind: Literal["uniform"] = "uniform"
     low: NonNegativeFloat = 1.0
@@ -57,7 +57,7 @@ class Uniform(Spread):
 
 
 class Lognormal(Spread):
-    """The answers of a model that reasons: most are short, some are long.
+    """A lognormal distribution, typical of the answers of reasoning models: most are short, some are long.
 
     >>> drawn = Lognormal(mean=100, cv=1.0).draw(np.random.default_rng(0), 100_000)
     >>> round(float(drawn.mean()), -1), round(float(drawn.std() / drawn.mean()), 1)
@@ -66,11 +66,11 @@ class Lognormal(Spread):
 
     kind: Literal["lognormal"] = "lognormal"
     mean: PositiveFloat
-    """Before the cap is applied."""
+    """Mean before the cap is applied."""
     cv: NonNegativeFloat = 1.0
-    """Standard deviation over mean."""
+    """Coefficient of variation: standard deviation divided by mean."""
     cap: PositiveFloat | None = None
-    """Greater draws become this; unset: they stay."""
+    """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
         sigma = math.sqrt(math.log1p(self.cv**2))
@@ -78,15 +78,15 @@ class Lognormal(Spread):
 
 
 class Pareto(Spread):
-    """A heavy tail: the share above x falls as x^−``alpha``. From ``alpha`` = 2 down the variance has no bound, but for
-    the cap."""
+    """A heavy-tailed distribution: the probability of a value above x falls as x^−``alpha``. For ``alpha`` <= 2 the
+    variance is infinite unless ``cap`` is set."""
 
     kind: Literal["pareto"] = "pareto"
     mean: PositiveFloat
-    """Before the cap is applied."""
+    """Mean before the cap is applied."""
     alpha: float = Field(default=1.5, gt=1)
     cap: PositiveFloat | None = None
-    """Greater draws become this; unset: they stay."""
+    """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
         least = self.mean * (self.alpha - 1) / self.alpha
@@ -94,7 +94,7 @@ class Pareto(Spread):
 
 
 class RecordedSpread(Spread):
-    """What a run has seen, drawn again."""
+    """The empirical distribution of values that a run recorded."""
 
     kind: Literal["recorded"] = "recorded"
     values: tuple[NonNegativeFloat, ...] = Field(min_length=1)
@@ -104,7 +104,7 @@ class RecordedSpread(Spread):
 
 
 def _as_table(value: Any) -> Any:
-    """A number alone stands for a constant."""
+    """Turn a plain number into a constant distribution."""
     return {"kind": "constant", "value": value} if type(value) in (int, float) else value
 
 
@@ -112,4 +112,4 @@ AnySpread = Annotated[
     Annotated[ConstantSpread | Uniform | Lognormal | Pareto | RecordedSpread, Field(discriminator="kind")],
     BeforeValidator(_as_table),
 ]
-"""As it is written in a file: a table with its ``kind``, or a number."""
+"""A distribution as written in a file: a table with its ``kind``, or a number."""

@@ -1,4 +1,4 @@
-"""From settings, accelerators and a choice how to divide them to the world that is simulated."""
+"""Builds the simulated world from settings, accelerators and a choice of how to divide them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from headrace.base.config import validate
 from headrace.base.types.weights import Interrupt
 from headrace.flow import FlowConfig
+from headrace.sync.config import TRANSPORTS
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.costs import (
     ConstantRate,
@@ -23,30 +24,28 @@ from headrace.wings.plan.sizing import GB, Fit, SizingRequest, learner_bytes
 from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
 
-ROUTES = {"shm": (10.0, 0.005), "collective": (0.0, 0.05), "files": (2.0, 0.5), "http": (1.0, 0.05)}
-"""Of each transport: 10⁹ bytes a second (0: those of the network), and seconds that every version takes besides."""
 CODECS = {"full": 1.0, "cast_bf16": 0.5, "cast_fp8": 0.25, "delta": 0.03, "adapter": 1.0}
-"""Of the bytes of float32 weights, those that travel; of weights of 16 bits twice as large a share, at most all."""
+"""Fraction of the bytes of float32 weights that each codec sends; for 16-bit weights twice the fraction, at most 1."""
 COPY_GB_S = 20.0
-"""From an accelerator to the packed buffer."""
+"""Bandwidth from an accelerator to the packed buffer, in 10⁹ bytes per second."""
 SWAP_S = 0.005
-"""Of every commit."""
+"""Fixed time of every commit, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One way to run it."""
+    """One way to divide the accelerators and configure the run."""
 
     generation: int
-    """Accelerators that generate; where they are shared, all do both in turn."""
+    """Number of generating accelerators; all if they are shared."""
     flow: FlowConfig
     interrupt: Interrupt
     transport: str
     shared: bool = False
-    """Whether all accelerators generate and then train, in turn."""
+    """Whether all accelerators alternate between generation and training."""
 
-    def but(self, **changes: Any) -> Choice:
-        """The same with other settings of the flow."""
+    def with_flow(self, **changes: Any) -> Choice:
+        """Return the choice with other settings of the flow."""
         tree = {**self.flow.model_dump(exclude_unset=True, mode="json"), **changes}
         return replace(self, flow=validate(FlowConfig, tree))
 
@@ -60,36 +59,36 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a calibration says of engine and learner."""
+    """The costs that a calibration measured."""
 
     engine: EngineCost
-    """Of one engine, as the run had it."""
+    """Cost model of one engine as the run configured it."""
     train_tok_s: float
-    """Prompts included, of the whole learner as the run had it."""
+    """Tokens per second of the run's flop_per_param learner, prompts included."""
     train_fixed_s: float
-    """Of every step, besides."""
+    """Fixed seconds of every step."""
     sync: SyncCost
     workload: Workload
     engines: int = 1
-    """That the run had."""
+    """Number of engines of the run."""
     episode_s: float = 0.0
-    """Processor time of the controller for an episode."""
+    """Processor time of the controller per episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
-    """What does not change from one choice to the next."""
+    """The inputs of a plan that are the same for all choices."""
 
-    asked: SizingRequest
+    request: SizingRequest
     cluster: Cluster
     workload: Workload
     fit: Fit
     measured: Measured | None = None
-    """``None`` without a calibration."""
+    """Measured costs; ``None`` without a calibration."""
 
     @property
     def view(self) -> str:
-        """By what the costs are known, for people."""
+        """Return a sentence on the source of the costs."""
         if self.measured is not None:
             return "measured: calibrated by a run"
         if self.cluster.constant:
@@ -100,21 +99,21 @@ class PlanContext:
         )
 
     def trainers(self, choice: Choice) -> int:
-        """Accelerators of the learner."""
+        """Return the number of accelerators of the learner."""
         return self.cluster.count if choice.shared else self.cluster.count - choice.generation
 
     def world(self, choice: Choice, steps: int) -> World:
-        """What a choice means."""
+        """Return the simulated world of a choice."""
         trainers = self.trainers(choice)
-        makers = self.cluster.count if choice.shared else choice.generation
+        generators = self.cluster.count if choice.shared else choice.generation
         return World(
             flow=choice.flow,
             steps=steps,
             engine=self.engine_cost(),
-            num_engines=max(1, makers // self.fit.ways),
-            max_sequences=self.asked.engine.max_sequences,
+            num_engines=max(1, generators // self.fit.ways),
+            max_sequences=self.request.engine.max_sequences,
             cache_tokens=self.fit.shared_tokens if choice.shared else self.fit.cache_tokens,
-            max_new_tokens=float(self.asked.engine.max_new_tokens),
+            max_new_tokens=float(self.request.engine.max_new_tokens),
             learner=self._learner_cost(trainers),
             sync=self._sync_cost(choice, trainers),
             failures=self._failure_cost(trainers),
@@ -123,14 +122,14 @@ class PlanContext:
         )
 
     def engine_cost(self) -> EngineCost:
-        """Of one engine."""
-        cluster, shape, ways = self.cluster, self.asked.shape, self.fit.ways
+        """Return the cost model of one engine."""
+        cluster, shape, ways = self.cluster, self.request.shape, self.fit.ways
         if self.measured is not None:
             return self.measured.engine
         if cluster.constant:
             assert cluster.generation_tok_s is not None
             return ConstantRate(tok_s=cluster.generation_tok_s * ways)
-        device, size = cluster.device, self.asked.number_bytes
+        device, size = cluster.device, self.request.number_bytes
         return Roofline(
             weight_bytes=float((shape.params - shape.expert_params) * size),
             expert_bytes=float(shape.expert_params * size),
@@ -143,44 +142,44 @@ class PlanContext:
         )
 
     def _learner_cost(self, trainers: int) -> LearnerCost:
-        cluster, asked = self.cluster, self.asked
+        cluster, request = self.cluster, self.request
         if self.measured is not None:
-            had = max(1, cluster.count - self.measured.engines * self.fit.ways)
+            measured_trainers = max(1, cluster.count - self.measured.engines * self.fit.ways)
             return TrainingRate(
-                tok_s=self.measured.train_tok_s * trainers / had, fixed_s=self.measured.train_fixed_s
+                tok_s=self.measured.train_tok_s * trainers / measured_trainers, fixed_s=self.measured.train_fixed_s
             )  # fmt: skip
         if cluster.constant:
             assert cluster.training_tok_s is not None
             return TrainingRate(tok_s=cluster.training_tok_s * trainers)
         device = cluster.device
-        whole = 6.0 if asked.model.lora is None else 4.0
-        again = 2.0 if asked.learner.memory.recompute else 0.0
+        flop_per_param = 6.0 if request.model.lora is None else 4.0
+        recompute_flop = 2.0 if request.learner.memory.recompute else 0.0
         return TrainingFlops(
-            flop_per_token=(whole + again + 2.0 * asked.passes) * asked.shape.active,
-            flop_per_square=asked.shape.flop_per_square,
+            flop_per_token=(flop_per_param + recompute_flop + 2.0 * request.passes) * request.shape.active,
+            flop_per_square=request.shape.flop_per_square,
             flops=device.peak_tflops * 1e12 * trainers * cluster.train_share,
-            fixed_s=2.0 * learner_bytes(asked) / (device.bandwidth_gb_s * GB * trainers),
+            fixed_s=2.0 * learner_bytes(request) / (device.bandwidth_gb_s * GB * trainers),
         )
 
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=choice.interrupt)
-        rate, fixed_s = ROUTES[choice.transport]
+        cost = TRANSPORTS.load(choice.transport).cost
         device, sent = self.cluster.device, self.sent_bytes()
         return SyncCost(
             snapshot_s=sent / (COPY_GB_S * GB * trainers),
-            travel_s=sent / ((rate or self.cluster.network_gb_s) * GB) + fixed_s,
+            travel_s=sent / ((cost.gb_s or self.cluster.network_gb_s) * GB) + cost.fixed_s,
             gap_s=SWAP_S + 2.0 * sent / (device.bandwidth_gb_s * GB * self.fit.ways),
             interrupt=choice.interrupt,
-            rolling=self.asked.sync.rolling,
+            rolling=self.request.sync.rolling,
         )
 
     def sent_bytes(self) -> float:
-        """Of one version, on its way."""
-        asked = self.asked
-        if asked.model.lora is not None:
-            return asked.adapter_params * 4
-        return asked.weight_bytes * min(1.0, CODECS[asked.sync.codec] * 4 / asked.number_bytes)
+        """Return the number of bytes that one version sends."""
+        request = self.request
+        if request.model.lora is not None:
+            return request.adapter_params * 4
+        return request.weight_bytes * min(1.0, CODECS[request.sync.codec] * 4 / request.number_bytes)
 
     def _failure_cost(self, trainers: int) -> FailureCost:
         cluster = self.cluster

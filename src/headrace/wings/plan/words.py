@@ -1,4 +1,4 @@
-"""A plan in sentences."""
+"""Describes a plan in sentences."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Callable
 
 from headrace.base.types.observation import Account
 from headrace.base.types.weights import Interrupt
-from headrace.wings.plan.search import ALIKE, Candidate, SearchResult
+from headrace.wings.plan.search import EQUAL_WITHIN, Candidate, SearchResult
 from headrace.wings.plan.system import PlanContext
 
-CROWDED = 0.9
-"""Of the controller's time: beyond it, everything else waits for it."""
+BOTTLENECK = 0.9
+"""Fraction of the controller's time above which it counts as a bottleneck."""
 
 Bound = Callable[[Account], str]
-"""Says in a word what holds a run up."""
+"""A function that returns what limits the throughput, in a word."""
 
 
-def in_words(found: SearchResult, bound: Bound) -> list[str]:
-    """What is asked for, what would be best, and what asynchrony does here."""
+def describe(found: SearchResult, bound: Bound) -> list[str]:
+    """Return sentences on the run file's settings, the best settings found, and the effect of asynchrony."""
     site = found.site
     return [
-        f"{site.asked.shape.name} on {site.cluster}. View: {site.view}. {_assumed(site)}",
+        f"{site.request.shape.name} on {site.cluster}. View: {site.view}. {_assumed(site)}",
         f"Memory: {site.fit}.",
-        f"{'As asked' if site.fit.beside else 'In turn'}: {_told(site, found.asked, bound)}",
-        f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): {_told(site, found.best, bound)}",
+        f"{'As asked' if site.fit.beside else 'In turn'}: {_describe(site, found.requested, bound)}",
+        f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): {_describe(site, found.best, bound)}",
         _asynchrony(found, bound),
         *_changes(found),
         *_controller(found),
@@ -31,12 +31,21 @@ def in_words(found: SearchResult, bound: Bound) -> list[str]:
 
 
 def verdict_line(found: SearchResult, bound: Bound) -> str:
-    """All of it in one line."""
-    asked = found.asked.outcome
+    """Return the plan in one line."""
+    requested = found.requested.outcome
     return (
-        f"Plan ({found.site.cluster}; {found.site.view}): about {_rate(asked.tok_s)} trained tokens/s, a step every "
-        f"{asked.step_s:,.1f} s, {bound(asked.account())}. {_asynchrony(found, bound)}"
+        f"Plan ({found.site.cluster}; {found.site.view}): about {_rate(requested.tok_s)} trained tokens/s, "
+        f"a step every {_step(requested.step_s)}, {bound(requested.account())}. {_asynchrony(found, bound)}"
     )
+
+
+def _step(seconds: float) -> str:
+    """Return the duration of a step as text with enough digits: short steps are not rounded to 0.0 s.
+
+    >>> _step(71.7), _step(0.0312)
+    ('71.7 s', '0.031 s')
+    """
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
 
 
 def _assumed(site: PlanContext) -> str:
@@ -49,7 +58,7 @@ def _assumed(site: PlanContext) -> str:
     )
 
 
-def _told(site: PlanContext, each: Candidate, bound: Bound) -> str:
+def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
     choice, outcome = each.choice, each.outcome
     account = outcome.account()
     who = (
@@ -61,7 +70,7 @@ def _told(site: PlanContext, each: Candidate, bound: Bound) -> str:
     return (
         f"{who}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
         f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate(outcome.tok_s)} trained "
-        f"tokens/s, a step every {outcome.step_s:,.1f} s; engines idle {account.engine_idle:.0%}, learner idle "
+        f"tokens/s, a step every {_step(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
         f"stands still for the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
         f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."
@@ -71,7 +80,7 @@ def _told(site: PlanContext, each: Candidate, bound: Bound) -> str:
 def _asynchrony(found: SearchResult, bound: Bound) -> str:
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
-    fresh, other = found.synchronous, found.asked
+    fresh, other = found.synchronous, found.requested
     if other.choice.flow.greatest_age == 0:
         other, whose = found.best, "the best asynchronous run"
         if other.choice.flow.greatest_age == 0:
@@ -81,30 +90,30 @@ def _asynchrony(found: SearchResult, bound: Bound) -> str:
     ratio = other.tok_s / fresh.tok_s
     turns = "with all accelerators in turn" if fresh.choice.shared else f"with {fresh.choice.generation} that generate"
     beside = f"({whose}, beside the fastest synchronous run, {turns}: {_rate(fresh.tok_s)} tokens/s)"
-    if ratio > 1 + ALIKE:
+    if ratio > 1 + EQUAL_WITHIN:
         why = f"the synchronous run is {bound(fresh.outcome.account())}"
         return f"Asynchrony gains {ratio - 1:.0%} here: {why} {beside}."
-    if ratio < 1 - ALIKE:
+    if ratio < 1 - EQUAL_WITHIN:
         return f"Asynchrony loses {1 - ratio:.0%} here: {bound(other.outcome.account())} {beside}."
     return f"Asynchrony changes nothing here: {bound(other.outcome.account())} {beside}."
 
 
 def _changes(found: SearchResult) -> list[str]:
-    """What to set, where something else than what was asked is faster."""
-    asked, best = found.asked, found.best
+    """Return the settings to change, if settings other than those of the run file are faster."""
+    requested, best = found.requested, found.best
     if not found.site.fit.beside:
-        return [_how_to_take_turns(found)]
-    gain = best.tok_s / asked.tok_s - 1
-    if gain <= ALIKE:
+        return [_how_to_alternate(found)]
+    gain = best.tok_s / requested.tok_s - 1
+    if gain <= EQUAL_WITHIN:
         return ["What was asked is as fast as anything that was tried."]
     sets = [
         f"{key} = {new!r}"
         for key, old, new in (
-            ("flow.groups_per_step", asked.choice.flow.groups_per_step, best.choice.flow.groups_per_step),
-            ("flow.max_age", asked.choice.flow.max_age, best.choice.flow.max_age),
-            ("flow.lead", asked.choice.flow.effective_lead, best.choice.flow.effective_lead),
-            ("sync.interrupt", str(asked.choice.interrupt), str(best.choice.interrupt)),
-            ("sync.transport", asked.choice.transport, best.choice.transport),
+            ("flow.groups_per_step", requested.choice.flow.groups_per_step, best.choice.flow.groups_per_step),
+            ("flow.max_age", requested.choice.flow.max_age, best.choice.flow.max_age),
+            ("flow.lead", requested.choice.flow.effective_lead, best.choice.flow.effective_lead),
+            ("sync.interrupt", str(requested.choice.interrupt), str(best.choice.interrupt)),
+            ("sync.transport", requested.choice.transport, best.choice.transport),
         )
         if old != new and not best.choice.shared
     ]
@@ -117,25 +126,25 @@ def _changes(found: SearchResult) -> list[str]:
     return [f"{gain:+.0%}: {split}" + (f", set {', '.join(sets)}" if sets else "") + batch + "."]
 
 
-def _how_to_take_turns(found: SearchResult) -> str:
-    asked, turns, best = found.site.asked, found.asked, found.best
-    missing = ["flow.max_age = 0"] if asked.flow.greatest_age else []
-    if asked.sync.interrupt is not Interrupt.SLEEP:
+def _how_to_alternate(found: SearchResult) -> str:
+    request, turns, best = found.site.request, found.requested, found.best
+    missing = ["flow.max_age = 0"] if request.flow.greatest_age else []
+    if request.sync.interrupt is not Interrupt.SLEEP:
         missing.append('sync.interrupt = "sleep"')
     sets = f"To take turns, set {' and '.join(missing)}" if missing else "The run is set to take turns"
     gain, batch = best.tok_s / turns.tok_s - 1, best.choice.flow.groups_per_step
-    if gain <= ALIKE:
+    if gain <= EQUAL_WITHIN:
         return f"{sets}; no other batch that was tried is faster."
     return f"{sets}; {gain:+.0%} with flow.groups_per_step = {batch}, which changes what is learned."
 
 
 def _controller(found: SearchResult) -> list[str]:
-    """How busy the controller would be, where a calibration says what an episode costs it."""
-    outcome, measured = found.asked.outcome, found.site.measured
+    """Return how busy the controller would be, if a calibration measured its cost per episode."""
+    outcome, measured = found.requested.outcome, found.site.measured
     if measured is None or not measured.episode_s:
         return []
     busy = min(1.0, outcome.num_episodes * measured.episode_s / outcome.seconds)
-    advice = "; it holds the run up: more tokens an episode, or fewer episodes, would not" if busy > CROWDED else ""
+    advice = "; it holds the run up: more tokens an episode, or fewer episodes, would not" if busy > BOTTLENECK else ""
     return [f"Controller: {measured.episode_s * 1e3:.2g} ms an episode, busy {busy:.0%} of the time as asked{advice}."]
 
 

@@ -1,4 +1,4 @@
-"""What is simulated: a flow, the costs of its parts, and what is asked of it."""
+"""The inputs of a simulated run: a flow, the costs of its parts, and the workload."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from headrace.wings.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Everything that decides how a simulated run goes, but for the seed."""
+    """Everything that determines a simulated run, except the seed."""
 
     flow: FlowConfig
-    """The settings of a run: the policies, filters and limits are those that a run has."""
+    """Settings of the flow, with the policies, filters and limits of a real run."""
     steps: int
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     endless: bool = False
-    """Whether more steps would follow: groups start until the last moment, so that the end looks like the middle."""
+    """Whether more steps would follow: groups are started until the end, so that the last steps are like the ones
+    before."""
     engine: EngineCost
-    """Of one engine."""
+    """Cost model of one engine."""
     num_engines: int = 1
     max_sequences: int = 256
-    """In the batch of one engine."""
+    """Largest number of sequences in the batch of one engine."""
     cache_tokens: float = float("inf")
-    """Tokens whose keys and values one engine can keep."""
+    """Capacity of one engine's key-value cache in tokens."""
     max_new_tokens: float = float("inf")
-    """Of one answer."""
+    """Largest number of tokens of one answer."""
     learner: LearnerCost
     sync: SyncCost = field(default_factory=SyncCost)
     failures: FailureCost = field(default_factory=FailureCost)
     workload: Workload = field(default_factory=Workload)
     episode_s: float = 0.0
-    """Of the controller for every episode: it comes to them one after the other."""
+    """Processor time of the controller per episode, in seconds; it handles one episode at a time."""

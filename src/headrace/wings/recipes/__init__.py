@@ -1,1 +1,1 @@
-"""Run files that come with the package."""
+"""The demo and the recipes of known systems that come with the package."""

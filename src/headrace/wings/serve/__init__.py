@@ -1,11 +1,7 @@
-"""An engine over HTTP, in the protocol of OpenAI's completions and chat completions.
+"""The server of ``headrace serve``: an engine over HTTP, in the protocol of OpenAI's completions and chat completions.
 
-    bytes ──body──▶ JSON ──schema──▶ body ──prompts──▶ Asked ──choices──▶ pieces of text ──answers──▶ JSON, or events
+    bytes ──body──▶ JSON ──schema──▶ Body ──prompts──▶ ChoiceRequest ──choices──▶ ChoicePiece ──answers─▶ JSON, events
                                                          └── LocalEngine.generate, one stream per choice
 
-Importing this package imports neither starlette nor torch; :mod:`headrace.wings.serve.run` does.
+Importing this package imports nothing; :mod:`headrace.wings.serve.run` imports starlette and torch.
 """
-
-from headrace.wings.serve.config import ServeConfig, ServeSection
-
-__all__ = ["ServeConfig", "ServeSection"]

@@ -1,4 +1,4 @@
-"""One request for text, from its body to the last byte of its answer."""
+"""The way of one completion request, from its body to the last byte of its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.wings.serve import prompts
 from headrace.wings.serve.answers import AnswerHead, Json, usage
 from headrace.wings.serve.body import BodyLimits, read_object
 from headrace.wings.serve.chat import ServedTokenizer
-from headrace.wings.serve.choices import ChoicePiece, ChoiceRequest, Manner, sample_all
+from headrace.wings.serve.choices import ChoicePiece, ChoiceRequest, TextOptions, sample_all
 from headrace.wings.serve.metrics import ServerMetrics
 from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
 from headrace.wings.serve.strict import read_body
@@ -30,31 +30,32 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What answers need; there is one when the model is loaded."""
+    """The engine, the tokenizer and the limits with which requests are answered; made once the model is loaded."""
 
     engine: Engine
-    words: ServedTokenizer
-    terms: prompts.PromptLimits
+    tokenizer: ServedTokenizer
+    served: prompts.ServedModel
     clock: Clock
     encoder: Executor
-    """Where prompts are turned into tokens: a long one must not hold up the others' streams."""
+    """The thread that turns prompts into tokens, so that a long prompt does not hold up the event loop and with it all
+    streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request that has been understood."""
+class ParsedRequest:
+    """A request that has been read, checked and encoded."""
 
     body: AnyBody
-    asked: list[ChoiceRequest]
+    choices: list[ChoiceRequest]
     num_prompt_tokens: int
     head: AnswerHead
-    manner: Manner
+    text_options: TextOptions
 
 
-async def understand(request: Request, service: Service) -> Job:
+async def parse_request(request: Request, service: Service) -> ParsedRequest:
     """Read, check and encode a request; raises :class:`Refusal`."""
     is_chat = request.url.path.endswith("/chat/completions")
-    limits = service.terms.limits
+    limits = service.served.settings
     tree = await read_object(
         request,
         BodyLimits(
@@ -64,26 +65,28 @@ async def understand(request: Request, service: Service) -> Job:
         ),
     )
     body: AnyBody = read_body(ChatBody, tree) if is_chat else read_body(CompletionBody, tree)
-    prompts.check_body(body, service.terms)
-    loop, words = asyncio.get_running_loop(), service.words
-    ids = await loop.run_in_executor(service.encoder, prompts.encode, body, words, service.terms)
-    asked = prompts.choices(body, ids, words, service.terms)
+    prompts.check_body(body, service.served)
+    loop, tokenizer = asyncio.get_running_loop(), service.tokenizer
+    ids = await loop.run_in_executor(service.encoder, prompts.encode, body, tokenizer, service.served)
+    choices = prompts.choices(body, ids, tokenizer, service.served)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = AnswerHead(
         id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-        model=body.model or service.terms.model,
+        model=body.model or service.served.name,
         created_s=int(service.clock.wall()),
         is_chat=is_chat,
         with_logprobs=with_logprobs,
         with_kept_sizes=body.kept_sizes,
-        spell=words.spell,
+        spell=tokenizer.spell,
     )
-    manner = Manner(decode=words.decode, at_once=body.stream, offsets=with_logprobs and not is_chat)
-    return Job(body=body, asked=asked, num_prompt_tokens=sum(map(len, ids)), head=head, manner=manner)
+    text_options = TextOptions(decode=tokenizer.decode, streaming=body.stream, offsets=with_logprobs and not is_chat)
+    return ParsedRequest(
+        body=body, choices=choices, num_prompt_tokens=sum(map(len, ids)), head=head, text_options=text_options
+    )
 
 
 class Meter:
-    """What one request takes, for the metrics."""
+    """The measurements of one request, from its arrival to its end, for the metrics."""
 
     def __init__(self, service: Service, metrics: ServerMetrics, path: str) -> None:
         self._clock, self._metrics, self._path = service.clock, metrics, path
@@ -91,10 +94,10 @@ class Meter:
         self._first: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
         self.num_sampled = 0
-        """Tokens of all choices."""
+        """Number of tokens sampled so far, in all choices."""
 
     def piece(self, piece: ChoicePiece) -> None:
-        """A piece has come."""
+        """Record a piece of a choice: the time of its first token, its number of tokens, and how it ended."""
         now_s, count = self._clock.now(), len(piece.tokens)
         self.num_sampled += count
         if not self._first:
@@ -105,18 +108,19 @@ class Meter:
             self._tokens[piece.index] = self._tokens.get(piece.index, 0) + count
         if piece.stop_reason is not None:
             self._metrics.choices.labels(piece.stop_reason.value).inc()
+            # the first piece is left out: its time is that of the prompt
             later = self._tokens.get(piece.index, 0)
             if later:
                 self._metrics.token_seconds.observe((now_s - self._first[piece.index]) / later)
 
     def end(self) -> None:
-        """The request is over."""
+        """Record the duration of the request, which has ended."""
         self._metrics.seconds.labels(self._path).observe(self._clock.now() - self._start_s)
 
 
-async def whole(job: Job, service: Service, meter: Meter) -> JSONResponse:
-    """All choices in one answer."""
-    pieces: list[list[ChoicePiece]] = [[] for _ in job.asked]
+async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) -> JSONResponse:
+    """Sample all choices and return them in one JSON answer, with the numbers of tokens."""
+    pieces: list[list[ChoicePiece]] = [[] for _ in parsed.choices]
 
     async def keep(piece: ChoicePiece) -> None:
         if piece.restarted:
@@ -124,28 +128,30 @@ async def whole(job: Job, service: Service, meter: Meter) -> JSONResponse:
         meter.piece(piece)
         pieces[piece.index].append(piece)
 
-    await sample_all(service.engine, job.asked, job.manner, keep)
-    answer = job.head.frame([job.head.whole_choice(parts) for parts in pieces], streaming=False)
-    return JSONResponse({**answer, "usage": usage(job.num_prompt_tokens, _sampled(pieces))})
+    await sample_all(service.engine, parsed.choices, parsed.text_options, keep)
+    answer = parsed.head.frame([parsed.head.whole_choice(parts) for parts in pieces], streaming=False)
+    return JSONResponse({**answer, "usage": usage(parsed.num_prompt_tokens, _sampled(pieces))})
 
 
 class AnswerEventStream:
-    """An answer as server-sent events: it begins with the first piece, so that until then it can be refused."""
+    """An answer as server-sent events. The response begins with the first piece: until then the request can still be
+    refused with a status."""
 
-    def __init__(self, job: Job, meter: Meter, send: Send) -> None:
-        self._job, self._meter, self._send = job, meter, send
+    def __init__(self, parsed: ParsedRequest, meter: Meter, send: Send) -> None:
+        self._job, self._meter, self._send = parsed, meter, send
         self._seen: set[int] = set()
-        self._usage: Json = {"usage": None} if job.body.stream_options.include_usage else {}
+        self._usage: Json = {"usage": None} if parsed.body.stream_options.include_usage else {}
         self.begun = False
 
     async def write(self, piece: ChoicePiece) -> None:
-        """One event."""
+        """Send one piece as an event. Raises :class:`Refusal` if the choice starts again after some of its text was
+        sent."""
         self._meter.piece(piece)
         is_first = piece.index not in self._seen
         if piece.restarted and not is_first:
             raise Refusal(
-                f"choice {piece.index} began again under new weights, and its text had been sent",
-                remedy="ask again",
+                f"choice {piece.index} was restarted with new weights after some of its text was sent",
+                remedy="send the request again",
                 status=503,
                 code="restarted",
             )
@@ -154,17 +160,18 @@ class AnswerEventStream:
         await self.event({**self._job.head.frame([choice], streaming=True), **self._usage})
 
     async def finish(self) -> None:
-        """Numbers of tokens, if asked for, and the end."""
+        """Send the numbers of tokens, if the request asks for them, and the end of the stream."""
         if self._usage:
             numbers = usage(self._job.num_prompt_tokens, self._meter.num_sampled)
             await self.event({**self._job.head.frame([], streaming=True), "usage": numbers})
         await self._data(b"data: [DONE]\n\n", more=False)
 
     async def fail(self, refusal: Refusal) -> None:
-        """The error as the last event."""
+        """Send the error as the last event."""
         await self._data(_event(refusal.body()), more=False)
 
     async def event(self, tree: Json) -> None:
+        """Send ``tree`` as one event."""
         await self._data(_event(tree), more=True)
 
     async def _data(self, data: bytes, *, more: bool) -> None:
@@ -174,8 +181,8 @@ class AnswerEventStream:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-def dead(death: ComponentDied) -> Refusal:
-    """The engine's end, as an answer."""
+def engine_died(death: ComponentDied) -> Refusal:
+    """Return the refusal that says that the engine has died."""
     return Refusal(death.problem, remedy=death.remedy, status=503, code="engine_died")
 
 

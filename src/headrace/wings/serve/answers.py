@@ -1,7 +1,7 @@
-"""Pieces as OpenAI's JSON: whole answers and events of a stream, of both kinds.
+"""The JSON of OpenAI's answers: whole answers and events of a stream, for completions and chat completions.
 
 Beyond OpenAI's fields every choice carries ``token_ids``, ``versions`` (the weights that sampled each token),
-``stop_reason`` in our own words, and ``kept_sizes`` if asked for. A logprob that is no finite number is ``null``.
+``stop_reason`` as this library names it, and, if requested, ``kept_sizes``. A logprob that is not finite is ``null``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FINISH = {
     StopReason.DEADLINE: "length",
     StopReason.ABORTED: "length",
 }
-"""OpenAI's words for our reasons; it has none for the last two."""
+"""OpenAI's ``finish_reason`` for each of our stop reasons. It has none for a deadline or a withdrawn request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What all parts of one answer share."""
+    """The fields that all parts of one answer share."""
 
     id: str
     model: str
@@ -38,10 +38,10 @@ class AnswerHead:
     with_logprobs: bool
     with_kept_sizes: bool
     spell: Callable[[int], str]
-    """One token alone, as text."""
+    """Returns the text of one token alone."""
 
     def frame(self, choices: list[Json], *, streaming: bool) -> Json:
-        """An answer, or an event."""
+        """Return an answer, or an event of a stream, that holds ``choices``."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if streaming else "chat.completion"
@@ -50,14 +50,14 @@ class AnswerHead:
         }  # fmt: skip
 
     def event_choice(self, piece: ChoicePiece, *, first: bool) -> Json:
-        """A piece as the choice of an event."""
+        """Return ``piece`` as a choice of an event; the ``first`` event of a chat choice also names the role."""
         content: Json = {"text": piece.text}
         if self.is_chat:
             content = {"delta": {**({"role": "assistant"} if first else {}), "content": piece.text}}
         return self._choice(content, piece)
 
     def whole_choice(self, pieces: Sequence[ChoicePiece]) -> Json:
-        """All pieces of a choice as the choice of an answer."""
+        """Return all pieces of one choice, joined, as a choice of an answer."""
         whole = ChoicePiece(
             index=pieces[0].index,
             tokens=Tokens.concat([piece.tokens for piece in pieces]),
@@ -105,7 +105,7 @@ class AnswerHead:
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:
-    """The numbers of tokens; a prompt with several choices counts once."""
+    """Return the numbers of tokens in OpenAI's form. A prompt with several choices counts once."""
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The server's routes, and every way a request can end."""
+"""The routes of the server, and the answer to a request that fails."""
 
 from __future__ import annotations
 
@@ -17,46 +17,55 @@ from headrace.base.errors import ComponentDied, EngineFull, RequestError, Sequen
 from headrace.base.net.auth import TokenAuth
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.messages.controller import EngineStats
-from headrace.engine.local import LocalEngine
-from headrace.wings.serve.answering import AnswerEventStream, Job, Meter, Service, dead, understand, whole
+from headrace.launch.inprocess import LocalEngine
+from headrace.wings.serve.answering import (
+    AnswerEventStream,
+    Meter,
+    ParsedRequest,
+    Service,
+    answer_whole,
+    engine_died,
+    parse_request,
+)
+from headrace.wings.serve.body import ClientGone, while_connected
 from headrace.wings.serve.choices import sample_all
 from headrace.wings.serve.metrics import ServerMetrics
 from headrace.wings.serve.prompts import check_model
-from headrace.wings.serve.watch import ClientGone, while_connected
 
 A = TypeVar("A")
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 
 @dataclass(slots=True, eq=False)
-class State:
-    """How far the server is. starting ──▶ serving ──▶ draining"""
+class ServerState:
+    """The state of the server: starting ──▶ serving ──▶ draining."""
 
     service: Service | None = None
-    """``None`` until the model is loaded."""
+    """The service that answers requests; ``None`` until the model is loaded."""
     draining: bool = False
-    """It has been told to end: what runs goes on, nothing new begins."""
+    """Whether the server is ending: requests that run continue, new ones are refused."""
 
     def ready(self) -> Service:
-        """What answers; raises :class:`Refusal` while there is none."""
+        """Return the service that answers requests. Raises :class:`Refusal` while the server starts or ends, and after
+        the engine has died."""
         if self.draining:
             raise Refusal("the server is ending", remedy="ask another one", status=503, code="ending")
         if self.service is None:
             raise Refusal("the model is being loaded", remedy="try again later", status=503, code="starting")
         engine = self.service.engine
         if isinstance(engine, LocalEngine) and engine.death is not None:
-            raise dead(engine.death)
+            raise engine_died(engine.death)
         return self.service
 
     def stats(self) -> EngineStats | None:
-        """The engine's counters, if there is one."""
+        """Return the engine's counters; ``None`` before the model is loaded."""
         return self.service.engine.stats() if self.service else None
 
 
-def make_app(state: State, token: str) -> TokenAuth:
-    """The whole server as an ASGI application."""
+def make_app(state: ServerState, token: str) -> TokenAuth:
+    """Return the whole server as an ASGI application; a request must carry ``token``, unless it is empty."""
     metrics = ServerMetrics(state.stats)
-    answer = _Answer(state, metrics)
+    answer = _CompletionHandler(state, metrics)
 
     async def health(_: Request) -> Response:
         service = state.ready()
@@ -67,13 +76,13 @@ def make_app(state: State, token: str) -> TokenAuth:
 
     async def models(_: Request) -> Response:
         service = state.ready()
-        names = (service.terms.model, *service.terms.agents)
+        names = (service.served.name, *service.served.agents)
         return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
     async def model(request: Request) -> Response:
         service = state.ready()
         name = request.path_params["name"]
-        check_model(name, service.terms)
+        check_model(name, service.served)
         return JSONResponse(_model(service, name))
 
     app = Starlette(
@@ -89,10 +98,11 @@ def make_app(state: State, token: str) -> TokenAuth:
     return TokenAuth(app, token=token)
 
 
-class _Answer:
-    """``POST`` of either kind, as an ASGI application: it watches the connection while it works."""
+class _CompletionHandler:
+    """An ASGI application that answers ``POST`` for completions and chat completions. It cancels the work when the
+    client disconnects."""
 
-    def __init__(self, state: State, metrics: ServerMetrics) -> None:
+    def __init__(self, state: ServerState, metrics: ServerMetrics) -> None:
         self._state, self._metrics = state, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +112,7 @@ class _Answer:
         try:
             status = await self._answer(scope, receive, send)
         except ClientGone:
-            status = 499
+            status = 499  # nginx's code for a client that closed the connection
             self._metrics.left.inc()
         finally:
             self._metrics.open.dec()
@@ -113,28 +123,32 @@ class _Answer:
         try:
             service = self._state.ready()
             meter = Meter(service, self._metrics, scope["path"])
-            job = await understand(request, service)
+            parsed = await parse_request(request, service)
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
             return refusal.status
         try:
-            if job.body.stream:
-                return await while_connected(receive, self._stream(job, service, meter, (scope, receive, send)))
-            response = await while_connected(receive, self._whole(job, service, meter))
+            if parsed.body.stream:
+                return await while_connected(
+                    receive, self._respond_stream(parsed, service, meter, (scope, receive, send))
+                )
+            response = await while_connected(receive, self._respond_whole(parsed, service, meter))
             await response(scope, receive, send)
             return response.status_code
         finally:
             meter.end()
 
-    async def _whole(self, job: Job, service: Service, meter: Meter) -> Response:
-        refusal = await _in_words(lambda: whole(job, service, meter))
+    async def _respond_whole(self, parsed: ParsedRequest, service: Service, meter: Meter) -> Response:
+        refusal = await _or_refusal(lambda: answer_whole(parsed, service, meter))
         return refusal.response() if isinstance(refusal, Refusal) else refusal
 
-    async def _stream(
-        self, job: Job, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
+    async def _respond_stream(
+        self, parsed: ParsedRequest, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
     ) -> int:  # fmt: skip
-        events = AnswerEventStream(job, meter, asgi[2])
-        refusal = await _in_words(lambda: sample_all(service.engine, job.asked, job.manner, events.write))
+        events = AnswerEventStream(parsed, meter, asgi[2])
+        refusal = await _or_refusal(
+            lambda: sample_all(service.engine, parsed.choices, parsed.text_options, events.write)
+        )
         if not isinstance(refusal, Refusal):
             await events.finish()
             return 200
@@ -145,8 +159,8 @@ class _Answer:
         return refusal.status
 
 
-async def _in_words(work: Callable[[], Awaitable[A]]) -> A | Refusal:
-    """What ``work`` returns, or the engine's refusal as ours."""
+async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
+    """Return what ``work`` returns; where the engine refuses or fails, return that as a :class:`Refusal`."""
     try:
         return await work()
     except Refusal as refusal:
@@ -158,7 +172,7 @@ async def _in_words(work: Callable[[], Awaitable[A]]) -> A | Refusal:
     except RequestError as error:
         return Refusal(error.problem, remedy=error.remedy)
     except ComponentDied as error:
-        return dead(error)
+        return engine_died(error)
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
@@ -167,7 +181,7 @@ def _model(service: Service, name: str) -> dict[str, object]:
         "object": "model",
         "created": 0,
         "owned_by": "headrace",
-        "max_model_len": service.terms.max_context,
+        "max_model_len": service.served.max_context,
         "version": service.engine.stats().version,
     }
 

@@ -1,36 +1,41 @@
-"""From the bytes of a request to a JSON object, within limits."""
+"""The reading of a request: its body as a JSON object, within limits, and the cancelling of its work when the client
+disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic_core
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
 
 from headrace.base.net.refusal import Refusal, shown
 
 LONG_BYTES = 2**16
-"""A body longer than this is read by another thread: others must not wait for it."""
+"""Size in bytes above which a body is parsed by another thread, so that the event loop stays free for other
+requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """What a body may be."""
+    """The limits of a request body."""
 
     max_bytes: int
     timeout_s: float
-    """Longest wait for all of it."""
+    """Longest wait for the whole body, in seconds."""
     remedy: str
-    """What to do about one that is too long."""
+    """Advice for the sender of a body that is too long."""
 
 
 async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """The object that ``request`` carries, without the fields that are ``null``: they are as if not there."""
+    """Return the JSON object in the body of ``request``. Fields that are ``null`` are left out, as if they were not
+    sent. Raises :class:`Refusal` for a wrong content type, a body that is too long or late, and invalid JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page of another origin cannot send this one unasked
+    if kind != "application/json":  # browsers send this type across origins only after a CORS check
         raise Refusal(
             f"the content type is {shown(kind)}, expected application/json",
             remedy="send the header 'Content-Type: application/json'",
@@ -49,6 +54,7 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
+    # from_json keeps the last of two values with one name; the second pass refuses such a body
     try:
         tree = pydantic_core.from_json(data, allow_inf_nan=False)
         json.loads(data, object_pairs_hook=_refuse_twice, parse_int=str, parse_float=str)
@@ -62,7 +68,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    """The parser above takes the last of two values of one name; which one was meant nobody knows."""
+    """Refuse an object in which a name occurs twice: it is not clear which value was meant."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -94,3 +100,35 @@ def _too_long(limits: BodyLimits) -> Refusal:
     return Refusal(
         f"the body is longer than {limits.max_bytes} bytes", remedy=limits.remedy, status=413, code="body_too_long"
     )
+
+
+A = TypeVar("A")
+Receive = Callable[[], Awaitable[Message]]
+
+
+class ClientGone(Exception):
+    """The client has disconnected, so that an answer would not be read."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, A]) -> A:
+    """Return what ``work`` returns, or raise its error. When the client disconnects, cancel ``work`` and raise
+    :class:`ClientGone`."""
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        working.cancel()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            working = group.create_task(work)
+            watching = group.create_task(watch())
+            working.add_done_callback(lambda _: watching.cancel())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    if working.cancelled():
+        raise ClientGone if is_gone else asyncio.CancelledError
+    return working.result()

@@ -1,4 +1,4 @@
-"""The model's own words: its tokenizer, its chat template, its ends."""
+"""The tokenizer of the served model, with its chat template and its stop tokens."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a template, a program of the model's makers, may raise on a conversation it does not expect."""
+"""Errors that a chat template may raise on messages it does not expect. The template is a program that comes with the
+model."""
 
 
 class ServedTokenizer:
-    """Text to token ids and back. Its methods may be called from any thread."""
+    """A tokenizer that turns text into token ids and back. Its methods may be called from any thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = stop_ids
-        """The model's own ends of sequence."""
+        """The model's own end-of-sequence tokens."""
         self.has_template = tokenizer.chat_template is not None
         self.longest_token = max(map(len, tokenizer.get_vocab()))
-        """Characters of text that a token stands for, at most."""
+        """Largest number of characters that one token stands for."""
 
     def encode(self, text: str) -> list[int]:
-        """A prompt as it is, with what the tokenizer itself puts around it."""
+        """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """What the chat template made: what goes around it is there."""
+        """Return the token ids of a rendered chat template, which already holds its special tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-        """A conversation under the chat template, ready for the assistant's turn."""
+        """Return ``messages`` as one text under the chat template, ready for the assistant's turn. Raises
+        :class:`Refusal` if there is no template, if it refuses the messages, or if ``variables`` holds a reserved
+        name."""
         if not self.has_template:
             raise Refusal(
                 "the model's tokenizer has no chat template",
@@ -69,21 +72,21 @@ class ServedTokenizer:
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens, and nothing tidied."""
+        """Return the text of ``ids`` without special tokens and without cleaning up spaces."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Text with special tokens, in which the engine looks for stop strings."""
+        """Return the text of ``ids`` with special tokens; the engine looks for stop strings in it."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def spell(self, token: int) -> str:
-        """One token alone, special ones too."""
+        """Return the text of one token alone, which may be a special token."""
         text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text
 
 
 def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """What a caller's variables must not overwrite."""
+    """Return the names that ``chat_template_kwargs`` must not set."""
     return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "add_special_tokens"}

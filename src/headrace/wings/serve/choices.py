@@ -1,4 +1,4 @@
-"""Choices: one sequence of the engine each, as pieces of text with their tokens."""
+"""The sampling of choices: each is one sequence of the engine, and arrives as pieces of text with their tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from headrace.base.types.columns import IntColumn
-from headrace.base.types.episode import StopReason
+from headrace.base.types.episode import StopReason, TokenChunk
+from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
-from headrace.engine.base import Engine, RequestOptions, TokenChunk
+from headrace.engine.base import Engine
 from headrace.engine.text import Decode, Detokenizer, StopFinder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRequest:
-    """One choice that is to be sampled."""
+    """A request for one choice."""
 
     index: int
-    """Its place in the answer."""
+    """The choice's place in the answer."""
     prompt_ids_T: IntColumn
     sampling: Sampling
     options: RequestOptions
@@ -28,67 +29,67 @@ class ChoiceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePiece:
-    """What a choice has gained since its last piece."""
+    """A piece of a choice: the tokens and the text that were added since the piece before."""
 
     index: int
     """The choice's place in the answer."""
     tokens: Tokens
     text: str
-    """Certain and without stop strings; what it belongs to may be tokens of earlier pieces."""
+    """Text that no later token can change, without stop strings. It may belong to tokens of earlier pieces."""
     offsets: list[int] = field(default_factory=list)
-    """Where each token's text begins in the choice's text, in characters; only if asked for."""
+    """Position of each token's text within the choice's text, in characters; empty unless requested."""
     stop_reason: StopReason | None = None
-    """Set on the last piece."""
+    """The reason why the choice ended, on its last piece; ``None`` before."""
     restarted: bool = False
-    """Forget everything before this piece."""
+    """Whether the choice was sampled again from its start, so that all its earlier pieces are void."""
 
 
 Emit = Callable[[ChoicePiece], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """How pieces are wanted."""
+class TextOptions:
+    """The options for the text of pieces."""
 
     decode: Decode
-    at_once: bool
-    """Text with the piece of its tokens; else all of it with the last piece."""
+    streaming: bool
+    """Whether text is sent with the piece of its tokens; otherwise all text comes with the last piece."""
     offsets: bool
-    """Whether each token's place in the text is wanted."""
+    """Whether the position of each token in the text is computed."""
 
 
-async def sample_all(engine: Engine, asked: Sequence[ChoiceRequest], manner: Manner, emit: Emit) -> None:
-    """Sample all of them together; ``emit`` gets their pieces, those of one choice in order. Where one fails, the
-    others are withdrawn, and its error is raised."""
+async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_options: TextOptions, emit: Emit) -> None:
+    """Sample ``requests`` concurrently and pass their pieces to ``emit``; the pieces of one choice arrive in order. If
+    one fails, the others are withdrawn and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            for one in asked:  # all begin in one turn of the event loop, so they join the batch together
-                group.create_task(_sample(engine, one, manner, emit))
+            for request in requests:  # all start in one turn of the event loop, so they join the batch together
+                group.create_task(_sample(engine, request, text_options, emit))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _sample(engine: Engine, asked: ChoiceRequest, manner: Manner, emit: Emit) -> None:
-    text = _Text(asked.sampling.stop, manner)
-    async with aclosing(engine.generate(asked.prompt_ids_T, asked.sampling, asked.options)) as chunks:  # type: ignore[type-var]
+async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOptions, emit: Emit) -> None:
+    text = _Text(request.sampling.stop, text_options)
+    async with aclosing(engine.generate(request.prompt_ids_T, request.sampling, request.options)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
-            if chunk.restarted:
-                text = _Text(asked.sampling.stop, manner)
-            piece = text.piece(asked.index, chunk)
+            if chunk.lost:
+                text = _Text(request.sampling.stop, text_options)
+            piece = text.piece(request.index, chunk)
             await emit(piece)
             if piece.stop_reason is not None:
                 return
 
 
 class _Text:
-    """The text of one choice as it grows."""
+    """The text of one choice, which grows with each chunk of tokens."""
 
-    def __init__(self, stops: Sequence[str], manner: Manner) -> None:
-        self._manner = manner
-        self._detokenizer = Detokenizer(manner.decode)
+    def __init__(self, stops: Sequence[str], text_options: TextOptions) -> None:
+        self._manner = text_options
+        self._detokenizer = Detokenizer(text_options.decode)
         self._finder = StopFinder(stops)
         self._length = 0
-        self._late: list[int] = []
+        self._held_back: list[int] = []
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
         ids, reason = chunk.tokens.ids_T.tolist(), chunk.stop_reason
@@ -97,10 +98,10 @@ class _Text:
             for token in ids:
                 offsets.append(self._length)
                 text += self._push([token])
-        elif self._manner.at_once or reason is not None:
-            text = self._push([*self._late, *ids])
+        elif self._manner.streaming or reason is not None:
+            text = self._push([*self._held_back, *ids])
         else:
-            self._late += ids
+            self._held_back += ids
         if reason is not None:
             text += self._detokenizer.end()
         cut = self._finder.push(text)
@@ -114,7 +115,7 @@ class _Text:
             text=cut.text,
             offsets=offsets,
             stop_reason=reason,
-            restarted=chunk.restarted,
+            restarted=bool(chunk.lost),
         )
 
     def _push(self, ids: list[int]) -> str:

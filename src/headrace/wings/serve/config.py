@@ -1,4 +1,4 @@
-"""Settings of the server."""
+"""The settings of ``headrace serve``."""
 
 from __future__ import annotations
 
@@ -7,62 +7,64 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from headrace.base.config import Section
-from headrace.base.config.tls import refuse_half
+from headrace.base.config.tls import refuse_incomplete_tls
 from headrace.engine.config import EngineConfig
 from headrace.models.config import ModelConfig
 
 
 class ServeSection(Section):
-    """Where the server listens, and what it accepts."""
+    """The settings of the address at which the server listens and of the requests that it accepts."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to bind; any other than a loopback address needs a token."""
+    """Address to listen on. An address other than a loopback address needs a token."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 for a free one."""
+    """Port to listen on; 0 takes a free one."""
     name: str = ""
-    """The model's name in requests and answers; empty for the name of its directory."""
+    """Name of the model in requests and answers; empty takes the name of its directory."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1)
-    """Longest request body."""
+    """Size of the longest request body that is read, in bytes. A longer body is refused with status 413."""
     max_prompts: int = Field(default=128, ge=1)
-    """Most prompts of one request."""
+    """Largest number of prompts in one request."""
     max_n: int = Field(default=128, ge=1)
-    """Most choices per prompt."""
+    """Largest number of choices per prompt."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens that a choice may ask for; unset: the engine's context."""
+    """Largest ``max_tokens`` that a request may set; unset: only the engine's context limits it."""
     max_sequences: int = Field(default=1024, ge=1)
-    """Most choices at once, running or waiting, of all requests; beyond, requests are told to come back later."""
+    """Largest number of choices of all requests that run or wait at once. Requests beyond it are refused with status
+    429, so that the client tries again later."""
     max_priority: int = Field(default=0, ge=0, le=2**31 - 1)
-    """The highest priority that a request may ask for; lower ones anybody may."""
+    """Highest priority that a request may set; any lower priority is always allowed."""
     idle_timeout_s: int = Field(default=30, ge=1)
-    """A connection that brings no request for so long, or takes nothing of its answer, is cut."""
+    """Seconds after which the server closes a connection that sends no request or reads nothing of its answer."""
     body_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest wait for a request's body."""
+    """Longest wait for the whole body of a request, in seconds."""
     grace_s: float = Field(default=10.0, ge=0)
-    """After Ctrl-C, how long running requests may go on before they end with what they have."""
+    """Seconds that running requests may continue after Ctrl-C. Then each ends with the tokens it has."""
     tls_certificate: str = ""
-    """PEM file with the certificate of the server, and those that lead to its authority; unset: no TLS."""
+    """PEM file with the server's certificate, followed by the intermediate certificates up to its authority; unset: no
+    TLS."""
     tls_key: str = ""
-    """PEM file with its key, without a password."""
+    """PEM file with the private key of ``tls_certificate``, without a password."""
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
-        refuse_half("serve", self.tls_certificate, self.tls_key)
+        refuse_incomplete_tls("serve", self.tls_certificate, self.tls_key)
         return self
 
 
 class ServeEngineConfig(EngineConfig):
-    """The engine of a server: readers of streams wait for each token."""
+    """The settings of the engine in a server: it sends each token at once, since readers of streams wait for it."""
 
     flush_tokens: int = Field(default=1, ge=1)
-    """Tokens of a choice that travel together."""
+    """Number of tokens of one choice that are sent in one piece."""
 
 
 class ServeConfig(Section):
-    """All settings of ``headrace serve``."""
+    """The settings of ``headrace serve``, all in one tree."""
 
     model: ModelConfig
-    """Which model is served."""
+    """The model that is served."""
     engine: ServeEngineConfig = ServeEngineConfig()
-    """How its completions are sampled."""
+    """The engine that samples the completions."""
     serve: ServeSection = ServeSection()
-    """Where, and within which limits."""
+    """The address and the limits of the server."""

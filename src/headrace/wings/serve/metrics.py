@@ -1,4 +1,5 @@
-"""Figures in Prometheus' text format: what the engine counts, read when asked, and what requests took."""
+"""The metrics of the server in Prometheus' text format: counters of the engine, read at each scrape, and timings of
+requests."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _COUNTERS = {
 
 
 class _EngineFigures(Collector):
-    """The engine's own counters, at the moment of the question."""
+    """A Prometheus collector that reads the engine's counters at the moment of the scrape."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._stats = stats
@@ -49,7 +50,7 @@ class _EngineFigures(Collector):
 
 
 class ServerMetrics:
-    """The figures of one server."""
+    """The metrics of one server."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._registry = CollectorRegistry()
@@ -76,5 +77,5 @@ class ServerMetrics:
         )  # fmt: skip
 
     def text(self) -> bytes:
-        """All of it, in the text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

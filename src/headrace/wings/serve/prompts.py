@@ -1,4 +1,4 @@
-"""From the body of a request to the choices that are to be sampled."""
+"""The checks of a request body against the server's limits, and its conversion to choices that the engine samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from headrace.base.errors import nearest
 from headrace.base.net.refusal import Refusal, shown
+from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
-from headrace.engine.base import RequestOptions
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.choices import ChoiceRequest
 from headrace.wings.serve.config import ServeSection
@@ -18,35 +18,35 @@ from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLimits:
-    """What is served, and within which limits."""
+class ServedModel:
+    """The model that is served, with the limits of its requests."""
 
-    model: str
-    """Its name."""
+    name: str
+    """The model's name in requests."""
     agents: tuple[str, ...] = ()
-    """Names under which it answers with the adapters of agents."""
+    """Names of the agents whose adapters may answer, as models of their own."""
     max_context: int
-    """Longest prompt plus choice, in tokens."""
-    limits: ServeSection
+    """Largest number of tokens of a prompt and its choice together."""
+    settings: ServeSection
 
 
-def check_model(asked: str | None, terms: PromptLimits) -> None:
-    """Refuse a model that is not served."""
-    served = (terms.model, *terms.agents)
-    if asked is not None and asked not in served:
+def check_model(model: str | None, served: ServedModel) -> None:
+    """Refuse a request for a model that is not served; ``None`` stands for the default model."""
+    names = (served.name, *served.agents)
+    if model is not None and model not in names:
         raise Refusal(
-            f"model={shown(asked)} is not served",
-            remedy=nearest(asked[:100], served),
+            f"model={shown(model)} is not served",
+            remedy=nearest(model[:100], names),
             status=404,
             param="model",
             code="model_not_found",
         )
 
 
-def check_body(body: AnyBody, terms: PromptLimits) -> None:
-    """Refuse what is over a limit, or cannot be done, before anything is computed."""
-    check_model(body.model, terms)
-    limits = terms.limits
+def check_body(body: AnyBody, served: ServedModel) -> None:
+    """Refuse a request that exceeds a limit or needs an unsupported feature, before anything is computed."""
+    check_model(body.model, served)
+    limits = served.settings
     if body.n > limits.max_n:
         raise Refusal(f"n={body.n} is more than {limits.max_n}", remedy=f"ask for n <= {limits.max_n}", param="n")
     if body.priority > limits.max_priority:
@@ -72,50 +72,51 @@ def check_body(body: AnyBody, terms: PromptLimits) -> None:
         _check_completion(body, limits)
     else:
         _check_chat(body)
-    asked = _max_tokens(body)
-    if asked is not None and limits.max_tokens is not None and asked > limits.max_tokens:
+    max_tokens = _requested_max_tokens(body)
+    if max_tokens is not None and limits.max_tokens is not None and max_tokens > limits.max_tokens:
         raise Refusal(
-            f"max_tokens={asked} is more than {limits.max_tokens}",
+            f"max_tokens={max_tokens} is more than {limits.max_tokens}",
             remedy=f"ask for max_tokens <= {limits.max_tokens}",
             param="max_tokens",
         )
 
 
-def encode(body: AnyBody, words: ServedTokenizer, terms: PromptLimits) -> list[list[int]]:
-    """The prompts of ``body`` as token ids; what cannot fit the context is refused before it is encoded."""
+def encode(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> list[list[int]]:
+    """Return the prompts of ``body`` as token ids. A text too long for the context is refused before it is encoded."""
     if isinstance(body, ChatBody):
-        text = words.render([message.plain() for message in body.messages], body.chat_template_kwargs)
-        _refuse_long(text, "messages", words, terms)
-        return [words.encode_rendered(text)]
+        text = tokenizer.render([message.plain() for message in body.messages], body.chat_template_kwargs)
+        _refuse_long(text, "messages", tokenizer, served)
+        return [tokenizer.encode_rendered(text)]
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            _refuse_long(prompt, "prompt", words, terms)
-    return [words.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
+            _refuse_long(prompt, "prompt", tokenizer, served)
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
 
 
 def choices(
-    body: AnyBody, prompts: list[list[int]], words: ServedTokenizer, terms: PromptLimits
+    body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer, served: ServedModel
 ) -> list[ChoiceRequest]:
-    """``n`` choices for each prompt, prompt after prompt."""
+    """Return ``body.n`` choice requests for each prompt, in the order of the prompts; choice *i* draws with seed +
+    *i*."""
     seed = secrets.randbits(62) if body.seed is None else body.seed
-    agent = body.model if body.model in terms.agents else ""
+    agent = body.model if body.model in served.agents else ""
     options = RequestOptions(priority=body.priority, deadline_s=body.deadline_s, agent=agent)
-    asked: list[ChoiceRequest] = []
+    requests: list[ChoiceRequest] = []
     for prompt in prompts:
         ids_T = np.array(prompt, np.int32)
-        max_new_tokens = _room(body, len(prompt), terms)
+        max_new_tokens = _max_new_tokens(body, len(prompt), served)
         for _ in range(body.n):
-            sampling = _sampling(body, words, max_new_tokens, seed + len(asked))
-            asked.append(ChoiceRequest(index=len(asked), prompt_ids_T=ids_T, sampling=sampling, options=options))
-    return asked
+            sampling = _sampling(body, tokenizer, max_new_tokens, seed + len(requests))
+            requests.append(ChoiceRequest(index=len(requests), prompt_ids_T=ids_T, sampling=sampling, options=options))
+    return requests
 
 
-def _refuse_long(text: str, param: str, words: ServedTokenizer, terms: PromptLimits) -> None:
-    longest = terms.max_context * words.longest_token
+def _refuse_long(text: str, param: str, tokenizer: ServedTokenizer, served: ServedModel) -> None:
+    longest = served.max_context * tokenizer.longest_token
     if len(text) > longest:
         raise Refusal(
-            f"{param} of {len(text)} characters exceeds the context of {terms.max_context} tokens: no token stands for "
-            f"more than {words.longest_token} characters",
+            f"{param} of {len(text)} characters exceeds the context of {served.max_context} tokens: no token stands "
+            f"for more than {tokenizer.longest_token} characters",
             remedy="shorten it",
             param=param,
             code="context_length_exceeded",
@@ -153,30 +154,32 @@ def _no_top_logprobs(name: str, value: int) -> Refusal:
     )
 
 
-def _max_tokens(body: AnyBody) -> int | None:
+def _requested_max_tokens(body: AnyBody) -> int | None:
     if isinstance(body, ChatBody):
         return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return body.max_tokens
 
 
-def _room(body: AnyBody, length: int, terms: PromptLimits) -> int:
-    """How many tokens a choice after a prompt of ``length`` may have."""
+def _max_new_tokens(body: AnyBody, length: int, served: ServedModel) -> int:
+    """Return the largest number of tokens of a choice after a prompt of ``length`` tokens. Raises :class:`Refusal` if
+    the prompt is empty or if both do not fit the context."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     if length == 0:
         raise Refusal(f"{param} holds no tokens", remedy="give at least one token", param=param)
-    asked, left = _max_tokens(body), terms.max_context - length
-    if left < max(1, asked or 0):
+    requested, left = _requested_max_tokens(body), served.max_context - length
+    if left < max(1, requested or 0):
         raise Refusal(
-            f"{param} of {length} tokens + max_tokens={asked or 1} exceed the context of {terms.max_context} tokens",
+            f"{param} of {length} tokens + max_tokens={requested or 1} exceed the context of {served.max_context} "
+            "tokens",
             remedy="shorten the prompt, lower max_tokens, or raise engine.max_context and engine.cache_tokens",
             param=param,
             code="context_length_exceeded",
         )
-    return asked or min(left, terms.limits.max_tokens or left)
+    return requested or min(left, served.settings.max_tokens or left)
 
 
-def _sampling(body: AnyBody, words: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
-    ends = () if body.ignore_eos else words.stop_ids
+def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
+    ends = () if body.ignore_eos else tokenizer.stop_ids
     return Sampling(
         max_new_tokens=max_new_tokens,
         temperature=body.temperature,

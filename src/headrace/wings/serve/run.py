@@ -2,7 +2,7 @@
 
     bind ─▶ listen (503: loading) ─▶ load model, make engine ─▶ serve ─▶ Ctrl-C ─▶ drain for grace_s ─▶ withdraw ─▶ end
 
-The port is taken before the model is loaded, so that a wrong one is told at once.
+The port is taken before the model is loaded, so that a wrong port is reported at once.
 """
 
 from __future__ import annotations
@@ -19,66 +19,77 @@ from starlette.types import ASGIApp
 from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import ConfigError
-from headrace.base.net.auth import refuse_open_door
+from headrace.base.net.auth import refuse_unprotected_host
 from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.base.types.versions import INITIAL
 from headrace.engine.base import EngineCore
-from headrace.engine.local import LocalEngine, LocalTerms
+from headrace.engine.native import NativeEngine
+from headrace.engine.native.swaps import LoadedWeights
+from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
+from headrace.models.devices import use
+from headrace.models.endings import stop_ids
+from headrace.models.hub import called
+from headrace.models.load import context_length, load_model, load_tokenizer
+from headrace.models.paged.base import BLOCK
+from headrace.models.weights import model_bytes
 from headrace.wings.serve.answering import Service
-from headrace.wings.serve.app import State, make_app
+from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.chat import ServedTokenizer
-from headrace.wings.serve.config import ServeSection
-from headrace.wings.serve.prompts import PromptLimits
+from headrace.wings.serve.config import ServeConfig, ServeSection
+from headrace.wings.serve.prompts import ServedModel
 
 LAST_RESORT_S = 5.0
 """After the grace period, how long connections may take to end before they are cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A model that can be served."""
+class LoadedModel:
+    """A model that has been loaded, with the engine that samples from it."""
 
     core: EngineCore
-    """With weights committed."""
-    words: ServedTokenizer
+    """The engine's core, with weights committed."""
+    tokenizer: ServedTokenizer
     name: str
     agents: tuple[str, ...] = ()
-    """Those with adapters of their own, which answer under their names."""
+    """Names of the agents that have adapters of their own. A request whose model is one of them is answered by that
+    agent."""
     max_context: int
-    """Longest prompt plus choice, in tokens: of the context, or of the cache where that holds less."""
+    """Largest number of tokens of a prompt and its choice together: the model's context, or the cache where that holds
+    less."""
     facts: Mapping[str, str | int | float]
-    """What computes it and where its memory goes, as :meth:`~headrace.engine.native.NativeEngine.facts` names it, and
-    ``device`` and ``weights_bytes``."""
+    """The device, the kernels and the memory of the engine, under the names of
+    :meth:`~headrace.engine.native.NativeEngine.facts`; and ``device`` and ``weights_bytes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEvents:
-    """Whom to tell what happens."""
+    """The callbacks that report the state of the server."""
 
     listening: Callable[[str], None]
-    """The server's URL; the model is not there yet."""
-    serving: Callable[[str, Loaded], None]
-    """Its URL, and what it serves."""
+    """Called with the server's URL when the port is bound; the model is not loaded yet."""
+    serving: Callable[[str, LoadedModel], None]
+    """Called with the server's URL and the loaded model when requests are answered."""
     ending: Callable[[int], None]
-    """It has been told to end, and this many requests are open."""
+    """Called when the server begins to end, with the number of requests that are still open."""
 
 
 def serve(
-    limits: ServeSection, token: str, load: Callable[[], Loaded], *, clock: Clock, events: ServerEvents
+    limits: ServeSection, token: str, load: Callable[[], LoadedModel], *, clock: Clock, events: ServerEvents
 ) -> None:  # fmt: skip
     """Serve what ``load`` returns until Ctrl-C or SIGTERM.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or would be open to anybody, what
-    ``load`` raises, and :class:`~headrace.base.errors.ComponentDied` when the engine does.
+    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or would be open to other machines
+    without a token, the errors of ``load``, and :class:`~headrace.base.errors.ComponentDied` when the engine dies.
     """
-    refuse_open_door(limits.host, token)
+    refuse_unprotected_host(limits.host, token)
     if limits.tls_certificate:
-        server_context(limits.tls_certificate, limits.tls_key)  # told before anything is taken
+        server_context(limits.tls_certificate, limits.tls_key)  # raises for a bad certificate before the port is bound
     with _bind(limits.host, limits.port) as listening:
         asyncio.run(_ServeServer(limits, token, clock, events).run(listening, load))
 
 
-class _Draining(HttpServer):
-    """A server that says when it begins to end."""
+class _DrainingServer(HttpServer):
+    """An HTTP server that calls ``ending`` when it begins to shut down."""
 
     def __init__(self, app: ASGIApp, limits: ShellLimits, ending: Callable[[], None]) -> None:
         super().__init__(app, limits, own_logging=True, takes_signals=True)
@@ -90,9 +101,11 @@ class _Draining(HttpServer):
 
 
 class _ServeServer:
+    """The HTTP server and the engine of one ``headrace serve``, and the order in which both start and end."""
+
     def __init__(self, limits: ServeSection, token: str, clock: Clock, events: ServerEvents) -> None:
         self._limits, self._clock, self._events = limits, clock, events
-        self._state = State()
+        self._state = ServerState()
         self._engine: LocalEngine | None = None
         shell = ShellLimits(
             idle_timeout_s=limits.idle_timeout_s,
@@ -101,9 +114,9 @@ class _ServeServer:
             tls_certificate=limits.tls_certificate,
             tls_key=limits.tls_key,
         )
-        self._http = _Draining(make_app(self._state, token), shell, self._drain)
+        self._http = _DrainingServer(make_app(self._state, token), shell, self._drain)
 
-    async def run(self, listening: socket.socket, load: Callable[[], Loaded]) -> None:
+    async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
         url = _url(listening, "https" if self._limits.tls_certificate else "http")
         try:
             async with asyncio.TaskGroup() as group:
@@ -114,13 +127,13 @@ class _ServeServer:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _live(self, url: str, load: Callable[[], Loaded]) -> None:
-        """Load, then keep the engine until the server has ended, or the engine has."""
+    async def _live(self, url: str, load: Callable[[], LoadedModel]) -> None:
+        """Load the model, then keep the engine until the HTTP server has ended or the engine has died."""
         try:
             loaded = await asyncio.to_thread(load)
-            terms = LocalTerms(max_requests=self._limits.max_sequences)
+            terms = LocalEngineConfig(max_requests=self._limits.max_sequences)
             with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
-                async with LocalEngine(loaded.core, clock=self._clock, terms=terms) as engine:
+                async with LocalEngine(loaded.core, clock=self._clock, config=terms) as engine:
                     self._engine = engine
                     self._state.service = self._service(loaded, engine, encoder)
                     self._events.serving(url, loaded)
@@ -128,19 +141,19 @@ class _ServeServer:
         finally:
             self._http.should_exit = True
 
-    def _service(self, loaded: Loaded, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
+    def _service(self, loaded: LoadedModel, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
         return Service(
             engine=engine,
-            words=loaded.words,
-            terms=PromptLimits(
-                model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=self._limits
+            tokenizer=loaded.tokenizer,
+            served=ServedModel(
+                name=loaded.name, agents=loaded.agents, max_context=loaded.max_context, settings=self._limits
             ),
             clock=self._clock,
             encoder=encoder,
         )
 
     def _drain(self) -> None:
-        """Nothing new begins; what still runs after the grace period ends with what it has."""
+        """Accept no new requests. After the grace period, end each running request with the tokens it has."""
         self._state.draining = True
         self._events.ending(len(self._http.server_state.tasks))
         if self._engine is not None:
@@ -166,3 +179,38 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(listening: socket.socket, scheme: str) -> str:
     host, port = listening.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
+    """Read the tokenizer and the model, and make an engine with weights of version 0. Raises
+    :class:`~headrace.base.errors.ModelError` and :class:`~headrace.base.errors.ConfigError`."""
+    path, engine = config.model.path, config.engine
+    engine.refuse_server("headrace serve")
+    device = str(use("engine.device", engine.device, only_cpu=config.model.deterministic))
+    hub_tokenizer = load_tokenizer(path)
+    tokenizer = ServedTokenizer(hub_tokenizer, stop_ids(path, hub_tokenizer.eos_token_id))
+    max_context = engine.max_context or context_length(path)
+    name, agents = model_name(config), config.model.adapter_agents
+    if name in agents:
+        raise ConfigError(
+            f"the model and an agent of model.lora.agents are both called {name!r}",
+            remedy="give the model another name: serve.name",
+        )
+    model = load_model(config.model, device)
+    core = NativeEngine(
+        model,
+        engine.on(device, shared=False),
+        max_context=max_context,
+        receiver=LoadedWeights(),
+        clock=clock,
+        decode=tokenizer.decode_all,
+    )
+    core.commit(INITIAL)
+    fits = min(max_context, core.stats().cache_blocks * BLOCK)  # the cache may hold less than one context
+    facts = {"device": device, "weights_bytes": model_bytes(model), **core.facts()}
+    return LoadedModel(core=core, tokenizer=tokenizer, name=name, agents=agents, max_context=fits, facts=facts)
+
+
+def model_name(config: ServeConfig) -> str:
+    """Return the name by which clients request the model."""
+    return config.serve.name or called(config.model.path) or "model"

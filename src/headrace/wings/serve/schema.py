@@ -1,7 +1,7 @@
 """The bodies of requests, strictly typed: every field is used, or refused by name.
 
-Fields of OpenAI's protocol that change nothing here are ignored; fields that would change something we cannot do are
-refused unless they ask for nothing.
+Fields of OpenAI's protocol that have no effect on the answer are ignored. Fields whose effect is not supported are
+refused, unless their value asks for no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from headrace.wings.serve.strict import Strict, StrictBody, read_stop
 
 MAX_BIASES = 1024
-"""Entries of one logit_bias."""
+"""Largest number of entries of one ``logit_bias``."""
 INT32_MAX = 2**31 - 1
 
 IGNORED = frozenset(
@@ -25,7 +25,7 @@ IGNORED = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
     }
 )
-"""What OpenAI's clients may send and what would change no answer of ours."""
+"""Fields that OpenAI's clients may send and that do not change the answer."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
@@ -43,11 +43,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": (),
 }
-"""What OpenAI's protocol has and this server does not, with the values that ask for nothing."""
+"""Fields of OpenAI's protocol that this server does not support, each with the values that have no effect and are
+accepted."""
 
 
 def _read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
-    """A text, several, token ids, or several lists of them."""
+    """Return ``prompt`` as a tuple of prompts: the field may be a text, a list of texts, a list of token ids, or a list
+    of lists of token ids."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -80,52 +82,52 @@ def _read_bias(value: object) -> dict[int, float]:
 
 
 class StreamOptions(Strict):
-    """What a stream tells besides its text."""
+    """The options of a stream."""
 
     include_usage: bool = False
-    """One more event at the end, with the numbers of tokens."""
+    """Whether one more event at the end gives the numbers of tokens."""
     include_obfuscation: bool = False
-    """Taken for compatibility; nothing is padded."""
+    """Accepted for compatibility, without effect: events are not padded."""
 
 
 class Body(StrictBody):
-    """What both kinds of requests may say."""
+    """The fields that the bodies of completions and of chat completions share."""
 
     ignored: ClassVar = IGNORED
     unsupported: ClassVar = UNSUPPORTED
 
     model: str | None = None
-    """The served model's name."""
+    """Name of the model; unset: the served model."""
     n: int = Field(default=1, ge=1)
-    """Choices per prompt."""
+    """Number of choices per prompt."""
     stream: bool = False
-    """Whether the text comes while it is sampled, as server-sent events."""
+    """Whether the text is sent while it is sampled, as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
     temperature: float = Field(default=1.0, ge=0, le=100)
-    """0 takes the most likely token."""
+    """Temperature of the softmax; 0 takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0, le=INT32_MAX)
-    """0 for all."""
+    """Number of most likely tokens to draw from; 0 for all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, ge=0.1, le=10)
     logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = Field(default={})
-    """Token id to what is added to its logit."""
+    """A number to add to the logit of each given token id."""
     stop: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
-    """Texts that end a choice; they are no part of its text."""
+    """Texts that end a choice; they are not part of its text."""
     stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(default=[], max_length=64)
-    """Tokens that end a choice, besides the model's own."""
+    """Tokens that end a choice, besides the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on after the model's own end of sequence."""
+    """Whether a choice continues after the model's own end-of-sequence token."""
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    """Fixes every draw; choice *i* of the request draws with seed + i. Unset: a new one each time."""
+    """Seed of the random draws; choice *i* of the request draws with seed + *i*. Unset: a new seed for each request."""
     priority: int = Field(default=0, ge=-INT32_MAX, le=INT32_MAX)
-    """Higher ones are served first."""
+    """Priority of the request; requests with a higher number are served first."""
     deadline_s: float | None = Field(default=None, gt=0, le=1e6)
-    """Seconds after which each choice ends with what it has."""
+    """Seconds after which each choice ends with the tokens it has; unset: no limit."""
     kept_sizes: bool = False
-    """Whether each token comes with how many tokens it was drawn from."""
+    """Whether each token carries the size of the kept-set that it was drawn from."""
 
     @pydantic.field_validator("temperature")
     @classmethod
@@ -136,18 +138,19 @@ class Body(StrictBody):
 
 
 class CompletionBody(Body):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_read_prompts)]
     """One or several prompts, as text or as token ids."""
     max_tokens: int = Field(default=16, ge=1, le=INT32_MAX)
-    """Longest choice, in tokens."""
+    """Largest number of tokens of a choice."""
     logprobs: int | None = Field(default=None, ge=0)
-    """0 for the logprob of each sampled token; the most likely others are not known."""
+    """0 to get the logprob of each sampled token; greater numbers are refused, since those of other tokens are not
+    recorded."""
 
 
 def read_content(value: object) -> str:
-    """A text, or the texts of several parts as one."""
+    """Return the text of a message: ``value`` is a text, or a list of text parts that are joined."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -166,34 +169,34 @@ class ChatMessageBody(Strict):
     role: str = Field(min_length=1, max_length=64)
     content: Annotated[str, PlainValidator(read_content)]
     name: str | None = None
-    """Handed to the chat template."""
+    """Name of the author, which the chat template may use."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: object) -> object:
-        """A field that is ``null`` is as if not there; an assistant may have said nothing."""
+        """Drop fields that are ``null``; an assistant's message without content has empty content."""
         if not isinstance(value, dict):
             return value
-        said = {name: part for name, part in value.items() if part is not None}
-        return {"content": "", **said} if said.get("role") == "assistant" else said
+        fields = {name: part for name, part in value.items() if part is not None}
+        return {"content": "", **fields} if fields.get("role") == "assistant" else fields
 
     def plain(self) -> dict[str, str]:
-        """As chat templates read it."""
+        """Return the message as the dictionary that chat templates read."""
         return {"role": self.role, "content": self.content, **({"name": self.name} if self.name else {})}
 
 
 class ChatBody(Body):
-    """``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``."""
 
     messages: list[ChatMessageBody] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
     """The older name of ``max_completion_tokens``."""
     max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
-    """Longest choice, in tokens; unset: what the context leaves."""
+    """Largest number of tokens of a choice; unset: the space that the prompt leaves in the context."""
     logprobs: bool = False
-    """Whether each token comes with its logprob."""
+    """Whether each token carries its logprob."""
     top_logprobs: int | None = Field(default=None, ge=0)
-    """Must be 0: the most likely others are not known."""
+    """Must be 0: the logprobs of tokens that were not sampled are not recorded."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=32)
     """Further variables of the chat template, such as ``enable_thinking``."""
 

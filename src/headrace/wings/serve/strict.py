@@ -1,4 +1,5 @@
-"""Bodies of requests, strictly typed: every field is used, ignored if it changes nothing, or refused by name."""
+"""The base of strictly typed request bodies: every field is used, ignored because it has no effect, or refused by
+name."""
 
 from __future__ import annotations
 
@@ -12,28 +13,29 @@ from headrace.base.errors import nearest
 from headrace.base.net.refusal import Refusal, shown
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-"""Stop strings of one request, and characters of one."""
+"""Largest number of stop strings in one request, and of characters in one stop string."""
 
 B = TypeVar("B", bound="StrictBody")
 
 
 class Strict(pydantic.BaseModel):
-    """A part of a body."""
+    """A model for a part of a request body: unknown fields and values of other types are refused."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class StrictBody(Strict):
-    """A whole body, and what becomes of the fields of its protocol that it does not hold."""
+    """A model for a whole request body, with lists of the fields that are ignored and of those that are refused."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """What clients may send and what would change no answer of ours."""
+    """Fields that clients may send and that do not change the answer."""
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """What cannot be done, with the values that ask for nothing."""
+    """Fields that are not supported, each with the values that have no effect and are accepted."""
 
 
 def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
-    """``tree`` as a ``kind``; :class:`Refusal` says what is wrong with the first field that is."""
+    """Return ``tree`` as a ``kind``. Raises :class:`Refusal`, which names the first invalid field and says what is
+    wrong with it."""
     fields = {name: value for name, value in tree.items() if name not in kind.ignored}
     for name in kind.unsupported.keys() & fields.keys():
         value = fields.pop(name)
@@ -51,7 +53,7 @@ def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
 
 
 def read_stop(value: object) -> tuple[str, ...]:
-    """One stop string, or several."""
+    """Return the stop strings in ``value``, which is one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
     if (
         isinstance(texts, list)

@@ -1,1 +1,17 @@
-"""Engines that other programs serve: vLLM and SGLang."""
+"""The engines that are servers of their own, vLLM and SGLang. Each folder registers one object."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # a run file is read without torch
+    from headrace.engine.config import EngineSetup, OpenedEngine
+
+
+def open_server(setup: EngineSetup) -> AbstractContextManager[OpenedEngine]:
+    """Open the engine of ``engine.kind`` in this process: start or find its server, and pass new weights on to it."""
+    from headrace.wings.servers.client.make import opened
+
+    return opened(setup)

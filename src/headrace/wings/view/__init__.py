@@ -7,10 +7,5 @@
 Nothing is written to the run directory, nothing is fetched from elsewhere, and whatever a model wrote is text: the
 pages build their elements from text nodes, and their policy lets no script run but their own.
 
-Importing this package imports neither starlette nor torch; :mod:`headrace.wings.view.serving` does the first.
+Importing this package imports nothing; :mod:`headrace.wings.view.serving` imports starlette.
 """
-
-from headrace.wings.view.run import OpenRun
-from headrace.wings.view.terms import ViewTerms
-
-__all__ = ["OpenRun", "ViewTerms"]

@@ -1,16 +1,17 @@
-"""The dashboard's routes.
+"""The HTTP routes of the dashboard.
 
-    /                    the page, whose parts are behind its "#"; its files are under /static
-    /api/runs            which runs there are
+    /                    the page; its sections are fragments after "#", its files are under /static
+    /api/runs            list of the open runs
     /api/runs/N/...      one run: overview, metrics, series, timeline, flow, system, episodes
-    /api/compare         all of them side by side
-    /api/changes         server-sent events
+    /api/compare         all runs side by side
+    /api/changes         server-sent events, sent when files of a run change
 
-Every answer is read-only JSON. Handlers that read files are plain functions: they run in threads.
+Every answer is read-only JSON. Handlers that read files are plain functions, which Starlette runs in threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -27,16 +28,15 @@ from starlette.staticfiles import StaticFiles
 from headrace.base.clock import Clock
 from headrace.base.errors import DataError, HeadraceError
 from headrace.wings.view import episodes, figures
-from headrace.wings.view.changes import changes
-from headrace.wings.view.credit import Credits
-from headrace.wings.view.door import ViewAuth
+from headrace.wings.view.auth import ViewAuth
+from headrace.wings.view.credit import EpisodeAdvantages
 from headrace.wings.view.outliers import outliers
 from headrace.wings.view.run import OpenRun
 from headrace.wings.view.timeline import timeline
 
 
 class _Number(Convertor[int]):
-    """A number of a path, within what 64 bits hold: longer ones match no route."""
+    """A URL converter for non-negative integers that fit into 64 bits; a path with a longer number matches no route."""
 
     regex = "[0-9]{1,18}"
 
@@ -54,10 +54,10 @@ STATIC = str(files("headrace.wings.view") / "static")
 def make_app(
     runs: Sequence[OpenRun], *, clock: Clock, token: str, ending: Callable[[], bool], secure: bool = False
 ) -> ViewAuth:
-    """The whole dashboard of ``runs`` as an ASGI application; ``ending`` says when streams must end, ``secure`` that it
-    is reached over TLS only."""
+    """Return the dashboard of ``runs`` as an ASGI application. Event streams end once ``ending()`` is true; ``secure``
+    says that the dashboard is reached over TLS only."""
 
-    def of_run(answer: Answer) -> Callable[[Request], Response]:
+    def on_run(answer: Answer) -> Callable[[Request], Response]:
         def handler(request: Request) -> Response:
             number = request.path_params["run"]
             if number >= len(runs):
@@ -73,18 +73,18 @@ def make_app(
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    def listed(_: Request) -> Response:
+    def list_runs(_: Request) -> Response:
         return _json([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
 
-    def compared(_: Request) -> Response:
+    def compare_runs(_: Request) -> Response:
         return _json(figures.compared(runs))
 
     app = Starlette(
         routes=[
-            Route("/api/runs", listed),
-            Route("/api/compare", compared),
+            Route("/api/runs", list_runs),
+            Route("/api/compare", compare_runs),
             Route("/api/changes", stream),
-            *(Route(f"/api/runs/{{run:number}}/{path}", of_run(answer)) for path, answer in _questions(clock).items()),
+            *(Route(f"/api/runs/{{run:number}}/{path}", on_run(answer)) for path, answer in _run_routes(clock).items()),
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/", _page),
         ],
@@ -96,23 +96,27 @@ def make_app(
 Answer = Callable[[OpenRun, Request], Any]
 
 
-def _questions(clock: Clock) -> dict[str, Answer]:
-    """What can be asked of one run."""
-    credits = Credits()
+def _run_routes(clock: Clock) -> dict[str, Answer]:
+    """Return the handler of each path below ``/api/runs/N/``."""
+    cache = EpisodeAdvantages()
     return {
         "overview": lambda run, _: figures.overview(run),
         "metrics": lambda run, _: figures.metrics(run),
-        "series": lambda run, asked: figures.series(run, [name for name in _asked(asked, "names").split(",") if name]),
+        "series": lambda run, request: figures.series(
+            run, [name for name in _parameter(request, "names").split(",") if name]
+        ),
         "flow": lambda run, _: figures.flow(run),
         "system": lambda run, _: figures.system(run),
-        "timeline": lambda run, asked: timeline(run, *(_asked(asked, name) for name in ("from", "to", "bins"))),
-        "outliers/{step:number}": lambda run, asked: outliers(run, clock, asked.path_params["step"]),
-        "episodes": lambda run, asked: episodes.listed(run, dict(asked.query_params)),
-        "search": lambda run, asked: episodes.searched(run, clock, _words(asked), _asked(asked, "before")),
-        "episodes/{key}": lambda run, asked: episodes.shown(run, credits, asked.path_params["key"]),
-        "episodes/{key}/turns/{turn:number}": lambda run, asked: _window(run, credits, asked),
-        "episodes/{key}/turns/{turn:number}/{place:number}": lambda run, asked: episodes.token(
-            run, asked.path_params["key"], asked.path_params["turn"], asked.path_params["place"]
+        "timeline": lambda run, request: timeline(run, *(_parameter(request, name) for name in ("from", "to", "bins"))),
+        "outliers/{step:number}": lambda run, request: outliers(run, clock, request.path_params["step"]),
+        "episodes": lambda run, request: episodes.listed(run, dict(request.query_params)),
+        "search": lambda run, request: episodes.searched(
+            run, clock, _search_text(request), _parameter(request, "before")
+        ),
+        "episodes/{key}": lambda run, request: episodes.shown(run, cache, request.path_params["key"]),
+        "episodes/{key}/turns/{turn:number}": lambda run, request: _window(run, cache, request),
+        "episodes/{key}/turns/{turn:number}/{place:number}": lambda run, request: episodes.token(
+            run, request.path_params["key"], request.path_params["turn"], request.path_params["place"]
         ),
     }
 
@@ -121,23 +125,23 @@ def _page(_: Request) -> Response:
     return Response((files("headrace.wings.view") / "static" / "index.html").read_bytes(), media_type="text/html")
 
 
-def _window(run: OpenRun, credits: Credits, asked: Request) -> Any:
-    first, count = (_asked(asked, name) or default for name, default in (("from", "0"), ("count", "1024")))
+def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
+    first, count = (_parameter(request, name) or default for name, default in (("from", "0"), ("count", "1024")))
     span = episodes.whole_number(first), episodes.whole_number(count)
     if span[0] is None or span[1] is None:
         raise DataError("from and count are whole numbers", remedy="ask for from=0&count=1024")
-    path = asked.path_params
-    return episodes.window(run, credits, path["key"], path["turn"], (span[0], span[1]))
+    path = request.path_params
+    return episodes.window(run, cache, path["key"], path["turn"], (span[0], span[1]))
 
 
-def _words(asked: Request) -> str:
-    words = _asked(asked, "words")
+def _search_text(request: Request) -> str:
+    words = _parameter(request, "words")
     if not words.strip() or len(words) > 200:
         raise DataError("there is nothing to search for", remedy="give words of 1 to 200 characters")
     return words
 
 
-def _asked(request: Request, name: str) -> str:
+def _parameter(request: Request, name: str) -> str:
     return request.query_params.get(name, "")
 
 
@@ -153,3 +157,28 @@ def _refused(_: Request, error: Exception) -> Response:
 def _not_found(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _json({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)
+
+
+EVERY_S = 0.4
+"""Interval at which the run directories are checked for changes."""
+ALIVE_S = 15.0
+"""Interval of comment lines that keep proxies from closing an idle stream."""
+
+
+async def changes(runs: Sequence[OpenRun], ending: Callable[[], bool]) -> AsyncIterator[bytes]:
+    """Yield server-sent events ``change`` with the numbers of the runs that changed, until the server shuts down."""
+    stamps = [run.stamp() for run in runs]
+    yield b"retry: 1000\nevent: hello\ndata: {}\n\n"
+    silent_s = 0.0
+    while not ending():
+        await asyncio.sleep(EVERY_S)
+        silent_s += EVERY_S
+        fresh = [run.stamp() for run in runs]
+        changed = [number for number, (old, new) in enumerate(zip(stamps, fresh, strict=True)) if old != new]
+        stamps = fresh
+        if changed:
+            silent_s = 0.0
+            yield b"event: change\ndata: " + msgspec.json.encode({"runs": changed}) + b"\n\n"
+        elif silent_s >= ALIVE_S:
+            silent_s = 0.0
+            yield b": alive\n\n"

@@ -1,7 +1,7 @@
-"""The advantages of a step's episodes, worked out from the recorded rewards by the run's own settings.
+"""The advantages of a step's episodes, computed again from the recorded rewards with the run's own settings.
 
-A ledger holds rewards, not advantages: these follow from them, and from what a teacher said of single tokens. What
-follows from a critic's values is not there, and is said to be missing.
+A ledger records rewards and the log-probabilities of teachers, but no advantages. Advantages that depend on a critic's
+values cannot be computed from it; the page then says why they are missing.
 """
 
 from __future__ import annotations
@@ -26,66 +26,67 @@ if TYPE_CHECKING:
 
 COUNTED = ("scored", "masked")
 MOST_EPISODES = 20_000
-"""Of one step; a larger one is not worked out."""
+"""Largest number of episodes of one step for which advantages are computed."""
 
 _Step = tuple[dict[EpisodeKey, float], str]
 
 
-class Credits:
-    """Advantages of the steps that were asked for last."""
+class EpisodeAdvantages:
+    """A cache of the advantages of the episodes of recently requested steps."""
 
     def __init__(self) -> None:
-        self._one_at_a_time = threading.Lock()
-        self._known: dict[tuple[Path, int], _Step] = {}
-        self._teaching: dict[Path, ReverseKl | None] = {}
+        self._lock = threading.Lock()
+        self._steps: dict[tuple[Path, int], _Step] = {}
+        self._reverse_kl: dict[Path, ReverseKl | None] = {}
 
     def of(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
-        """One advantage per turn, or ``None`` and why there is none, in words."""
+        """Return one advantage per turn and an empty text, or ``None`` and the reason why there is no advantage."""
         if row.step is None:
             return None, "no step has taken its group"
         if row.status != "scored":
             return None, f"its tokens carry no loss: {row.cause or row.status}"
         if any(turn.branch is not None for turn in episode.turns):
             return None, "it has branches, which are credited apart from it"
-        with self._one_at_a_time:
+        with self._lock:
             of_step, why = self._step(run, row.step)
         if episode.key not in of_step:
             return None, why
         return [of_step[episode.key]] * len(episode.turns), why
 
-    def by_teacher(self, run: OpenRun, gaps_T: FloatColumn | None) -> Floats | None:
-        """What the teacher adds to the advantage of each token, of log ν − log μ; ``None`` where it adds nothing."""
-        teaching = self._teaching_of(run)
-        return None if teaching is None or gaps_T is None else teaching.of_tokens(gaps_T.astype(np.float64))
+    def teacher_term(self, run: OpenRun, gaps_T: FloatColumn | None) -> Floats | None:
+        """Return the term that a teacher adds to the advantage of each token, computed from log ν − log μ; ``None`` if
+        no teacher takes part in the advantage."""
+        reverse_kl = self._reverse_kl_of(run)
+        return None if reverse_kl is None or gaps_T is None else reverse_kl.of_tokens(gaps_T.astype(np.float64))
 
-    def adds_teacher(self, run: OpenRun) -> bool:
-        """Whether a teacher adds to the advantages of the run."""
-        return self._teaching_of(run) is not None
+    def has_teacher_term(self, run: OpenRun) -> bool:
+        """Return whether the run's advantage has a term from a teacher."""
+        return self._reverse_kl_of(run) is not None
 
-    def _teaching_of(self, run: OpenRun) -> ReverseKl | None:
-        with self._one_at_a_time:
-            if run.directory not in self._teaching:
-                self._teaching[run.directory] = _teaching(run)
-            return self._teaching[run.directory]
+    def _reverse_kl_of(self, run: OpenRun) -> ReverseKl | None:
+        with self._lock:
+            if run.directory not in self._reverse_kl:
+                self._reverse_kl[run.directory] = _reverse_kl(run)
+            return self._reverse_kl[run.directory]
 
     def _step(self, run: OpenRun, step: int) -> _Step:
         at = (run.directory, step)
-        if at not in self._known:
-            while len(self._known) >= 16:
-                del self._known[next(iter(self._known))]
-            self._known[at] = _worked_out(run, step)
-        return self._known[at]
+        if at not in self._steps:
+            while len(self._steps) >= 16:
+                del self._steps[next(iter(self._steps))]
+            self._steps[at] = _compute(run, step)
+        return self._steps[at]
 
 
-def _worked_out(run: OpenRun, step: int) -> _Step:
+def _compute(run: OpenRun, step: int) -> _Step:
     from headrace.algo.advantages import Outcomes
 
     try:
         algo = _settings(run)
     except ConfigError as error:
         return {}, f"the settings of its advantage cannot be read: {error.problem}"
-    by_others = algo.advantage.by_critic or algo.advantage.by_teacher
-    if algo.advantage.by_turn or (algo.advantage.per_token and not by_others):
+    recorded_elsewhere = algo.advantage.by_critic or algo.advantage.by_teacher
+    if algo.advantage.by_turn or (algo.advantage.per_token and not recorded_elsewhere):
         return {}, f"advantage {algo.advantage.kind!r} is of single turns, which the ledger's counts do not tell"
     if algo.advantage.by_critic:
         return {}, f"advantage {algo.advantage.kind!r} follows from a critic, whose values are not recorded"
@@ -105,7 +106,7 @@ def _settings(run: OpenRun) -> AlgoConfig:
     return validate(AlgoConfig, run.config.section("algo"))
 
 
-def _teaching(run: OpenRun) -> ReverseKl | None:
+def _reverse_kl(run: OpenRun) -> ReverseKl | None:
     from headrace.algo.advantages.tokens import ReverseKl
 
     try:

@@ -1,4 +1,5 @@
-"""What the pages of episodes show: the list, one episode with the graph of its turns, its tokens a window at a time.
+"""The answers to the pages about episodes: the list, one episode with the graph of its turns, and windows of its
+tokens.
 
 Shape legend: T tokens of one turn, W tokens of the window that is shown.
 """
@@ -19,52 +20,52 @@ from headrace.base.types.recorded import Routing
 from headrace.base.types.tokens import versions_of
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeQuery, EpisodeRow
-from headrace.wings.view.credit import Credits
+from headrace.wings.view.credit import EpisodeAdvantages
 from headrace.wings.view.run import OpenRun
-from headrace.wings.view.taught import TaughtTokens, greatest, why_untaught
+from headrace.wings.view.taught import TaughtTokens, max_abs, no_teacher_reason
 
 PAGE = 50
 MOST_PAGE = 500
 MOST_WINDOW = 4096
 MOST_KEPT = 64
-"""Entries of one kept-set, or of a teacher's, that are spelled out."""
+"""Largest number of entries of a kept-set, or of a teacher's distribution, that are shown one by one."""
 PREVIEW_TOKENS = 160
 EXCERPT_TOKENS = 48
 EXCERPT = 96
-"""Tokens and characters of a prompt, and of an answer, in the list."""
+"""Length in characters of the excerpt of a prompt or an answer in the list, taken from ``EXCERPT_TOKENS`` tokens."""
 SEARCH_S = 0.6
-"""How long one go of a search may read; the next goes on from there."""
+"""Longest time that one search request reads; the next request continues from there."""
 MOST_FOUND = 25
 BLOCK = 64
 MOST_DIGITS = 18
 
 
-def listed(run: OpenRun, asked: dict[str, str]) -> dict[str, Any]:
-    """One page of the list, and how long the list is."""
-    order = asked.pop("order", "newest")
+def listed(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
+    """Return one page of the list of episodes, and the total number of episodes that match the filter."""
+    order = parameters.pop("order", "newest")
     if order not in ORDERS:
         raise DataError(f"order={order!r} is none", remedy=f"known: {', '.join(ORDERS)}")
-    offset, limit = (_number(asked, name, default) for name, default in (("offset", 0), ("limit", PAGE)))
-    wanted = _wanted(asked)
+    offset, limit = (_parse_number(parameters, name, default) for name, default in (("offset", 0), ("limit", PAGE)))
+    query = _parse_query(parameters)
     browser = run.browser()
-    rows = browser.page(wanted, order=order, offset=offset, limit=min(limit, MOST_PAGE))
+    rows = browser.page(query, order=order, offset=offset, limit=min(limit, MOST_PAGE))
     return {
-        "rows": [_listed(row) | _said(run, browser, row) for row in rows],
-        "total": run.remembered(f"count {wanted}", lambda: browser.count(wanted)),
+        "rows": [_row(row) | _excerpts(run, browser, row) for row in rows],
+        "total": run.cached(f"count {query}", lambda: browser.count(query)),
         "running": browser.num_running(),
         "offset": offset,
     }
 
 
 def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
-    """Episodes whose text holds ``words``, from the latest backwards, as many as are found in a moment. ``before`` is
-    where the last go stopped."""
+    """Return the episodes whose text contains ``words``, from the latest backwards, as many as are found in
+    :data:`SEARCH_S`. ``before`` is the ``next`` of the previous answer; empty to begin with the latest episode."""
     needle, until_s = words.casefold(), clock.now() + SEARCH_S
     found: list[dict[str, Any]] = []
     read = 0
-    for episode in _backwards(run.browser(), _key(before) if before else None):
+    for episode in _backwards(run.browser(), _parse_key(before) if before else None):
         read += 1
-        place = _place_of(run, episode, needle)
+        place = _match(run, episode, needle)
         found += [] if place is None else [place]
         if len(found) == MOST_FOUND or clock.now() > until_s:
             return {"found": found, "read": read, "next": str(episode.key)}
@@ -72,56 +73,60 @@ def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, A
 
 
 def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph]:
-    """Every episode before ``at`` (``None``: all), the latest first."""
+    """Yield every episode before ``at`` (``None``: every episode), the latest first."""
     while block := browser.before(at, BLOCK):
         yield from block
         at = block[-1].key
 
 
-def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
-    """One episode: what is counted of it, its siblings, and its turns without their tokens."""
-    key = _key(name)
+def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[str, Any]:
+    """Return one episode: its record in the ledger, its siblings of the group, and its turns without their tokens."""
+    key = _parse_key(name)
     episode = run.browser().episode(key)
     if episode is None:
         raise DataError(f"there is no episode {key} that has ended", remedy="choose one from the list")
     siblings = run.browser().page(EpisodeQuery(group=key.group), order="oldest", limit=MOST_PAGE)
     row = next(each for each in siblings if each.place == key.place)
-    advantages, why = credits.of(run, episode, row)
+    advantages, why = advantage_cache.of(run, episode, row)
     differing = routing_differences(episode)
-    told = TaughtTokens.of(run, episode)
-    if credits.adds_teacher(run) and not told.taught:
-        advantages, why = None, f"a teacher adds to it, and of that: {why_untaught(run, row.step)}"
+    recorded = TaughtTokens.of(run, episode)
+    if advantage_cache.has_teacher_term(run) and not recorded.taught:
+        advantages, why = None, f"a teacher adds to it, and of that: {no_teacher_reason(run, row.step)}"
     turns = [
         _turn(run, index, turn, advantages, None if differing is None else differing[index])
-        | {"gap": greatest(told.gaps.get(index))}
-        | _taught(credits, run, episode, told, index)
+        | {"gap": max_abs(recorded.gaps.get(index))}
+        | _teacher_summary(advantage_cache, run, episode, recorded, index)
         for index, turn in enumerate(episode.turns)
     ]
     return {
-        **_listed(row),
+        **_row(row),
         "turns": turns,
-        "siblings": [_listed(each) for each in siblings],
+        "siblings": [_row(each) for each in siblings],
         "advantage_why": why,
-        "teacher_why": "" if told.taught else why_untaught(run, row.step),
+        "teacher_why": "" if recorded.taught else no_teacher_reason(run, row.step),
         "words_problem": run.words.problem,
         "agent_rewards": episode.agent_rewards,
     }
 
 
-def _taught(credits: Credits, run: OpenRun, episode: EpisodeGraph, told: TaughtTokens, turn: int) -> dict[str, Any]:
-    """What teachers said of a turn, as a whole."""
-    said, gaps_T = told.taught.get(turn), told.teacher_gaps(episode, turn)
-    added_T = credits.by_teacher(run, gaps_T)
+def _teacher_summary(
+    advantage_cache: EpisodeAdvantages, run: OpenRun, episode: EpisodeGraph, recorded: TaughtTokens, turn: int
+) -> dict[str, Any]:
+    """Return a summary of what teachers computed for one turn."""
+    taught, gaps_T = recorded.taught.get(turn), recorded.teacher_gaps(episode, turn)
+    added_T = advantage_cache.teacher_term(run, gaps_T)
     return {
         "teacher": episode.turns[turn].teacher,
-        "teacher_gap": greatest(gaps_T),
-        "teacher_entries": 0 if said is None else said.ids_TK.shape[1],
-        "teacher_adds": None if said is None or added_T is None else _range(added_T[said.known_T]),
+        "teacher_gap": max_abs(gaps_T),
+        "teacher_entries": 0 if taught is None else taught.ids_TK.shape[1],
+        "teacher_adds": None if taught is None or added_T is None else _range(added_T[taught.known_T]),
     }
 
 
-def window(run: OpenRun, credits: Credits, name: str, turn: int, span: tuple[int, int]) -> dict[str, Any]:
-    """The tokens of one turn from the first of ``span`` on, as many as it says: columns, aligned."""
+def window(
+    run: OpenRun, advantage_cache: EpisodeAdvantages, name: str, turn: int, span: tuple[int, int]
+) -> dict[str, Any]:
+    """Return up to ``span[1]`` tokens of one turn, beginning at token ``span[0]``, as aligned columns."""
     first, count = span
     episode, held = _turn_of(run, name, turn)
     tokens = held.tokens
@@ -139,13 +144,13 @@ def window(run: OpenRun, credits: Credits, name: str, turn: int, span: tuple[int
         columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
     if tokens.entropies_T is not None:
         columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
-    told = run.remembered(f"told {name}", lambda: TaughtTokens.of(run, episode))
-    if turn in told.gaps:
-        columns["gap"] = [_finite(value) for value in told.gaps[turn][first:last].tolist()]
-    if (said := told.taught.get(turn)) is not None:
-        columns["teacher"] = [_finite(value) for value in said.logprobs_T[first:last].tolist()]
-        columns["teacher_version"] = said.versions_T[first:last].tolist()
-    if (added_T := credits.by_teacher(run, told.teacher_gaps(episode, turn))) is not None:
+    recorded = run.cached(f"recorded {name}", lambda: TaughtTokens.of(run, episode))
+    if turn in recorded.gaps:
+        columns["gap"] = [_finite(value) for value in recorded.gaps[turn][first:last].tolist()]
+    if (taught := recorded.taught.get(turn)) is not None:
+        columns["teacher"] = [_finite(value) for value in taught.logprobs_T[first:last].tolist()]
+        columns["teacher_version"] = taught.versions_T[first:last].tolist()
+    if (added_T := advantage_cache.teacher_term(run, recorded.teacher_gaps(episode, turn))) is not None:
         columns["teacher_adds"] = added_T[first:last].tolist()
     differing = routing_differences(episode)
     again_T = None if differing is None else differing[turn]
@@ -155,8 +160,8 @@ def window(run: OpenRun, credits: Credits, name: str, turn: int, span: tuple[int
 
 
 def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
-    """What else is recorded of one token: its kept-set in words, its experts layer by layer, and what its teacher would
-    rather have said."""
+    """Return the further records of one token: its kept-set as text, its experts by layer, and its teacher's
+    distribution."""
     _, held = _turn_of(run, name, turn)
     tokens = held.tokens
     if not 0 <= place < len(tokens):
@@ -169,16 +174,17 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
     if tokens.routing is not None and tokens.routing.known_T[place]:
         detail["experts"] = tokens.routing[place : place + 1].experts_RLK[0].tolist()
     if tokens.taught is not None and tokens.taught.known_T[place]:
-        said = zip(tokens.taught.ids_TK[place].tolist(), tokens.taught.logs_TK[place].tolist(), strict=True)
+        taught = zip(tokens.taught.ids_TK[place].tolist(), tokens.taught.logs_TK[place].tolist(), strict=True)
         detail["teacher"] = [
-            {"id": each, "text": run.words.pieces([each])[0], "logprob": log} for each, log in list(said)[:MOST_KEPT]
+            {"id": each, "text": run.words.pieces([each])[0], "logprob": log} for each, log in list(taught)[:MOST_KEPT]
         ]
     return detail
 
 
 def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | None] | None:
-    """Per turn and token, how many of its experts a later turn chose otherwise when it read the token again as
-    context; −1 where only one of the two is recorded. ``None`` where nothing was recorded at all."""
+    """Return, for each turn and token, the number of its experts that a later turn chose differently when it read the
+    token again as context; −1 where only one of the two choices is recorded. Return ``None`` if no token was read
+    again."""
     found: list[npt.NDArray[np.int64] | None] = [None] * len(episode.turns)
     for leaf in episode.leaves():
         path = episode.path(leaf)
@@ -189,7 +195,8 @@ def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | N
 
 
 def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """The turns before the last one of ``path`` that were read again for it, each with how many experts differ."""
+    """Yield each turn before the last one of ``path`` that was read again as its context, with the number of differing
+    experts of each token."""
     again = episode.turns[path[-1]].context_routing
     before = 0
     for earlier in path[:-1]:
@@ -239,13 +246,13 @@ def _turn(
     }
 
 
-def _listed(row: EpisodeRow) -> dict[str, Any]:
+def _row(row: EpisodeRow) -> dict[str, Any]:
     age = None if row.step is None or row.oldest is None else row.step - row.oldest
     return {**msgspec.structs.asdict(row), "key": f"{row.group}.{row.place}", "age": age}
 
 
-def _said(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
-    """The end of what an episode was asked first, and the beginning of its last answer."""
+def _excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
+    """Return the end of an episode's first prompt, and the beginning of its last answer."""
     episode = browser.episode(EpisodeKey(row.group, row.place))
     turns = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if not turn.tokens.num_sampled]
     answers = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if turn.tokens.num_sampled]
@@ -254,7 +261,7 @@ def _said(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
     return {"prompt": prompt[-EXCERPT:], "answer": answer[:EXCERPT]}
 
 
-def _place_of(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
+def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
     for index, turn in enumerate(episode.turns):
         text = run.words.text(turn.tokens.ids_T.tolist())
         at = text.casefold().find(needle)
@@ -271,7 +278,7 @@ def _place_of(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any
 
 
 def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
-    key = _key(name)
+    key = _parse_key(name)
     episode = run.browser().episode(key)
     if episode is None or not 0 <= turn < len(episode.turns):
         raise DataError(f"episode {key} has no turn {turn}", remedy="choose one from the list")
@@ -279,14 +286,14 @@ def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number >= 0 that ``text`` writes in ASCII digits; ``None`` if it writes none, or one that the ledger's
-    columns of 64 bits cannot hold."""
+    """Return the non-negative integer that ``text`` writes in ASCII digits; ``None`` if it is none, or is too long for
+    the ledger's 64-bit columns."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
     return int(text) if is_number else None
 
 
-def _wanted(asked: dict[str, str]) -> EpisodeQuery:
-    given = {name: value for name, value in asked.items() if value not in ("", "offset")}
+def _parse_query(parameters: dict[str, str]) -> EpisodeQuery:
+    given = {name: value for name, value in parameters.items() if value not in ("", "offset")}
     try:
         return msgspec.convert(given, EpisodeQuery, strict=False)
     except msgspec.ValidationError as error:
@@ -294,8 +301,8 @@ def _wanted(asked: dict[str, str]) -> EpisodeQuery:
         raise DataError(f"the filter cannot be used: {error}", remedy=f"known: {names}") from None
 
 
-def _number(asked: dict[str, str], name: str, default: int) -> int:
-    text = asked.pop(name, str(default))
+def _parse_number(parameters: dict[str, str], name: str, default: int) -> int:
+    text = parameters.pop(name, str(default))
     number = whole_number(text)
     if number is None:
         raise DataError(
@@ -304,7 +311,7 @@ def _number(asked: dict[str, str], name: str, default: int) -> int:
     return number
 
 
-def _key(name: str) -> EpisodeKey:
+def _parse_key(name: str) -> EpisodeKey:
     group, dot, place = name.partition(".")
     numbers = whole_number(group), whole_number(place)
     if not dot or numbers[0] is None or numbers[1] is None:

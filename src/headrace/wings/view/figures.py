@@ -1,8 +1,8 @@
-"""What the pages about a whole run show: overview, steps, flow, system, and several runs side by side."""
+"""The answers to the pages about a whole run: overview, steps, flow, system, and several runs side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -10,24 +10,28 @@ import psutil
 
 from headrace.base.errors import DataError, HeadraceError
 from headrace.base.types.observation import StepRecord
-from headrace.flow.ledger.base import Conservation, Fates
+from headrace.flow.ledger.base import Conservation, UnitCounts
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
-from headrace.run.observe import age_histogram, evaluations, figures_of, observed
+from headrace.run.observe import age_histogram, load_run, observed
 from headrace.run.observe.metrics import REGISTRY, find, flat
-from headrace.run.observe.rundata import told_account
+from headrace.run.observe.rundata import lives, recorded_account
 from headrace.wings.view.run import LIVING, OpenRun
 
 MOST_POINTS = 2000
-"""Steps of one series that travel to a page; a longer run is thinned, its first and last step kept."""
+"""Largest number of points of one series; a longer run is thinned, its first and last step kept."""
 MOST_SERIES = 24
 EVENTS = 60
 RECENT_STEPS = 200
-"""Of which the flow page shows the ages and fates one by one."""
+"""Number of latest steps whose ages and fates the flow page shows one by one."""
+
+
+ELSEWHERE = ("ledger", "age_histogram", "warnings", "verdict", "account")
+"""Keys of a summary that other pages show."""
 
 
 def overview(run: OpenRun) -> dict[str, Any]:
-    """How the run stands: state, verdict, figures, what was worth a line."""
+    """Return how the run is doing: state, verdict, figures and notable events."""
     state = run.state()
     living = state["state"] in LIVING
     live = run.live.tree if living else {}
@@ -39,7 +43,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "notes": run.notes(),
         "warnings": _texts(live.get("warnings") or run.summary.tree.get("warnings")),
         "figures": _figures(run, living),
-        "evaluations": evaluations(run.steps, {} if living else run.summary.tree),
+        "evaluations": run.evaluations,
         "about": run.about,
         "eta_s": live.get("eta_s"),
         "waits": live.get("waits") or [],
@@ -49,23 +53,49 @@ def overview(run: OpenRun) -> dict[str, Any]:
 
 
 def series(run: OpenRun, names: Sequence[str]) -> dict[str, Any]:
-    """Columns over the steps: ``step``, ``wall_s``, and every one of ``names`` by its registered name; ``None`` where
-    it was not measured. ``first_s`` is when the first step began."""
+    """Return columns over the steps: ``step``, ``wall_s``, and each of ``names`` by its registered name; ``None``
+    where a value was not measured. ``first_s`` is when the first step began, ``lives`` the first step of every life
+    after a resume. Time and generated tokens continue from one life to the next."""
     if len(names) > MOST_SERIES:
         raise DataError(f"{len(names)} series are asked for", remedy=f"ask for {MOST_SERIES} at most")
-    steps = _thinned(run.steps)
+    return columns(run, names, MOST_POINTS)
+
+
+def columns(run: OpenRun, names: Sequence[str], most: int) -> dict[str, Any]:
+    """Return the answer of :func:`series` for any number of names, with ``most`` points each."""
+    begun = lives(run.steps)
+    steps = _thinned([step for life in _continued(begun) for step in life], most)
     rows = [flat(step) for step in steps]
     return {
         "step": [step.version for step in steps],
         "wall_s": [step.wall_s for step in steps],
-        "first_s": steps[0].wall_s - steps[0].seconds - steps[0].wait_s if steps else 0.0,
+        "first_s": _began_s(steps[0]) if steps else 0.0,
+        "lives": [life[0].version for life in begun[1:]],
         "columns": {name: [row.get(name) for row in rows] for name in names},
     }
 
 
+def _continued(begun: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecord]]:
+    """Yield the lives of a run, with counters that continue where the previous life ended."""
+    wall_s, tokens = 0.0, 0
+    for place, life in enumerate(begun):
+        later_s = wall_s - _began_s(life[0]) if place else 0.0
+        moved = [
+            msgspec.structs.replace(step, wall_s=step.wall_s + later_s, generated_tokens=step.generated_tokens + tokens)
+            for step in life
+        ]
+        wall_s, tokens = moved[-1].wall_s, moved[-1].generated_tokens
+        yield moved
+
+
+def _began_s(step: StepRecord) -> float:
+    """Return when the wait for the batch of a step began, in seconds since the start of its life."""
+    return step.wall_s - step.seconds - step.wait_s
+
+
 def metrics(run: OpenRun) -> list[dict[str, Any]]:
-    """Every number that its steps have: name, unit, what it says, and its latest value. Registered ones in the order
-    of the registry, others behind them."""
+    """Return every metric that the steps have: name, unit, description and latest value. Registered metrics come
+    first, in the order of the registry."""
     latest: dict[str, float | None] = {}
     for step in _thinned(run.steps, 200):
         latest.update({name: value for name, value in flat(step).items() if value is not None})
@@ -84,7 +114,7 @@ def metrics(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def flow(run: OpenRun) -> dict[str, Any]:
-    """What became of everything that was submitted, and how old it was when it was trained."""
+    """Return what became of everything that was submitted, and the ages of the trained tokens."""
     steps = run.steps
     before: list[StepRecord | None] = [None, *steps]
     recent = list(zip(before[:-1], steps, strict=True))[-RECENT_STEPS:]
@@ -97,18 +127,18 @@ def flow(run: OpenRun) -> dict[str, Any]:
     }
     try:
         browser = run.browser()
-        answer["fates"] = run.remembered("fates", lambda: _fates(browser.conservation()))
-        answer["survivors"] = run.remembered("survivors", lambda: _survivors(browser))
+        answer["fates"] = run.cached("fates", lambda: _fates(browser.conservation()))
+        answer["survivors"] = run.cached("survivors", lambda: _survivors(browser))
         answer["running"] = browser.num_running()
     except HeadraceError as error:
         answer["ledger_problem"] = f"{error.problem}; {error.remedy}"
-        told = run.summary.tree.get("ledger")
-        answer["fates"] = told if isinstance(told, dict) else {}
+        answer["fates"] = _fates_of_summary(run.summary.section("ledger"))
     return answer
 
 
 def system(run: OpenRun) -> dict[str, Any]:
-    """The run's processes, what they compute with, and, while it lives on this machine, what they use."""
+    """Return the run's processes, their devices, and, while the run is alive on this machine, their use of
+    resources."""
     state, status = run.state(), run.status.tree
     living = state["state"] in LIVING
     parts = [part for part in status.get("components") or [] if isinstance(part, dict)]
@@ -118,6 +148,7 @@ def system(run: OpenRun) -> dict[str, Any]:
         "parts": run.parts.tree,
         "waits": _texts(status.get("waits")),
         "config": run.config.tree,
+        "summary": {name: value for name, value in run.summary.tree.items() if name not in ELSEWHERE},
         "machine": {
             "cores": psutil.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
@@ -129,12 +160,12 @@ def system(run: OpenRun) -> dict[str, Any]:
 
 
 def _is_here(part: dict[str, Any]) -> bool:
-    """Whether it runs on the machine of its controller, and its number means something here."""
+    """Return whether a component runs on the controller's machine, so that its process id is valid here."""
     return not part.get("node")
 
 
 def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
-    """The runs side by side: their figures, and the settings in which they differ."""
+    """Return the runs side by side: their figures, and the settings in which they differ."""
     settings = [_leaves(run.config.tree) for run in runs]
     names = sorted({name for tree in settings for name in tree})
     differing = [name for name in names if len({str(tree.get(name)) for tree in settings}) > 1]
@@ -154,23 +185,29 @@ def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
 
 
 def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
-    """The summary; of a run that goes on, or was killed, what its steps and its last account say."""
+    """Return the summary of the run; for a run that is running or was killed, figures from its steps and latest
+    account."""
     steps = run.steps
-    told = observed(steps, steps[-1].wall_s if steps else 0.0)
+    from_steps = observed(steps, steps[-1].wall_s if steps else 0.0)
     if run.summary.tree and not living:
-        return {**told, **run.summary.tree}
-    account = told_account(run.live.tree)
-    return told if account is None else {**told, **figures_of(account)}
+        return {**from_steps, **run.summary.tree}
+    account = recorded_account(run.live.tree)
+    return from_steps if account is None else {**from_steps, **account.figures()}
 
 
 def _verdict(run: OpenRun, living: bool) -> str:
-    """As the run itself has worked it out, the latest."""
-    told = (run.live.tree, run.summary.tree) if living else (run.summary.tree, run.live.tree)
-    return next((str(tree["verdict"]) for tree in told if tree.get("verdict")), "")
+    """Return the run's own latest verdict; for a run that was killed before its first, one that is computed from its
+    trace."""
+    sources = (run.live.tree, run.summary.tree) if living else (run.summary.tree, run.live.tree)
+    found = next((str(tree["verdict"]) for tree in sources if tree.get("verdict")), "")
+    if found or living or not run.steps:
+        return found
+    return run.cached(f"verdict after {len(run.steps)}", lambda: load_run(run.directory).verdict)
 
 
 def _of_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
-    """Ages of its tokens, the queue at its end, and groups that were dropped since the step before."""
+    """Return the ages of a step's tokens, the queue at its end, and the groups that were dropped since the previous
+    step."""
     before = {} if earlier is None else earlier.dropped_groups
     dropped = {reason: count - before.get(reason, 0) for reason, count in step.dropped_groups.items()}
     return {
@@ -188,7 +225,7 @@ def _survivors(browser: Browser) -> dict[str, Any] | None:
 
 
 def _fates(found: Conservation) -> dict[str, Any]:
-    units: dict[str, Fates] = {"groups": found.groups, "episodes": found.episodes, "tokens": found.tokens}
+    units: dict[str, UnitCounts] = {"groups": found.groups, "episodes": found.episodes, "tokens": found.tokens}
     return {
         name: {
             "submitted": fates.submitted,
@@ -199,6 +236,21 @@ def _fates(found: Conservation) -> dict[str, Any]:
         }
         for name, fates in units.items()
     }
+
+
+def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the fates that a summary records, each with its unaccounted difference; ``None`` if a number is
+    missing."""
+    fates = {}
+    for name, counts in recorded.items():
+        if not isinstance(counts, dict):
+            continue
+        given = counts.get("dropped")
+        dropped = given if isinstance(given, dict) else {}
+        numbers = [counts.get("submitted"), counts.get("trained"), counts.get("in_flight"), *dropped.values()]
+        whole = all(isinstance(each, int) for each in numbers)
+        fates[name] = {**counts, "dropped": dropped, "balance": numbers[0] - sum(numbers[1:]) if whole else None}
+    return fates
 
 
 def _usage(pid: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The spans of a run as columns: indexed once as they come, asked for any window at any width.
+"""An index of the spans of a run in columns, which answers queries for any window of time at any resolution.
 
 Shape legend: S spans of one lane, U disjoint intervals that they cover, B bins of time.
 """
@@ -20,30 +20,34 @@ Column = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
 LANES = ("engine", "learner", "controller", "environment", "scoring", "sync", "ledger", "rollout")
-"""The usual lanes, in the order they are shown; others follow by name."""
+"""The usual lanes in the order in which they are shown; others follow, sorted by name."""
 MOST_SPANS = 600
-"""Of one lane that are shown one by one; beyond, its window is shown as how much of each bin they fill."""
+"""Largest number of spans of a lane's window that are shown one by one; with more, the fraction of each bin that they
+fill is shown."""
 MOST_LANES = 32
+RESET_S = 60.0
+"""A span that ends this many seconds before an earlier one, in a run whose clock was reset, belongs to the new clock:
+spans of one life are written within seconds of their end."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Spans of one lane and name."""
+    """The spans of one lane that have the same name."""
 
     waits: bool
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     owners: list[EpisodeKey | None] = field(default_factory=list)
-    """Their episodes."""
+    """Episode of each span, if it has one."""
     columns: tuple[Column, Column, Places] | None = None
-    """Starts and ends by start, and the order that sorts them; forgotten when spans come."""
+    """Starts and ends sorted by start, and the permutation that sorts them; ``None`` after spans were added."""
     covered: tuple[Column, Column] | None = None
-    """Starts and ends of what they cover together."""
+    """Starts and ends of the disjoint intervals that the spans cover; ``None`` after spans were added."""
 
-    def add(self, span: Span) -> None:
-        self.starts.append(span.start_s)
-        self.ends.append(span.end_s)
+    def add(self, span: Span, moved_s: float) -> None:
+        self.starts.append(span.start_s + moved_s)
+        self.ends.append(span.end_s + moved_s)
         self.steps.append(span.step)
         self.owners.append(span.of)
         self.columns = self.covered = None
@@ -58,14 +62,14 @@ class _Kind:
     def union(self) -> tuple[Column, Column]:
         if self.covered is None:
             starts_S, ends_S, _ = self.sorted()
-            self.covered = merged(starts_S, ends_S)
+            self.covered = merge_intervals(starts_S, ends_S)
         return self.covered
 
 
-def merged(starts_S: Column, ends_S: Column) -> tuple[Column, Column]:
-    """The union of intervals that are sorted by their starts, as disjoint ones.
+def merge_intervals(starts_S: Column, ends_S: Column) -> tuple[Column, Column]:
+    """Return the union of intervals that are sorted by their starts, as disjoint intervals.
 
-    >>> [edges.tolist() for edges in merged(np.array([0.0, 1.0, 3.0]), np.array([2.0, 2.5, 4.0]))]
+    >>> [edges.tolist() for edges in merge_intervals(np.array([0.0, 1.0, 3.0]), np.array([2.0, 2.5, 4.0]))]
     [[0.0, 3.0], [2.5, 4.0]]
     """
     if not len(starts_S):
@@ -75,15 +79,16 @@ def merged(starts_S: Column, ends_S: Column) -> tuple[Column, Column]:
     return starts_S[opens_S], reached_S[np.concatenate([opens_S[1:], [True]])]
 
 
-def filled(union: tuple[Column, Column], edges_B: Column) -> Column:
-    """The fraction of each bin that a union covers; the result is one shorter than ``edges_B``.
+def fill_fractions(union: tuple[Column, Column], edges_B: Column) -> Column:
+    """Return the fraction of each bin that a union of intervals covers; it has one element fewer than ``edges_B``.
 
-    >>> filled((np.array([0.5]), np.array([2.0])), np.array([0.0, 1.0, 2.0, 3.0])).tolist()
+    >>> fill_fractions((np.array([0.5]), np.array([2.0])), np.array([0.0, 1.0, 2.0, 3.0])).tolist()
     [0.5, 1.0, 0.0]
     """
     starts_U, ends_U = union
     if not len(starts_U):
         return np.zeros(len(edges_B) - 1)
+    # the covered time before each edge of an interval; between edges it is linear, so interpolation is exact
     times = np.ravel(np.column_stack([starts_U, ends_U]))
     lengths_U = ends_U - starts_U
     so_far = np.repeat(np.cumsum(lengths_U), 2)
@@ -93,57 +98,75 @@ def filled(union: tuple[Column, Column], edges_B: Column) -> Column:
 
 
 class LaneIndex:
-    """Every span of one life of a run."""
+    """An index of every span of a run, from all its lives, on one monotonic clock.
 
-    def __init__(self) -> None:
+    A run that is resumed on another machine, or after a reboot, continues with a clock that is behind. The spans of
+    the new clock are shifted so that they follow the earlier ones.
+    """
+
+    def __init__(self, resets: int = 0) -> None:
+        """Create an empty index. ``resets`` is how often the clock of the run's steps went back, which limits the
+        clock resets recognised among the spans."""
         self._kinds: dict[tuple[str, str], _Kind] = {}
-        self._works: dict[str, tuple[Column, Column]] = {}
+        self._busy_union: dict[str, tuple[Column, Column]] = {}
+        self._resets = resets
+        self._newest_s = -np.inf
+        self.moved_s = [0.0]
+        """Number of seconds by which the spans of each clock are shifted; 0 for the first clock."""
 
     def add(self, spans: Iterable[Span]) -> None:
-        """More spans, in any order; those that end before they begin are left out."""
+        """Add spans in the order of their file; spans that end before they begin are left out."""
         for span in spans:
             if span.end_s < span.start_s:
                 continue
+            if len(self.moved_s) <= self._resets and span.end_s + self.moved_s[-1] < self._newest_s - RESET_S:
+                self.moved_s.append(self._newest_s - span.start_s)
             kind = self._kinds.get((span.lane, span.name))
             if kind is None:
                 kind = self._kinds[span.lane, span.name] = _Kind(is_wait(span))
-            kind.add(span)
-            self._works.pop(span.lane, None)
+            kind.add(span, self.moved_s[-1])
+            self._newest_s = max(self._newest_s, span.end_s + self.moved_s[-1])
+            self._busy_union.pop(span.lane, None)
 
     @property
     def num_spans(self) -> int:
-        """How many it holds."""
+        """Return the number of spans in the index."""
         return sum(len(kind.starts) for kind in self._kinds.values())
 
     def lanes(self) -> list[str]:
-        """The usual ones first."""
+        """Return the names of the lanes: engines first, then the usual ones, then others by name."""
         present = {lane for lane, _ in self._kinds}
         known = [lane for lane in LANES if lane in present]
         engines = sorted(lane for lane in present - set(known) if lane.startswith("engine"))
         return (engines + known + sorted(present - set(known) - set(engines)))[:MOST_LANES]
 
     def extent(self) -> tuple[float, float] | None:
-        """The first start and the last end; ``None`` without spans."""
+        """Return the first start and the last end; ``None`` without spans."""
         if not self._kinds:
             return None
         kinds = self._kinds.values()
         return min(min(kind.starts) for kind in kinds), max(max(kind.ends) for kind in kinds)
 
     def busy(self, lane: str, within: tuple[float, float]) -> float:
-        """The fraction of ``within`` in which the lane worked."""
-        return float(filled(self._work(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
+        """Return the fraction of ``within`` in which the lane worked."""
+        return float(fill_fractions(self._busy_of(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
 
-    def window(self, within: tuple[float, float], bins: int) -> list[dict[str, Any]]:
-        """What every lane did in ``within``: per name its spans one by one, or how much of each bin they fill."""
-        edges_B = np.linspace(*within, bins + 1)
-        return [self._lane(lane, within, edges_B) for lane in self.lanes()]
+    def busy_s(self, lane: str, pieces: Sequence[tuple[float, float]]) -> float:
+        """Return how many seconds the lane worked in all of ``pieces``."""
+        return sum(self.busy(lane, piece) * (piece[1] - piece[0]) for piece in pieces)
 
-    def _lane(self, lane: str, within: tuple[float, float], edges_B: Column) -> dict[str, Any]:
+    def window(self, edges_B: Column) -> list[dict[str, Any]]:
+        """Return what every lane did in the bins between the increasing ``edges_B``: for each name of spans either the
+        spans one by one, or the fraction of each bin that they fill."""
+        return [self._lane(lane, edges_B) for lane in self.lanes()]
+
+    def _lane(self, lane: str, edges_B: Column) -> dict[str, Any]:
+        within = float(edges_B[0]), float(edges_B[-1])
         names = sorted(name for owner, name in self._kinds if owner == lane)
-        inside = {name: _inside(self._kinds[lane, name], within) for name in names}
+        inside = {name: _overlapping(self._kinds[lane, name], within) for name in names}
         few = sum(len(places) for places in inside.values()) <= MOST_SPANS
         parts = [self._part(lane, name, inside[name], few, edges_B) for name in names if len(inside[name])]
-        return {"lane": lane, "busy": self.busy(lane, within), "parts": parts}
+        return {"lane": lane, "parts": parts}
 
     def _part(self, lane: str, name: str, inside: Places, few: bool, edges_B: Column) -> dict[str, Any]:
         kind = self._kinds[lane, name]
@@ -155,24 +178,24 @@ class LaneIndex:
             part["steps"] = [kind.steps[place] for place in own]
             part["of"] = [str(kind.owners[place] or "") for place in own]
         else:
-            part["bins"] = np.round(filled(kind.union(), edges_B), 3).tolist()
+            part["bins"] = np.round(fill_fractions(kind.union(), edges_B), 3).tolist()
         return part
 
-    def _work(self, lane: str) -> tuple[Column, Column]:
-        if lane not in self._works:
+    def _busy_of(self, lane: str) -> tuple[Column, Column]:
+        if lane not in self._busy_union:
             parts = [kind.sorted() for (owner, _), kind in self._kinds.items() if owner == lane and not kind.waits]
-            starts, ends = _joined([part[0] for part in parts]), _joined([part[1] for part in parts])
+            starts, ends = _concatenated([part[0] for part in parts]), _concatenated([part[1] for part in parts])
             order = np.argsort(starts, kind="stable")
-            self._works[lane] = merged(starts[order], ends[order])
-        return self._works[lane]
+            self._busy_union[lane] = merge_intervals(starts[order], ends[order])
+        return self._busy_union[lane]
 
 
-def _inside(kind: _Kind, within: tuple[float, float]) -> Places:
-    """The places of the spans that touch a window."""
+def _overlapping(kind: _Kind, within: tuple[float, float]) -> Places:
+    """Return the indices of the spans, in order of start, that overlap the window ``within``."""
     starts_S, ends_S, _ = kind.sorted()
     until = int(np.searchsorted(starts_S, within[1]))
     return np.flatnonzero(ends_S[:until] > within[0])
 
 
-def _joined(columns: Sequence[Column]) -> Column:
+def _concatenated(columns: Sequence[Column]) -> Column:
     return np.concatenate(columns) if columns else np.zeros(0)

@@ -1,5 +1,5 @@
-"""The tokens of a step about which engine and learner differ most; where the learner's side was not recorded, those
-that were least expected when they were sampled. Where a ratio or a loss goes astray, it begins with these.
+"""The outlier tokens of a step: those for which the log-probabilities of engine and learner differ most, or, if the
+learner's were not recorded, those with the smallest log-probability. A ratio or loss that diverges starts with these.
 
 Shape legend: T tokens of one turn.
 """
@@ -21,34 +21,34 @@ from headrace.wings.view.run import OpenRun
 
 MOST = 20
 OF_ONE_TURN = 5
-"""Candidates that a turn can put up."""
+"""Largest number of candidates from one turn."""
 LOOK_S = 1.0
-"""How long one look may take; a larger step is looked at in part, and the answer says so."""
+"""Longest time that one request reads; a larger step is read in part, and the answer says so."""
 MOST_EPISODES = 20_000
 
 
 def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
-    """Of the sampled tokens that ``step`` trained, those with the greatest |log π − log μ|, or the least log μ."""
+    """Return the sampled tokens that ``step`` trained with the greatest |log π − log μ|, or with the smallest log μ."""
     rows = run.browser().page(EpisodeQuery(step=step), order="oldest", limit=MOST_EPISODES)
     scored = [row for row in rows if row.status == "scored"]
     until_s = clock.now() + LOOK_S
     found: list[tuple[float, tuple[int, int, int, int], dict[str, Any]]] = []
-    looked = 0
+    episodes_read = 0
     learned = run.browser().learned(scored[0].group) if scored else None
     for row in scored:
         if clock.now() > until_s:
             break
         episode = run.browser().episode(EpisodeKey(row.group, row.place))
-        looked += 1
+        episodes_read += 1
         if episode is not None:
             gaps = None if learned is None else learned.gaps(episode)
-            found = heapq.nsmallest(MOST, [*found, *_of(episode, row, gaps)], key=lambda each: each[:2])
-    told = [_told(run, detail) for _, _, detail in found]
+            found = heapq.nsmallest(MOST, [*found, *_candidates(episode, row, gaps)], key=lambda each: each[:2])
+    tokens = [_with_text(run, detail) for _, _, detail in found]
     by = "logprob" if learned is None else "gap"
-    return {"step": step, "by": by, "tokens": told, "looked": looked, "episodes": len(scored)}
+    return {"step": step, "by": by, "tokens": tokens, "looked": episodes_read, "episodes": len(scored)}
 
 
-def _of(
+def _candidates(
     episode: EpisodeGraph, row: EpisodeRow, gaps: Mapping[int, FloatColumn] | None
 ) -> list[tuple[float, tuple[int, int, int, int], dict[str, Any]]]:
     found = []
@@ -81,7 +81,7 @@ def _of(
     return found
 
 
-def _told(run: OpenRun, detail: dict[str, Any]) -> dict[str, Any]:
+def _with_text(run: OpenRun, detail: dict[str, Any]) -> dict[str, Any]:
     before = detail.pop("before")
     words = run.words.pieces([*before, detail["id"]])
     return {**detail, "text": words[-1], "around": "".join(words[:-1])}

@@ -1,4 +1,4 @@
-"""One run directory, kept open: read on as it grows, and asked by every page."""
+"""The files of one run directory, kept open: they are read further as they grow, for every page of the dashboard."""
 
 from __future__ import annotations
 
@@ -15,96 +15,116 @@ from headrace.base.types.observation import Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.flow.ledger.browse import Browser, is_written
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
-from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, run_about, run_name
-from headrace.run.observe.rundata import about_lives, last_life
+from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, evaluations, run_about, run_name
+from headrace.run.observe.rundata import clock_resets, last_life, note_on_resumption
+from headrace.wings.view.json_files import JsonFile, Tail
 from headrace.wings.view.lanes import LaneIndex
-from headrace.wings.view.sheet import JsonFile
-from headrace.wings.view.tail import Tail
 from headrace.wings.view.text import DirectoryTokenizer
 
 T = TypeVar("T")
 
 FRESH_S = 12.0
-"""A living run writes its status every second; after so long without, it is not thought to live. Two clocks that are
-further apart than this are told of."""
+"""A running run writes its status every second; after this many seconds without a new one it counts as ended. A
+difference between the clocks of two machines that is larger than this is reported."""
 LIVING = ("starting", "running")
-"""The states of a run that goes on."""
+"""The states of a run that is still running."""
 MOST_EVENTS = 500
-MOST_KNOWN = 64
-AS_RARE_AS = 20.0
-"""A figure is worked out again after so many times the time that it took."""
-_MARKS = (METRICS_FILE, TRACE_FILE, "config.json", "status.json", "summary.json", SQLITE_FILE, REDIS_FILE)
+MOST_CACHED = 64
+CACHE_FACTOR = 20.0
+"""A cached result is kept for this many times as long as it took to compute."""
+_RUN_FILES = (METRICS_FILE, TRACE_FILE, "config.json", "status.json", "summary.json", SQLITE_FILE, REDIS_FILE)
 
 
 class OpenRun:
     """The run in ``directory``. Every method may be called from any thread.
 
-    Raises :class:`~headrace.base.errors.DataError` if there is no run.
+    Raises :class:`~headrace.base.errors.DataError` if the directory holds no run.
     """
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         refuse_no_run(directory)
         self.directory = directory
         self._clock = clock
-        self._one_at_a_time = threading.RLock()
+        self._lock = threading.RLock()
         self._steps: list[StepRecord] = []
         self._events: list[Event] = []
-        self._lanes = LaneIndex()
+        self._evaluated: list[Event] = []
+        """The events of the whole run that report an evaluation."""
+        self._lanes, self._resets = LaneIndex(), 0
         self._metrics = Tail(directory / METRICS_FILE, StepRecord)
         self._trace = Tail(directory / TRACE_FILE, Span)
-        self._told = Tail(directory / EVENTS_FILE, Event)
+        self._event_lines = Tail(directory / EVENTS_FILE, Event)
         self.config = JsonFile(directory / "config.json")
         self.summary = JsonFile(directory / "summary.json")
         self.status = JsonFile(directory / "status.json")
         self.live = JsonFile(directory / LIVE_FILE)
         self.parts = JsonFile(directory / "parts.json")
-        self._known: dict[str, tuple[float, Any]] = {}
+        self._cache: dict[str, tuple[float, Any]] = {}
         self._browser: tuple[tuple[int, bool], Browser] | None = None
-        self._heard: tuple[float, float] | None = None
-        """The time of the latest status, and when it was first seen by our own clock."""
-        self._renewed = False
-        """Whether a newer status has come since this was opened: the run lives, whatever its clock says."""
+        self._latest_status: tuple[float, float] | None = None
+        """The time in the latest status, and when this process first read it by its own clock."""
+        self._status_advanced = False
+        """Whether a newer status has arrived since the run was opened: then the run is alive, even if its clock
+        differs from ours."""
         self.words = DirectoryTokenizer(str(self.config.section("model").get("path") or ""))
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Return the name of the run."""
         return run_name(self.directory, self.config.tree)
 
     @property
     def about(self) -> str:
-        """Its model, its rows and what it is rewarded for, in a line."""
+        """Return one line with the model, the dataset and the reward of the run."""
         return run_about(self.config.tree)
 
     @property
     def steps(self) -> list[StepRecord]:
-        """The steps that count, in order: of a step that was made again after a resume, the later line."""
-        with self._one_at_a_time:
+        """Return the records of the steps in order; for a step that was repeated after a resume, the later record."""
+        with self._lock:
             while fresh := self._metrics.read():
-                self._steps = _joined([] if self._metrics.restarted else self._steps, fresh)
+                self._steps = _append_steps([] if self._metrics.restarted else self._steps, fresh)
             return list(self._steps)
 
     @property
     def events(self) -> list[Event]:
-        """The latest, oldest first."""
-        with self._one_at_a_time:
-            fresh = self._told.read()
-            self._events = [*([] if self._told.restarted else self._events), *fresh][-MOST_EVENTS:]
+        """Return the latest events, the oldest first."""
+        with self._lock:
+            fresh = self._event_lines.read()
+            if self._event_lines.restarted:
+                self._events, self._evaluated = [], []
+            self._events = [*self._events, *fresh][-MOST_EVENTS:]
+            self._evaluated += [event for event in fresh if event.text.startswith("held-out ")]
             return list(self._events)
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """Return version and mean held-out reward of every evaluation, in all lives."""
+        with self._lock:
+            assert isinstance(self.events, list)  # the property also reads new lines into _evaluated
+            living = self.state()["state"] in LIVING
+            return evaluations(self.steps, {} if living else self.summary.tree, self._evaluated)
 
     @contextmanager
     def lanes(self) -> Iterator[LaneIndex]:
-        """Every span, indexed; nobody adds to it meanwhile."""
-        with self._one_at_a_time:
+        """Yield the index of all spans; it does not change while the body runs."""
+        with self._lock:
+            resets = clock_resets(self.steps)
+            if resets != self._resets:
+                self._resets, self._lanes = resets, LaneIndex(resets)
+                self._trace = Tail(self.directory / TRACE_FILE, Span)
             while spans := self._trace.read():
                 if self._trace.restarted:
-                    self._lanes = LaneIndex()
+                    self._lanes = LaneIndex(resets)
                 self._lanes.add(spans)
             yield self._lanes
 
     def browser(self) -> Browser:
-        """Its ledger. Raises :class:`~headrace.base.errors.LedgerError` where it cannot be looked through."""
-        with self._one_at_a_time:
+        """Return a reader of the run's ledger.
+
+        Raises :class:`~headrace.base.errors.LedgerError` if the ledger cannot be read.
+        """
+        with self._lock:
             file = self.directory / SQLITE_FILE
             which = (file.stat().st_ino if file.exists() else -1, is_written(file))
             if self._browser is None or self._browser[0] != which:
@@ -115,7 +135,7 @@ class OpenRun:
             return self._browser[1]
 
     def state(self) -> dict[str, Any]:
-        """What the run is doing, or how it ended: ``state`` and ``cause`` in words, and how far it is."""
+        """Return the state of the run, the cause of its end, and its progress."""
         status, summary, steps = self.status.tree, self.summary.tree, self.steps
         living = self._lives(status)
         ended = str(summary.get("status") or ("unknown" if not status else "killed"))
@@ -131,49 +151,52 @@ class OpenRun:
         }
 
     def notes(self) -> list[str]:
-        """What cannot be read, or believed, in words."""
+        """Return a sentence for each file that cannot be read or is missing, and for each figure that may be wrong."""
         with self.lanes():
-            told = [self._metrics.problem, self._trace.problem, self._told.problem]
-        told += [sheet.problem for sheet in (self.config, self.summary, self.status, self.parts)]
-        told += [self._skew(), about_lives(self.steps)]
+            notes = [self._metrics.problem, self._trace.problem, self._event_lines.problem]
+        notes += [file.problem for file in (self.config, self.summary, self.status, self.parts)]
+        notes += [self._skew(), note_on_resumption(self.steps)]
         if not (self.directory / METRICS_FILE).exists():
-            told.append(f"{METRICS_FILE} is not there: no step has ended yet")
+            notes.append(f"{METRICS_FILE} is not there: no step has ended yet")
+        if not self.summary.tree and not self.summary.problem and not self._lives(self.status.tree):
+            notes.append("summary.json is not there: the run has not ended, or was killed")
         if not (self.directory / TRACE_FILE).exists():
-            told.append(f"{TRACE_FILE} is not there: the timeline is empty")
+            notes.append(f"{TRACE_FILE} is not there: the timeline is empty")
         try:
             self.browser()
         except HeadraceError as error:
-            told.append(f"{error.problem}; {error.remedy}. All that is not about single episodes still shows.")
-        return [note for note in told if note]
+            notes.append(f"{error.problem}; {error.remedy}. All that is not about single episodes still shows.")
+        return [note for note in notes if note]
 
     def stamp(self) -> tuple[object, ...]:
-        """Differs from an earlier one whenever something changed on disk."""
-        sheets = (self.summary, self.status, self.live)
-        return (*(_size(self.directory / name) for name in (*_MARKS, EVENTS_FILE)), *(s.stamp for s in sheets),
+        """Return a value that differs from earlier ones whenever something changed on disk."""
+        files = (self.summary, self.status, self.live)
+        return (*(_size(self.directory / name) for name in (*_RUN_FILES, EVENTS_FILE)), *(file.stamp for file in files),
                 _size(self.directory / f"{SQLITE_FILE}-wal"))  # fmt: skip
 
-    def remembered(self, key: str, work: Callable[[], T]) -> T:
-        """What ``work`` returned lately: while a run writes, what takes long is not worked out all the time."""
-        with self._one_at_a_time:
-            until_s, found = self._known.get(key, (0.0, None))
+    def cached(self, key: str, work: Callable[[], T]) -> T:
+        """Return ``work()``, or its earlier result while that is fresh: slow results are not recomputed at every
+        request while a run writes."""
+        with self._lock:
+            until_s, found = self._cache.get(key, (0.0, None))
             began_s = self._clock.now()
             if found is not None and began_s < until_s:
                 return found  # type: ignore[no-any-return]
-        made = work()
+        result = work()
         now_s = self._clock.now()
-        with self._one_at_a_time:
-            while len(self._known) >= MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[key] = now_s + AS_RARE_AS * (now_s - began_s), made
-        return made
+        with self._lock:
+            while len(self._cache) >= MOST_CACHED:
+                del self._cache[next(iter(self._cache))]
+            self._cache[key] = now_s + CACHE_FACTOR * (now_s - began_s), result
+        return result
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of its configuration; ``None`` where it has none."""
+        """Return one value of the run's configuration; ``None`` if it is not set."""
         return self.config.section(section).get(key)
 
     def close(self) -> None:
-        """Let go of its ledger."""
-        with self._one_at_a_time:
+        """Close the run's ledger."""
+        with self._lock:
             if self._browser is not None:
                 self._browser[1].close()
                 self._browser = None
@@ -184,20 +207,22 @@ class OpenRun:
         return isinstance(written, int | float) and self._is_fresh(written) and controller.get("state") != "ended"
 
     def _is_fresh(self, written_s: float) -> bool:
-        """By the clocks of both machines at first; once a newer status has come, by ours alone."""
-        with self._one_at_a_time:
+        """Return whether a status is recent: by the clocks of both machines at first, by ours alone once a newer one
+        arrived."""
+        with self._lock:
             now_s = self._clock.now()
-            if self._heard is None or self._heard[0] != written_s:
-                self._renewed = self._heard is not None
-                self._heard = (written_s, now_s)
-            if self._renewed:
-                return now_s - self._heard[1] < FRESH_S
+            if self._latest_status is None or self._latest_status[0] != written_s:
+                self._status_advanced = self._latest_status is not None
+                self._latest_status = (written_s, now_s)
+            if self._status_advanced:
+                return now_s - self._latest_status[1] < FRESH_S
             return abs(self._clock.wall() - written_s) < FRESH_S
 
     def _skew(self) -> str:
-        """How far the clock of the run's machine is from ours, while it lives and that is far; else empty."""
+        """Return a note on how far the clock of the run's machine is from ours; empty if it is close or the run has
+        ended."""
         written = self.status.tree.get("written_s")
-        if not self._renewed or not self._lives(self.status.tree) or not isinstance(written, int | float):
+        if not self._status_advanced or not self._lives(self.status.tree) or not isinstance(written, int | float):
             return ""
         ahead_s = written - self._clock.wall()
         words = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
@@ -208,7 +233,7 @@ class OpenRun:
         )
 
 
-def _joined(steps: list[StepRecord], fresh: list[StepRecord]) -> list[StepRecord]:
+def _append_steps(steps: list[StepRecord], fresh: list[StepRecord]) -> list[StepRecord]:
     for record in fresh:
         while steps and steps[-1].step >= record.step:
             steps.pop()
@@ -217,24 +242,24 @@ def _joined(steps: list[StepRecord], fresh: list[StepRecord]) -> list[StepRecord
 
 
 def refuse_no_run(directory: Path) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` unless a run has begun in ``directory``."""
+    """Raise :class:`~headrace.base.errors.DataError` unless ``directory`` holds a run."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory", remedy="name the directory of a run")
-    if not any((directory / name).exists() for name in _MARKS):
+    if not any((directory / name).exists() for name in _RUN_FILES):
         raise DataError(
-            f"{directory} holds no run: none of {', '.join(_MARKS)} is there",
+            f"{directory} holds no run: none of {', '.join(_RUN_FILES)} is there",
             remedy="name a directory that a run has written, or one that holds such directories",
         )
 
 
-def find_runs(asked: list[Path], *, most: int = 32) -> list[Path]:
-    """The run directories that are meant: each of ``asked`` itself, or, where it is none, the runs one or two levels
-    below it, the latest first.
+def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
+    """Return the run directories that the user means: each of ``directories`` if it is one, or else the runs one or
+    two levels below it, the latest first.
 
-    Raises :class:`~headrace.base.errors.DataError` where there is no run.
+    Raises :class:`~headrace.base.errors.DataError` if there is no run.
     """
     found: list[Path] = []
-    for directory in asked:
+    for directory in directories:
         if not directory.is_dir() or _is_run(directory):
             refuse_no_run(directory)
             found.append(directory)
@@ -248,12 +273,12 @@ def find_runs(asked: list[Path], *, most: int = 32) -> list[Path]:
 
 
 def _is_run(directory: Path) -> bool:
-    return any((directory / name).exists() for name in _MARKS)
+    return any((directory / name).exists() for name in _RUN_FILES)
 
 
 def changed_s(directory: Path) -> float:
-    """When the run in ``directory`` wrote last, in seconds since 1970; 0 where there is none."""
-    newest = [_mtime(directory / name) for name in _MARKS]
+    """Return when the run in ``directory`` last wrote a file, in seconds since 1970; 0 if it has written none."""
+    newest = [_mtime(directory / name) for name in _RUN_FILES]
     return max(newest, default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""The dashboard from its terms to Ctrl-C."""
+"""The server of the dashboard: its settings, its socket, and the browser that it opens."""
 
 from __future__ import annotations
 
@@ -9,46 +9,48 @@ import threading
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
 from headrace.base.clock import Clock
-from headrace.base.config.tls import server_context
+from headrace.base.config.tls import refuse_incomplete_tls, server_context
 from headrace.base.errors import ConfigError
 from headrace.base.net.shell import HttpServer, ShellLimits
 from headrace.wings.view.app import make_app
 from headrace.wings.view.run import OpenRun
-from headrace.wings.view.terms import ViewTerms
 
 
-def serve(runs: Sequence[OpenRun], terms: ViewTerms, *, clock: Clock, tell: Callable[[str], None]) -> None:
-    """Show ``runs`` until Ctrl-C or SIGTERM; ``tell`` gets the address to open, with the token.
+def serve(runs: Sequence[OpenRun], config: ViewConfig, *, clock: Clock, report: Callable[[str], None]) -> None:
+    """Serve the dashboard of ``runs`` until Ctrl-C or SIGTERM; ``report`` is called with the address to open, which
+    includes the token.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound, or the certificate not be used.
+    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or the certificate cannot be
+    used.
     """
-    terms = terms if terms.token else replace(terms, token=secrets.token_urlsafe(18))
-    if terms.tls_certificate:
-        server_context(terms.tls_certificate, terms.tls_key)
-    with bind(terms) as listening:
-        server = make_server(runs, terms, clock)
-        tell(address(listening, terms))
+    config = config if config.token else replace(config, token=secrets.token_urlsafe(18))
+    if config.tls_certificate:
+        server_context(config.tls_certificate, config.tls_key)
+    with bind(config) as listening:
+        server = make_server(runs, config, clock)
+        report(address(listening, config))
         server.run(sockets=[listening])
 
 
-def make_server(runs: Sequence[OpenRun], terms: ViewTerms, clock: Clock) -> HttpServer:
-    """Return the server of the dashboard of ``runs``; it ends at Ctrl-C."""
-    limits = ShellLimits(tls_certificate=terms.tls_certificate, tls_key=terms.tls_key)
+def make_server(runs: Sequence[OpenRun], config: ViewConfig, clock: Clock) -> HttpServer:
+    """Return the HTTP server of the dashboard of ``runs``; Ctrl-C ends it."""
+    limits = ShellLimits(tls_certificate=config.tls_certificate, tls_key=config.tls_key)
     app = make_app(
-        runs, clock=clock, token=terms.token, ending=lambda: server.should_exit, secure=bool(terms.tls_certificate)
+        runs, clock=clock, token=config.token, ending=lambda: server.should_exit, secure=bool(config.tls_certificate)
     )  # fmt: skip
     server = HttpServer(app, limits, own_logging=True, takes_signals=True)
     return server
 
 
-def open_browser(url: str, tell: Callable[[str], None], directory: Path) -> threading.Thread:
-    """Show ``url`` in a browser, in a thread of its own; say so where there is none. The browser is given a page that
-    is put into ``directory`` and leads there: its arguments can be read by everybody on the machine."""
+def open_browser(url: str, report: Callable[[str], None], directory: Path) -> threading.Thread:
+    """Open ``url`` in a browser, from a separate thread; report through ``report`` if there is no browser. The browser
+    gets a private page in ``directory`` that redirects to ``url``, because every user of the machine can read its
+    arguments."""
     page = directory / "open.html"
     page.touch(0o600)
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">', encoding="utf-8")
@@ -58,7 +60,7 @@ def open_browser(url: str, tell: Callable[[str], None], directory: Path) -> thre
         with suppress(webbrowser.Error):
             found = webbrowser.get()
         if found is None or _in_terminal(found):
-            tell("no browser was found: open the address yourself; over ssh: ssh -L PORT:127.0.0.1:PORT HOST")
+            report("no browser was found: open the address yourself; over ssh: ssh -L PORT:127.0.0.1:PORT HOST")
             return
         found.open(page.as_uri())
 
@@ -68,31 +70,60 @@ def open_browser(url: str, tell: Callable[[str], None], directory: Path) -> thre
 
 
 def _in_terminal(found: webbrowser.BaseBrowser) -> bool:
-    """Whether a browser would draw its pages over this terminal: it knows no scripts either."""
+    """Return whether a browser would draw its pages in this terminal; such browsers run no scripts either."""
     return isinstance(found, webbrowser.GenericBrowser) and not isinstance(found, webbrowser.BackgroundBrowser)
 
 
-def bind(terms: ViewTerms) -> socket.socket:
-    """A socket at the address of ``terms``. Raises :class:`~headrace.base.errors.ConfigError` where that is taken."""
+def bind(config: ViewConfig) -> socket.socket:
+    """Return a listening socket at the address of ``config``.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound.
+    """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(terms.host, terms.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as on_error:
             made = on_error.enter_context(socket.socket(family, kind, protocol))
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(where)
-            made.listen()  # whoever is told the address may call at once, and waits
+            made.listen()  # listens before the address is reported: an early connection waits in the backlog
             on_error.pop_all()
             return made
     except OSError as error:
         raise ConfigError(
-            f"--host {terms.host} --port {terms.port}: cannot listen there: {error.strerror or error}",
+            f"--host {config.host} --port {config.port}: cannot listen there: {error.strerror or error}",
             remedy="choose another --port (0 for a free one) or --host, or end what listens there",
         ) from None
 
 
-def address(listening: socket.socket, terms: ViewTerms) -> str:
-    """What to open."""
+def address(listening: socket.socket, config: ViewConfig) -> str:
+    """Return the URL to open, with the token."""
     port = listening.getsockname()[1]
-    named = terms.host if terms.host not in ("0.0.0.0", "::") else socket.gethostname()
+    named = config.host if config.host not in ("0.0.0.0", "::") else socket.gethostname()
     host = f"[{named}]" if ":" in named else named
-    return f"{'https' if terms.tls_certificate else 'http'}://{host}:{port}/?token={quote(terms.token)}"
+    return f"{'https' if config.tls_certificate else 'http'}://{host}:{port}/?token={quote(config.token)}"
+
+
+DEFAULT_PORT = 8321
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewConfig:
+    """Settings of the dashboard's server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = DEFAULT_PORT
+    """Port to listen on; 0: any free port."""
+    token: str = ""
+    """Token that clients must present; empty: a new one is generated."""
+    tls_certificate: str = ""
+    """PEM file with the server's certificate; empty: no TLS."""
+    tls_key: str = ""
+    """PEM file with the key of the certificate."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is no port", remedy="give 0 (a free one) to 65535")
+        if not self.host:
+            raise ConfigError("--host is empty", remedy="give an address, 127.0.0.1 for this machine only")
+        refuse_incomplete_tls("view", self.tls_certificate, self.tls_key)

@@ -1,7 +1,7 @@
-"""What the learner's side says of an episode's tokens: log π, and what a teacher thinks of them.
+"""The log-probabilities that learner and teachers computed for an episode's tokens.
 
-    a teacher with an engine     ··▶ columns of the turns, before the step
-    one beside the learner, log π ··▶ what the step made of its tokens
+    a teacher with an engine           ··▶ columns of the turns, recorded before the step
+    the learner, a teacher beside it   ··▶ columns recorded by the step that trained the episode
 
 Shape legend: T tokens of one turn.
 """
@@ -22,30 +22,34 @@ from headrace.wings.view.run import OpenRun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaughtTokens:
-    """By turn; turns of which nothing is recorded are left out."""
+    """The recorded values of one episode, by the index of the turn; turns without a record are left out."""
 
     gaps: Mapping[int, FloatColumn]
-    """log π − log μ of the tokens that carried loss; NaN for the others."""
+    """log π − log μ of each token that carried loss; NaN for the others."""
     taught: Mapping[int, Taught]
-    """What a teacher says of the tokens, wherever it computes."""
+    """The values that a teacher computed for the tokens, with an engine or beside the learner."""
 
     @classmethod
     def of(cls, run: OpenRun, episode: EpisodeGraph) -> TaughtTokens:
-        """What is recorded of ``episode``."""
+        """Read the recorded values of ``episode``."""
         learned = run.browser().learned(episode.key.group)
-        served = {index: said for index, turn in enumerate(episode.turns) if (said := turn.tokens.taught) is not None}
+        served = {
+            index: turn.tokens.taught for index, turn in enumerate(episode.turns) if turn.tokens.taught is not None
+        }
         if learned is None:
             return cls(gaps={}, taught=served)
         return cls(gaps=learned.gaps(episode), taught={**learned.taught(episode), **served})
 
     def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
-        """log ν − log μ of the tokens of a turn; NaN where no teacher was asked."""
-        said = self.taught.get(turn)
-        return None if said is None else said.logprobs_T - episode.turns[turn].tokens.logprobs_T
+        """Return log ν − log μ of each token of a turn; NaN where the teacher computed nothing; ``None`` without a
+        record."""
+        taught = self.taught.get(turn)
+        return None if taught is None else taught.logprobs_T - episode.turns[turn].tokens.logprobs_T
 
 
-def why_untaught(run: OpenRun, step: int | None) -> str:
-    """Why nothing is there that a teacher said of an episode that ``step`` trained (``None``: none did), in words."""
+def no_teacher_reason(run: OpenRun, step: int | None) -> str:
+    """Return the reason why no teacher's values are recorded for an episode that ``step`` trained (``None``: no step
+    did)."""
     teachers: list[dict[str, Any]] = run.setting("learner", "teachers") or []
     if not teachers:
         return "the run has no teacher"
@@ -56,6 +60,6 @@ def why_untaught(run: OpenRun, step: int | None) -> str:
     return "not recorded: a teacher beside the learner says log ν only where algo.advantage = 'reverse_kl' asks for it"
 
 
-def greatest(gaps_T: FloatColumn | None) -> float | None:
-    """The distance from 0 of the token farthest from it."""
+def max_abs(gaps_T: FloatColumn | None) -> float | None:
+    """Return the largest finite absolute value; ``None`` if there is none."""
     return None if gaps_T is None or not np.isfinite(gaps_T).any() else float(np.nanmax(np.abs(gaps_T)))

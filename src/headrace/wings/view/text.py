@@ -10,36 +10,37 @@ from headrace.engine.text import Detokenizer
 from headrace.models.hub import local_directory
 
 BEFORE = 16
-"""Tokens before a window that may change how its first ones read."""
+"""Number of tokens before a window that are decoded with it, because they may change the text of its first tokens."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class DirectoryTokenizer:
-    """Turns ids into text with the tokenizer of a model directory, loaded when it is first needed."""
+    """A decoder of token ids with the tokenizer of a model directory, which is loaded at the first use."""
 
     def __init__(self, model_dir: str) -> None:
         self._model_dir = model_dir
         self._decode: Decode | None = None
         self.problem = ""
-        """Why there is no text, in words; empty where there is, or nobody has asked yet."""
+        """Why there is no text; empty if there is, or the tokenizer has not been loaded yet."""
 
     def pieces(self, ids: Sequence[int], first: int = 0, last: int | None = None) -> list[str]:
-        """What each token of the places ``first`` to ``last`` adds to the text. A token that holds only a part of a
-        character adds nothing: the one that completes it does. Without a tokenizer, every piece is its id."""
+        """Return the text that each of the tokens ``first`` to ``last`` adds. A token with only a part of a character
+        adds nothing: the token that completes the character adds it. Without a tokenizer, every piece is the token's
+        id."""
         decode = self._loaded()
         last = len(ids) if last is None else last
         if decode is None:
             return [f"⟨{token}⟩" for token in ids[first:last]]
         begin = max(0, first - BEFORE)
         words = Detokenizer(decode)
-        found = [words.push([token]) for token in ids[begin:last]]
-        if found and last == len(ids):
-            found[-1] += words.end()
-        return found[first - begin :]
+        pieces = [words.push([token]) for token in ids[begin:last]]
+        if pieces and last == len(ids):
+            pieces[-1] += words.end()
+        return pieces[first - begin :]
 
     def text(self, ids: Sequence[int]) -> str:
-        """All of them as one text."""
+        """Return the text of all ids together."""
         decode = self._loaded()
         return " ".join(map(str, ids)) if decode is None else decode(ids)
 

@@ -1,71 +1,148 @@
-"""What the timeline shows: any window of any lane, on a clock that begins with the first rollout."""
+"""The answer to the timeline page: any window of all lanes, on a clock that begins with the first rollout.
+
+A run that was resumed has several lives. The timeline shows one after the other, without the pauses between them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from headrace.base.errors import DataError
 from headrace.base.types.observation import Account, StepRecord
-from headrace.run.observe.rundata import told_account
+from headrace.run.observe.rundata import lives, recorded_account
+from headrace.wings.view.lanes import Column, LaneIndex
 from headrace.wings.view.run import OpenRun
 
 MOST_BINS = 2000
 MOST_STEPS = 200
-"""Steps of a window that are marked one by one."""
+"""Largest number of steps of a window that are marked one by one."""
+PAUSE_S = 1e-9
+"""Length of a pause between two lives on the timeline: almost nothing, but interpolation needs an increasing clock."""
+
+
+class RunClock:
+    """A conversion between the clock of a run's spans and the run's running time, which omits the pauses between
+    lives.
+
+    >>> clock = RunClock([(100.0, 110.0), (500.0, 520.0)])
+    >>> clock.of([105.0, 300.0]), clock.length
+    ([5.0, 10.0], 30.0)
+    >>> clock.pieces(5.0, 15.0)
+    [(105.0, 110.0), (500.0, 505.0)]
+    """
+
+    def __init__(self, intervals: Sequence[tuple[float, float]]) -> None:
+        """Create the clock from ``intervals``: the beginning and the end of every life on the spans' clock, in
+        order."""
+        lengths = [end - start for start, end in intervals]
+        self.starts = [sum(lengths[:place]) for place in range(len(lengths))]
+        """Running time at the beginning of each life, in seconds."""
+        self.length = sum(lengths)
+        self._intervals = list(intervals)
+        self._of_spans = np.ravel(intervals)
+        ends = [start + length for start, length in zip(self.starts, lengths, strict=True)]
+        self._of_run = np.ravel(np.column_stack([[start + PAUSE_S for start in self.starts], ends]))
+        self._of_run[0] = 0.0
+
+    def of(self, moments_s: Sequence[float]) -> list[float]:
+        """Convert moments on the spans' clock to running time in seconds, rounded to a microsecond."""
+        found: list[float] = np.round(np.interp(moments_s, self._of_spans, self._of_run), 6).tolist()
+        return found
+
+    def back(self, run_S: Column) -> Column:
+        """Convert running time in seconds to moments on the spans' clock."""
+        moments: Column = np.interp(run_S, self._of_run, self._of_spans)
+        return moments
+
+    def pieces(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Return the time between two moments of running time as intervals on the spans' clock, one per life."""
+        found = []
+        for begins, (first, last) in zip(self.starts, self._intervals, strict=True):
+            left, right = max(start, begins), min(end, begins + last - first)
+            if left < right:
+                found.append((first + left - begins, first + right - begins))
+        return found
 
 
 def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
-    """Lanes between two moments, in seconds since the first rollout; all of the run where none are given."""
-    steps = session(run.steps)
+    """Return what the lanes did between ``start`` and ``end``, in seconds since the first rollout; an empty text means
+    the beginning or the end of the run."""
+    steps = run.steps
     with run.lanes() as lanes:
         extent = lanes.extent()
         if extent is None:
-            return {"lanes": [], "extent": [0.0, 0.0], "window": [0.0, 0.0], "steps": [], "spans": 0}
-        zero = steps[0].clock_s - steps[0].seconds - steps[0].wait_s if steps else extent[0]
-        last = max(extent[1], steps[-1].clock_s if steps else extent[1])
-        window = (_moment(start, 0.0) + zero, _moment(end, last - zero) + zero)
+            return {"lanes": [], "extent": [0.0, 0.0], "window": [0.0, 0.0], "steps": [], "lives": [], "spans": 0}
+        moved = _on_one_clock(steps, lanes)
+        intervals = [(life[0][0] - life[0][1].seconds - life[0][1].wait_s, life[-1][0]) for life in moved] or [extent]
+        intervals[-1] = intervals[-1][0], max(intervals[-1][1], extent[1])
+        clock = RunClock(intervals)
+        window = (_moment(start, 0.0), _moment(end, clock.length))
         if not window[0] < window[1]:
             raise DataError(f"the window from {start!r} to {end!r} is empty", remedy="give two moments that rise")
-        count = min(MOST_BINS, max(10, int(_moment(bins, 600.0))))
-        shown = lanes.window(window, count)
-        account = told_account(run.summary.tree) or told_account(run.live.tree)
+        edges_B = np.linspace(*window, min(MOST_BINS, max(10, int(_moment(bins, 600.0)))) + 1)
+        shown = lanes.window(clock.back(edges_B))
+        account = recorded_account(run.summary.tree) or recorded_account(run.live.tree)
+        pieces = clock.pieces(*window)
+        length = sum(last - first for first, last in pieces) or 1.0
         for lane in shown:
+            lane["busy"] = lanes.busy_s(lane["lane"], pieces) / length
             lane["busy_overall"] = _in_training(account, lane["lane"])
-            _shift(lane, zero)
+            lane["parts"] = [part for part in lane["parts"] if _convert_spans(part, clock)]
+        ended = [each for life in moved for each in life]
+        moments = clock.of([at for at, _ in ended])
+        marks = [{"step": step.version, "at": at} for at, (_, step) in zip(moments, ended, strict=True)]
+        inside = [mark for mark in marks if window[0] <= mark["at"] <= window[1]]
         return {
             "lanes": shown,
-            "extent": [0.0, last - zero],
-            "window": [window[0] - zero, window[1] - zero],
-            "steps": _marks(steps, window, zero),
+            "extent": [0.0, clock.length],
+            "window": [*window],
+            "steps": _thinned(inside),
+            "lives": [
+                {"step": life[0][1].version, "at": at} for life, at in list(zip(moved, clock.starts, strict=False))[1:]
+            ],
             "spans": lanes.num_spans,
         }
 
 
+def _thinned(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return about :data:`MOST_STEPS` of the marks at most, always with the last one: the page opens with the end."""
+    stride = -(-len(marks) // MOST_STEPS) or 1
+    return marks[::stride] + (marks[-1:] if (len(marks) - 1) % stride else [])
+
+
+def _on_one_clock(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tuple[float, StepRecord]]]:
+    """Return the steps of every life, each with the moment of its end on the clock of ``lanes``."""
+    found: list[list[tuple[float, StepRecord]]] = []
+    resets, before_s = 0, -np.inf
+    for life in lives(steps):
+        resets += life[0].clock_s < before_s
+        before_s = life[-1].clock_s
+        moved_s = lanes.moved_s[min(resets, len(lanes.moved_s) - 1)]
+        found.append([(step.clock_s + moved_s, step) for step in life])
+    return found
+
+
 def _in_training(account: Account | None, lane: str) -> float | None:
-    """The share of its training phase in which a lane worked, by the account that the verdict is made of; ``None``
-    where the run has none."""
+    """Return the fraction of the training phase in which a lane worked, from the account behind the verdict; ``None``
+    if the run has no account."""
     return None if account is None else account.of_time(account.lanes_s.get(lane, 0.0))
 
 
-def session(steps: list[StepRecord]) -> list[StepRecord]:
-    """The steps since the run was last started: a resumed run begins a new clock."""
-    first = 0
-    for index in range(1, len(steps)):
-        if steps[index].clock_s < steps[index - 1].clock_s or steps[index].wall_s < steps[index - 1].wall_s:
-            first = index
-    return steps[first:]
-
-
-def _shift(lane: dict[str, Any], zero: float) -> None:
-    for part in lane["parts"]:
-        if "spans" in part:
-            part["spans"] = [[round(at - zero, 6) for at in side] for side in part["spans"]]
-
-
-def _marks(steps: list[StepRecord], window: tuple[float, float], zero: float) -> list[dict[str, Any]]:
-    inside = [step for step in steps if window[0] <= step.clock_s <= window[1]]
-    stride = -(-len(inside) // MOST_STEPS) or 1
-    return [{"step": step.version, "at": step.clock_s - zero} for step in inside[::stride]]
+def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
+    """Convert the spans of a part to running time, drop those within a pause, and return whether any is left."""
+    if "spans" not in part:
+        return True
+    starts, ends = (clock.of(side) for side in part["spans"])
+    momentary = [start == end for start, end in zip(*part["spans"], strict=True)]
+    kept = [place for place, end in enumerate(ends) if starts[place] < end or momentary[place]]
+    part["spans"] = [[side[place] for place in kept] for side in (starts, ends)]
+    part["count"] = len(kept)
+    for name in ("steps", "of"):
+        part[name] = [part[name][place] for place in kept]
+    return bool(kept)
 
 
 def _moment(text: str, default: float) -> float:

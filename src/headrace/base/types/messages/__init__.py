@@ -1,4 +1,4 @@
-"""Every message between the processes of a run, one file per receiver, and the one codec they travel in.
+"""The messages between the processes of a run, with one file per receiver, and the codec that encodes them.
 
-msgspec records: typed when decoded, no pickle, arrays as raw buffers.
+Messages are msgspec records: typed when decoded, without pickle, with arrays as raw buffers.
 """

@@ -1,4 +1,4 @@
-"""Messages to bytes and back. Arrays travel as one raw buffer each; nothing here can run code."""
+"""Encode messages to bytes and decode them. An array becomes one raw buffer; decoding cannot run code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _refuse(reason: str) -> Any:
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End now: the same order to every part."""
+    """The order to end, the same for every part."""
 
 
 class MessageCodec:
@@ -66,11 +66,12 @@ class MessageCodec:
         self._decoder = msgspec.msgpack.Decoder(receives, ext_hook=_decode_array)
 
     def encode(self, message: Any) -> bytes:
-        """The bytes of ``message``."""
+        """Return ``message`` as bytes."""
         return self._encoder.encode(message)
 
     def decode(self, data: bytes | memoryview) -> Any:
-        """The message in ``data``; ``msgspec.ValidationError`` or ``msgspec.DecodeError`` where there is none."""
+        """Return the message that ``data`` encodes. Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``
+        for other data."""
         try:
             return self._decoder.decode(data)
         except (RecursionError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What the controller receives, from whichever part."""
+"""The messages that the controller receives, from all parts of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.types import chat
-from headrace.base.types.episode import StopReason
-from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.episode import TokenChunk
 from headrace.base.types.taught import Taught
 from headrace.base.types.tokens import FloatColumn, IntColumn
 from headrace.base.types.trace import Span
@@ -18,173 +17,162 @@ from headrace.base.types.weights import SwapReport, WeightUpdate
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part has started and can be used."""
+    """The message that a part has started and can be used."""
 
     token: str
     """The run's secret: proves that the sender belongs to this run."""
     pid: int
     facts: dict[str, str | int | float]
-    """What the part says of itself, for people."""
+    """Facts that the part reports about itself, for people."""
 
 
 class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A learner, or one rank of it, lives, and says what it is at. It comes about once a second from a thread of its
-    own, whatever the learner computes."""
+    """The sign of life of a learner, or of one rank of it, with its present work. A thread of its own sends it about
+    once a second, whatever the learner computes."""
 
     num_units: int
-    """Units of work that have ended since it started: micro-batches, updates, copies of the weights."""
+    """The number of units of work that have ended since the part started: micro-batches, updates, copies of the
+    weights."""
     what: str
-    """The unit that it is at; empty while it waits for orders."""
+    """The unit that the part works on; empty while it waits for orders."""
     since_s: float
-    """For how long it has been at it, in seconds."""
+    """How long the part has worked on the present unit, in seconds."""
     usual_s: float
-    """How long units of this kind have taken at most of late, in seconds; 0 where there was none."""
+    """The longest time that recent units of this kind have taken, in seconds; 0 if there was none."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part could not do what was asked; ``call`` is ``None`` when it cannot go on at all."""
+    """The message that a part could not carry out an order. ``call`` is ``None`` if it cannot continue at all."""
 
     call: int | None
     kind: str
-    """Class name in the tree of errors."""
+    """The name of the error's class in the tree of errors."""
     problem: str
     remedy: str
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one sequence since its last chunk."""
-
-    request_id: int
-    ids_T: IntColumn
-    logprobs_T: FloatColumn
-    versions_T: IntColumn
-    stop_reason: StopReason | None = None
-    """Set on the last chunk."""
-    restarted: bool = False
-    """The sequence has begun again: forget its tokens before this chunk."""
-    kept: KeptSets | None = None
-    """If asked for."""
-    entropies_T: FloatColumn | None = None
-    """If asked for."""
-    prompt_routing: Routing | None = None
-    """If asked for, on the first chunk."""
-    routing: Routing | None = None
-    """If asked for; tokens are held back until theirs is known, so only the last one of a sequence may lack it."""
-    error: str = ""
-    """Why the request was refused or failed; set on the last chunk only."""
-    error_kind: str = ""
-    """Class name in the tree of errors, where there is an error."""
-
-
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of an engine since it started."""
+    """The counters of an engine since it started."""
 
     version: int = -1
     """The committed version; −1 before the first."""
     busy_s: float = 0.0
-    """Time in which it worked: steps and, of an engine in a process of its own, what it reads and sends around them."""
+    """The time in which the engine worked, in seconds: its steps and, in a process of its own, reading and sending
+    messages."""
     prefill_s: float = 0.0
-    """Of the steps, on prompts: a step's time is shared out by its tokens."""
+    """The part of the steps' time that went into prompts, in seconds. The time of a step is divided by tokens."""
     steps: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
     running: int = 0
-    """Sequences in the batch now."""
+    """The number of sequences in the batch now."""
     waiting: int = 0
-    """Requests that have not joined the batch."""
+    """The number of requests that have not joined the batch."""
     restarted: int = 0
-    """Sequences that began again because of a weight update."""
+    """The number of sequences that began again because of a weight update."""
     preempted: int = 0
-    """Times a sequence left the batch because the cache was full, and went on later."""
+    """How often a sequence left the batch because the cache was full; it continued later."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache served."""
+    """The number of prompt tokens that the prefix cache served."""
     cache_blocks: int = 0
-    """Blocks of the key-value cache."""
+    """The number of blocks of the key-value cache."""
     cache_blocks_used: int = 0
-    """Of those, how many running sequences hold."""
+    """The number of those blocks that running sequences hold."""
     cache_bytes: int = 0
-    """Memory of the key-value cache."""
+    """The memory of the key-value cache."""
     routing_bytes: int = 0
-    """Memory of the experts that are stored beside it."""
+    """The memory of the recorded experts beside the cache."""
     pinned_bytes: int = 0
-    """Memory of weights that are kept for pinned sequences."""
+    """The memory of weights that are kept for pinned sequences."""
     wasted_tokens: int = 0
-    """Sampled tokens that a weight update threw away."""
+    """The number of sampled tokens that a weight update discarded."""
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What an engine produced since its last message."""
+    """The tokens that an engine sampled since its last message."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TokenChunk, ...]
     stats: EngineStats
     spans: tuple[Span, ...] = ()
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The update is next to the engine and its checksums hold."""
+    """The answer to ``Stage``: the update is next to the engine and its checksums are verified."""
 
     call: int
     version: int
     seconds: float
 
 
+class StageOutcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The result of staging a version that the learner announced to the engine itself."""
+
+    version: int
+    seconds: float
+    """How long the staging took, in seconds."""
+    failure: Failure | None = None
+    """Why the engine refused the version; ``None`` if it is staged."""
+    commits: bool = False
+    """Whether the engine commits the version without a further order."""
+
+
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The version is in use."""
+    """The answer to ``Commit``: the version is in use."""
 
     call: int
     report: SwapReport
 
 
-class ScoresAre(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The logprob of each token, the first's being 0."""
+class ScoresReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to ``ScoreTokens``: the log-probability of each token. That of the first token is 0."""
 
     call: int
     logprobs_T: FloatColumn
     ids_TK: npt.NDArray[np.int32] | None = None
-    """The likeliest entries in the place of each token, if asked for."""
+    """The likeliest entries at the position of each token, if they were requested."""
     logs_TK: npt.NDArray[np.float32] | None = None
-    """Their log-probabilities."""
+    """The log-probabilities of those entries."""
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine stands still, or goes on again."""
+    """The answer to ``Pause`` and ``Resume``."""
 
     call: int
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     step: int
     metrics: dict[str, float]
     trained_tokens: int
-    """Tokens that carried loss."""
+    """The number of tokens that carried loss."""
     dropped_tokens: dict[str, int]
-    """Tokens of the batch that could carry none, by reason."""
+    """The number of tokens of the batch that could not carry loss, by reason."""
     log_pi_N: FloatColumn
-    """log π of each token of the batch as the step began; NaN for those that carried no loss."""
+    """log π of each token of the batch under the weights before the step; NaN for tokens that carried no loss."""
     seconds: float
     taught_N: Taught | None = None
-    """What a teacher beside the learner says of each; ``None`` where none was asked about sampled tokens."""
+    """The scores of a teacher in the learner's process, for each token; ``None`` if no sampled token was scored."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One optimizer step is done."""
+    """The answer to ``Train``: one optimizer step is done."""
 
     call: int
     report: StepReport
     spans: tuple[Span, ...] = ()
 
 
-class LogprobsAre(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """log π for every token of the batch; 0 outside its mask."""
+class LogprobsReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to ``Logprobs``: log π of every token of the batch; 0 outside its mask."""
 
     call: int
     logprobs_N: FloatColumn
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The weights are copied; the learner is free to go on."""
+    """The first answer to ``Publish``: the weights are copied, and the learner can continue."""
 
     call: int
     seconds: float
@@ -192,14 +180,14 @@ class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The snapshot is hashed and ready to be staged."""
+    """The second answer to ``Publish``: the snapshot is hashed and ready to be staged."""
 
     call: int
     update: WeightUpdate
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The snapshot is on disk, whole and flushed."""
+    """The answer to ``Save``: the snapshot is complete on disk, and flushed."""
 
     call: int
     seconds: float
@@ -207,86 +195,86 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A scoring worker has begun with a call: until then it waited its turn, from here its time runs."""
+    """The message that a scoring worker has begun with a call: its time limit runs from now on."""
 
     call: int
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One reward per completion; ``None`` is the function's own word for 'do not count this one'."""
+    """The answer to ``ScoreCompletions``: one reward per completion. ``None`` leaves that completion out."""
 
     call: int
     rewards: tuple[float | None, ...]
     error: str = ""
     """Why there is no reward, with the file and line that raised; empty if there is one."""
     metrics: dict[str, tuple[float, ...]] = {}
-    """What the function gave to ``log_metric``, by name."""
+    """The values that the reward function passed to ``log_metric``, by name."""
     extra: tuple[dict[str, Any], ...] = ()
-    """What it gave to ``log_extra``: for each completion its columns; empty where it gave nothing."""
+    """The values that it passed to ``log_extra``: the columns of each completion; empty if it passed none."""
 
 
 class ModelQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An episode that runs in an environment worker wants an answer of the model."""
+    """A request of an episode in an environment worker for a reply of the model."""
 
     episode: int
-    """The call that runs it."""
+    """The call that runs the episode."""
     ask: int
-    """A number of the worker's own, by which it knows the answer."""
+    """The worker's own number of the request, which the reply repeats."""
     messages: tuple[chat.Message, ...] = ()
     tools: tuple[chat.Tool, ...] = ()
     options: chat.ChatOptions = chat.ChatOptions()
     prompt_ids_T: IntColumn | None = None
-    """Everything that the model is to read, in place of messages."""
+    """All tokens that the model is to read, in place of messages."""
 
 
 class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An environment has ended an episode, or could not."""
+    """The answer to ``RunEpisode``: the episode has ended or failed."""
 
     call: int
     reward: float | None = None
-    """What it earned; ``None`` where the environment did not say."""
+    """The reward of the episode; ``None`` if the environment did not give one."""
     turn_rewards: dict[int, float] = {}
-    """What of it was earned at single turns."""
+    """The parts of the reward that were earned in single turns, by turn."""
     agent_rewards: dict[str, float] = {}
-    """What each agent earned, where that is told apart."""
+    """The reward of each agent; empty if all agents share the episode's."""
     trained: tuple[int, ...] | None = None
-    """The sampled turns that carry loss; ``None``: all of them."""
+    """The sampled turns that carry loss; ``None`` for all of them."""
     reason: str = ""
-    """Why it failed; empty where it did not."""
+    """The counted reason of a failure; empty if the episode did not fail."""
     problem: str = ""
-    """The same in words, with the file and line that raised."""
+    """The failure in words, with the file and line that raised."""
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An environment worker, or a machine that has joined, is alive; told now and then."""
+    """The periodic sign of life of an environment worker, or of a machine that has joined."""
 
     blocked_by: int = -1
-    """The episode whose code has kept the worker's loop from turning for too long; −1: none."""
+    """The episode whose code has blocked the worker's event loop for too long; −1: none."""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A keeper on a machine that has joined has done what it was to do."""
+    """The answer to ``Do``: a keeper on a machine that has joined has done its task."""
 
     call: int
     answer: bytes | int | float
-    """JSON, or a number."""
+    """The result, as JSON or as a number."""
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A machine that has joined wants to go: what runs there may end, nothing more is to begin."""
+    """The message that a machine that has joined wants to leave: its present work may end, and it gets no more."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It has heard that it may go, or has to."""
+    """The message that the machine confirms its end."""
 
 
 Answer = (
     Staged
     | Committed
-    | ScoresAre
+    | ScoresReply
     | Paused
     | Trained
-    | LogprobsAre
+    | LogprobsReply
     | SnapshotTaken
     | Published
     | Saved
@@ -295,7 +283,7 @@ Answer = (
     | EpisodeDone
     | Done
 )
-"""What answers an order, by its ``call``."""
+"""Every message that answers an order, matched by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
-"""What tells with its ``spans`` what the part was busy with."""
-Message = Ready | Working | Failure | Chunks | ModelQuery | Alive | Leaving | Left | Answer
+"""Every message whose ``spans`` say what the part was busy with."""
+Message = Ready | Working | Failure | Chunks | StageOutcome | ModelQuery | Alive | Leaving | Left | Answer

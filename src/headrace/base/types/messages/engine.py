@@ -1,4 +1,4 @@
-"""What an engine receives."""
+"""The messages that an engine receives."""
 
 from __future__ import annotations
 
@@ -9,76 +9,113 @@ import msgspec
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.tokens import IntColumn
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.base.types.weights import Interrupt, WeightUpdate
 
 
 class StaleFork(enum.StrEnum):
-    """What to do when other weights than those that computed the parent's cache are in use, at the request or when the
-    fork joins the batch. What became of a fork shows in its tokens: they carry the version that computed them, as its
-    parent's do."""
+    """The treatment of a fork whose parent's cache was computed by other weights than those in use, at the request
+    or when the fork joins the batch. Its tokens show what happened: they carry the version that computed them, as
+    its parent's do."""
 
     REFUSE = "refuse"
-    """The request fails and says so, also where the weights change while it waits."""
+    """The request fails with an error, also if the weights change while it waits."""
     RECOMPUTE = "recompute"
-    """The prefix is computed again under the weights now in use."""
+    """The prefix is computed again under the weights in use."""
     REUSE = "reuse"
-    """The prefix's cache is shared as it is, as long as the parent runs. What is not there any more (the parent has
-    ended, waits, or has begun again) is computed under the weights in use."""
+    """The prefix's cache is shared unchanged while the parent runs. A part that is no longer there (the parent has
+    ended, waits, or was restarted) is computed under the weights in use."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Begin from another sequence's prompt and its first sampled tokens."""
+    """The request to continue another sequence after its prompt and its first sampled tokens."""
 
     parent: int
-    """The request that is continued, running or ended."""
+    """The ``request_id`` of the sequence to continue, running or ended."""
     at: int
-    """How many of its sampled tokens are kept."""
+    """The number of its sampled tokens to keep."""
     stale: StaleFork = StaleFork.REFUSE
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to sample."""
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The options of a request, beside its prompt and its sampling. They reach the engine as the caller gave them: a
+    new option needs a field here and its use."""
+
+    priority: int = 0
+    """Requests of a higher priority join the batch first and are preempted last."""
+    deadline_s: float | None = None
+    """Seconds after arrival at which the sequence ends with the tokens it has; ``None`` for no deadline."""
+    fork: ForkRequest | None = None
+    """The sequence to continue, instead of a prompt, which is then empty; ``None`` to begin from a prompt."""
+    pinned: bool = False
+    """Whether the sequence keeps the weights that it begins with, whatever version is committed meanwhile."""
+    answer_ids_T: IntColumn | None = None
+    """Tokens that an engine has sampled before and the caller has: the sequence continues after them, with the
+    draws, penalties and limits it would have had. ``None`` for a new request."""
+    session: str = ""
+    """A name that related requests share: among several engines, the one that served the last of them gets the next."""
+    agent: str = ""
+    """The agent whose adapter samples the sequence, if several are trained (``model.lora.agents``); empty for the
+    policy's."""
+
+
+PLAIN = RequestOptions()
+"""The default options."""
+
+
+class GenerateRequest(RequestOptions, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to sample, as an engine receives it: the caller's options with the number of the request."""
 
     request_id: int
     prompt_ids_T: IntColumn
-    """Empty for a fork: the engine knows it."""
+    """The prompt; empty for a fork, whose prompt the engine has."""
     sampling: Sampling
-    priority: int = 0
-    """Higher ones join first and are preempted last."""
-    deadline_s: float | None = None
-    """Seconds from its arrival after which it ends with what it has; ``None`` for no deadline."""
-    fork: ForkRequest | None = None
-    """Continue another sequence instead of beginning from a prompt; ``None`` for a prompt."""
-    pinned: bool = False
-    """Go on under the weights it began with, whatever is committed meanwhile."""
-    answer_ids_T: IntColumn | None = None
-    """What it has sampled before and its reader has: it goes on behind that; ``None`` for one that begins."""
-    agent: str = ""
-    """Whose adapter samples it, of several in training; empty: the policy's."""
+
+    @classmethod
+    def of(
+        cls, request_id: int, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions
+    ) -> GenerateRequest:
+        """Return the request with this number and these options."""
+        given = msgspec.structs.asdict(options)
+        return cls(request_id=request_id, prompt_ids_T=prompt_ids_T, sampling=sampling, **given)
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sample these; all of them join the batch in the same step, in this order."""
+    """The order to sample sequences. All of them join the batch in the same step, in this order."""
 
     requests: tuple[GenerateRequest, ...]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Withdraw these; what was sampled comes back as a last chunk."""
+    """The order to withdraw requests. The tokens sampled so far are sent as a last chunk."""
 
     request_ids: tuple[int, ...]
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Bring a published version next to the engine and verify it, while decoding goes on."""
+    """The order to bring a published version next to the engine and verify it, while decoding continues."""
 
     call: int
     update: WeightUpdate
 
 
+ANNOUNCED = -1
+"""The ``call`` of a commit that follows from the learner's announcement, and that the controller has not ordered."""
+
+
+class Announce(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The announcement of a version that the learner has published. The learner itself sends it to the engines of
+    its machine; the engine stages the version and reports to the controller with a
+    :class:`~headrace.base.types.messages.controller.StageOutcome`."""
+
+    update: WeightUpdate
+    commit: Interrupt | None = None
+    """The mode in which the engine commits the version as soon as it is staged, reported as call :data:`ANNOUNCED`;
+    ``None``: the controller orders the commit."""
+
+
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Use a staged version; ``mode`` says from when on, and what becomes of what runs."""
+    """The order to use a staged version. ``mode`` says when, and what happens to running sequences."""
 
     call: int
     version: int
@@ -86,35 +123,48 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The logprob of each of these tokens but the first, under the weights in use, of several adapters the policy's;
-    nothing is sampled."""
+    """The order to compute the log-probability of each of these tokens but the first, under the weights in use (the
+    policy's, if there are several adapters). Nothing is sampled."""
 
     call: int
     ids_T: IntColumn
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """The temperature: logits are divided by it."""
     kept: KeptSets | None = None
-    """Restrict each token's distribution to these."""
+    """The kept-sets that restrict the distribution of each token; ``None`` for the whole vocabulary."""
     routing: Routing | None = None
-    """Send the tokens to these experts."""
+    """The experts that compute each token; ``None`` to route by the weights in use."""
     top_k: int = 0
-    """How many of the likeliest entries in the place of each token are wanted too."""
+    """The number of likeliest entries to return at the position of each token; 0 for none."""
     top_below: int = 0
-    """Only those of ids below this one; 0: all."""
+    """Only entries with ids below this one are returned; 0 for all."""
+
+    @classmethod
+    def of(cls, call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> ScoreTokens:
+        """Return the order to score ``tokens``, under the kept-sets and experts that were recorded with them."""
+        return cls(
+            call=call,
+            ids_T=tokens.ids_T,
+            temperature=temperature,
+            kept=tokens.kept,
+            routing=tokens.routing,
+            top_k=top_k,
+            top_below=top_below,
+        )
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stand still after the present step; requests queue. ``release`` gives the cache's memory back: sequences that
-    run go on later from their tokens."""
+    """The order to stop after the present step; requests queue. With ``release``, the engine frees the memory of its
+    cache, and running sequences continue later from their tokens."""
 
     call: int
     release: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Go on."""
+    """The order to continue after ``Pause``."""
 
     call: int
 
 
-Message = Generate | Abort | Stage | Commit | ScoreTokens | Pause | Resume | Shutdown
+Message = Generate | Abort | Stage | Announce | Commit | ScoreTokens | Pause | Resume | Shutdown

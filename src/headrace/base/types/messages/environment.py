@@ -1,4 +1,4 @@
-"""What an environment worker receives."""
+"""The messages that an environment worker receives."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from headrace.base.types.tokens import IntColumn
 
 
 class RunEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Attempt one row."""
+    """The order to run one episode on one row."""
 
     call: int
     row: dict[str, Any]
     """The row of the dataset."""
     prompt_ids_T: IntColumn
-    """Its prompt as the model reads it; empty where rows have none."""
+    """The prompt as the model reads it; empty if the rows have none."""
     seed: int
-    """For the environment's own draws."""
+    """The seed of the environment's own random draws."""
     variables: dict[str, str] = {}
     """Environment variables for programs that the episode starts."""
 
 
 class Replied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model's answer."""
+    """The model's reply to a ``ModelQuery``."""
 
     ask: int
-    """What is answered, by the worker's number."""
+    """The worker's own number of the request that this answers."""
     reply: Reply
 
 
 class AnswerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """There is no answer."""
+    """The refusal of a ``ModelQuery``."""
 
     ask: int
-    """What is refused, by the worker's number."""
+    """The worker's own number of the request that is refused."""
     reason: str
-    """What the episode is counted by, where nobody catches this."""
+    """The reason that the episode is counted by, if its code does not catch the error."""
     spent: bool
-    """Whether the episode has used up what it may have."""
+    """Whether the episode has used up its budget of turns, tokens, tool calls or context."""
     problem: str
     remedy: str
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody waits for that episode any more."""
+    """The order to stop an episode whose result is no longer needed."""
 
     call: int
 

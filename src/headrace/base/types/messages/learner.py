@@ -1,4 +1,4 @@
-"""What a learner receives."""
+"""The messages that a learner receives."""
 
 from __future__ import annotations
 
@@ -6,34 +6,42 @@ import msgspec
 
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.weights import Interrupt
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One optimizer step on this batch."""
+    """The order to make one optimizer step on a batch."""
 
     call: int
     batch: Batch
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """log π of the batch's tokens under the current weights; nothing is trained."""
+    """The order to compute log π of a batch's tokens under the current weights, without training."""
 
     call: int
     batch: Batch
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Snapshot the weights into a shared buffer (first answer), then hash and announce them (second answer)."""
+    """The order to copy the weights into a shared buffer (first answer), then hash and announce them (second
+    answer)."""
 
     call: int
     version: int
     slot: int
     to: tuple[str, ...] = ()
-    """Where the engines take it, for transports that send to somebody."""
+    """The addresses of the engines, for transports that send the weights to each receiver."""
+    announce_to: dict[str, str] = {}
+    """The engines to which the learner itself announces the version: the address of each for orders, mapped to its
+    address among ``to``. The latter is empty for transports that do not send to each receiver."""
+    commit: Interrupt | None = None
+    """The mode in which those engines commit the version as soon as it is staged; ``None``: the controller orders
+    it."""
 
 
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Announce a snapshot once more, whole: an engine could not use it as it came."""
+    """The order to announce a snapshot once more, as a full image, since an engine could not use its difference."""
 
     call: int
     version: int
@@ -42,7 +50,7 @@ class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write a snapshot of model, optimizer, schedule and random state into this fresh directory."""
+    """The order to write a snapshot of model, optimizer, schedule and random state into this new directory."""
 
     call: int
     directory: str

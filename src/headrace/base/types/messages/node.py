@@ -1,4 +1,4 @@
-"""What ``headrace join`` on another machine says at the door of a run, and receives there."""
+"""The messages between a run and ``headrace join`` on another machine."""
 
 from __future__ import annotations
 
@@ -8,73 +8,73 @@ import msgspec
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A machine wants to join."""
+    """The request of a machine to join a run."""
 
     token: str
-    """That of its invitation."""
+    """The token of its invitation."""
     headrace: str
-    """Version."""
+    """The version of Headrace on that machine."""
     address: str
-    """Its own, as the run sees it in words."""
+    """The address of the machine, as shown to people."""
     workers: int
-    """Processes that it has room for."""
+    """The number of processes that the machine may run."""
     entry: str = ""
-    """Where it has the environment; empty: under the path that the run names."""
+    """The path of the environment on that machine; empty for the path that the run file names."""
     programs: str = ""
-    """``HOST:PORT`` there, at which programs reach their episodes; empty: where the run is reached."""
+    """The ``HOST:PORT`` at which programs on that machine reach their episodes; empty for the address of the run."""
 
 
 class Dial(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A connection is opened, that is carried over a Redis server."""
+    """The message that opens a connection through a Redis server."""
 
     to: str
-    """The name of a socket of the run."""
+    """The name of the run's socket to connect to."""
     number: int
-    """Of the connection, drawn by who dials: its streams are named by it."""
+    """The number of the connection, drawn by the client; the names of its streams contain it."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It may."""
+    """The answer that accepts a machine."""
 
     orders: str
-    """Where it hears what it is to do."""
+    """The address at which the machine receives its orders."""
     reports: str
-    """Where it answers."""
+    """The address to which the machine sends its answers."""
     key: str
-    """For both, told to nobody else."""
+    """The key of both connections, which no other machine gets."""
     token: str
-    """The run's secret, for the processes that it will start."""
+    """The run's token, for the processes that the machine will start."""
 
 
 class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It may not, or not any more."""
+    """The answer that refuses a machine, or ends its membership."""
 
     problem: str
     remedy: str
 
 
 class Do(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something that a keeper there is to do, and to answer."""
+    """A call of a keeper on the machine, which answers with ``Done``."""
 
     call: int
     keeper: int
-    """A number; the first thing that is asked under it makes the keeper."""
+    """The number of the keeper; the first call with a number creates it."""
     what: Literal["look", "begin", "ended", "computed_s", "halted"]
     asked: bytes = b""
-    """JSON, of what takes any."""
+    """The argument as JSON; empty for calls without one."""
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End that keeper, and its process."""
+    """The order to end a keeper and its process."""
 
     keeper: int
 
 
 class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The run has ended."""
+    """The message that the run has ended."""
 
 
 AtTheDoor = Welcome | JoinRefused
-"""The answer to a :class:`JoinRequest`."""
+"""The answers to a :class:`JoinRequest`."""
 Message = Do | Drop | JoinRefused | Farewell
-"""What it hears afterwards."""
+"""The messages that a machine receives after it has joined."""

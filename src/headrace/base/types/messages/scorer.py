@@ -1,4 +1,4 @@
-"""What a scoring worker receives."""
+"""The messages that a scoring worker receives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.base.types.tokens import IntColumn
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run is, as a reward function may ask for it: the argument ``trainer_state``, with the names and the
+    """The state of the run for a reward function that has an argument ``trainer_state``, with the names and the
     meanings of ``transformers.TrainerState``."""
 
     global_step: int = 0
@@ -19,28 +19,28 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     max_steps: int = 0
     """The optimizer steps of the whole run: ``run.steps``."""
     epoch: float = 0.0
-    """How often ``global_step`` steps go through the rows."""
+    """``global_step`` as a number of passes over the rows."""
     num_train_epochs: int = 0
-    """How often the whole run goes through the rows, rounded up."""
+    """The number of passes over the rows in the whole run, rounded up."""
     save_steps: int = 0
-    """``run.checkpoint_every``."""
+    """The setting ``run.checkpoint_every``."""
     eval_steps: int = 0
-    """``run.eval_every``; 0: none."""
+    """The setting ``run.eval_every``; 0: no evaluation."""
     logging_steps: int = 1
-    """Every step is written to ``metrics.jsonl``."""
+    """Always 1: every step is written to ``metrics.jsonl``."""
     is_world_process_zero: bool = True
-    """A reward is computed once."""
+    """Always true: a reward is computed once."""
     is_local_process_zero: bool = True
-    """The same."""
+    """Always true: a reward is computed once."""
 
     def __getattr__(self, name: str) -> Any:
-        """Say what is known, for an attribute that is not."""
+        """Raise ``AttributeError`` with the list of known attributes."""
         known = ", ".join(self.__struct_fields__)
         raise AttributeError(f"trainer_state has no {name!r} here; it has {known}")
 
 
 class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Completions to score against one row: one, or all of a group for a reward function over lists."""
+    """The order to score completions of one row: a single one, or all of a group for a reward function over lists."""
 
     call: int
     prompt: Any
@@ -49,14 +49,13 @@ class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     row: dict[str, Any]
     """The row of the dataset, prompt included."""
     history: str = ""
-    """Everything that the model had read before a turn that is scored by itself."""
+    """The text that the model had read before the turn, if a single turn is scored."""
     turn: int = -1
-    """Which turn of its episode that is, from 0; −1: the completions are whole."""
+    """The index of that turn in its episode, from 0; −1 if the completions are whole."""
     completion_ids: tuple[IntColumn, ...] = ()
-    """The tokens of each completion as they were sampled, a stop token included; only where the reward asks for
-    them."""
+    """The sampled tokens of each completion, a stop token included; empty unless the reward function uses them."""
     trainer: TrainerState = TrainerState()
-    """Where the run is; only where the reward asks for it."""
+    """The state of the run; the default unless the reward function uses it."""
 
 
 Message = ScoreCompletions | Shutdown

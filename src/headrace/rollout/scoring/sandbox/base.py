@@ -1,4 +1,4 @@
-"""What may be asked of a sandbox, and what it answers. Loads with the standard library and msgspec."""
+"""The limits of a sandbox, and the result of a run. This module needs only the standard library and msgspec."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one run may use; what is over is killed, and the reason told."""
+    """The limits of one run. A run that exceeds one is killed, and its result has the reason."""
 
     wall_s: float = 10.0
-    """Seconds from its start to its end."""
+    """The wall-clock time, in seconds."""
     cpu_s: int = 10
-    """Seconds of processor time of each of its processes."""
+    """The processor time of each of its processes, in seconds."""
     memory_bytes: int = 512 * MIB
-    """Address space of each of its processes, and memory of all of them together."""
+    """The address space of each of its processes, and the memory of all of them together."""
     file_bytes: int = 16 * MIB
-    """Longest that one file may become."""
+    """The size of one file."""
     disk_bytes: int = 64 * MIB
-    """All of its files together."""
+    """The size of all files together."""
     processes: int = 32
-    """Processes and threads at once."""
+    """The number of processes and threads at once."""
     open_files: int = 64
-    """Open files of each of its processes."""
+    """The number of open files of each of its processes."""
     output_bytes: int = 1 * MIB
-    """Standard output and standard error, each; more ends it."""
+    """The size of standard output, and that of standard error."""
 
 
 class Reason(enum.StrEnum):
-    """Why a run ended."""
+    """The reason why a run ended."""
 
     EXITED = "exited"
-    """By itself, with an exit code."""
+    """The command exited with an exit code."""
     SIGNALLED = "signalled"
-    """By a signal: a crash, or its own wish."""
+    """A signal ended the command: a crash, or a signal that it sent itself."""
     WALL_TIME = "wall_time"
     CPU_TIME = "cpu_time"
     MEMORY = "memory"
     PROCESSES = "processes"
     DISK = "disk"
     OUTPUT = "output"
-    """It wrote more than may be kept."""
+    """It wrote more than the limit."""
     NOT_STARTED = "not_started"
-    """The command could not be started at all: ``detail`` says why."""
+    """The command could not be started; ``detail`` has the cause."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to."""
+    """The result of a run."""
 
     reason: Reason
     stdout: str
-    """At most ``limits.output_bytes`` of it; bytes that are no UTF-8 are replaced."""
+    """The standard output, at most ``limits.output_bytes`` of it; bytes that are not UTF-8 are replaced."""
     stderr: str
-    """Likewise."""
+    """The standard error, with the same limit."""
     exit_code: int | None = None
-    """Of a run that exited by itself; ``None`` otherwise."""
+    """The exit code of a command that exited; ``None`` otherwise."""
     signal: int | None = None
-    """That ended it; ``None`` where none did."""
+    """The signal that ended it; ``None`` otherwise."""
     detail: str = ""
-    """More words on the reason, where there are any."""
+    """More details about the reason, if there are any."""
     cpu_s: float = 0.0
-    """Processor time of the command itself."""
+    """The processor time of the command itself."""
     missing: dict[str, str] = {}
-    """Guards that this system refuses, and why; empty where all of them stand."""
+    """Guards that this system refused, each with the cause; empty if all of them were in place."""
 
     @property
     def ok(self) -> bool:

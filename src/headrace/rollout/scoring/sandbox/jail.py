@@ -1,4 +1,4 @@
-"""What a jailed command is locked into: a file system of its own, another user, limits. Standard library only."""
+"""The isolation of a jailed command: a file system of its own, another user, limits. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Order = dict[str, Any]
 
 
 def guard(missing: dict[str, str], name: str, put_up: Callable[[], None]) -> None:
-    """Put up a guard; one that the kernel refuses is missing, with the reason."""
+    """Install a guard. If the kernel refuses it, record it as missing with the cause."""
     try:
         put_up()
     except OSError as error:
@@ -28,7 +28,7 @@ def guard(missing: dict[str, str], name: str, put_up: Callable[[], None]) -> Non
 
 
 class Jail:
-    """What the init and the command of a jailed order do to themselves."""
+    """The isolation that the init process and the command of a jailed order apply to themselves."""
 
     def __init__(self, order: Order, user: int) -> None:
         self.order = order
@@ -36,8 +36,8 @@ class Jail:
         self.missing: dict[str, str] = {}
 
     def enter(self) -> None:
-        """The init: a file system of nothing but what is readable, and a small /tmp; the scratch directory instead,
-        where the kernel refuses."""
+        """Set up, in the init process, a root with only the readable paths and a small /tmp. If the kernel refuses, use
+        the scratch directory instead."""
         os.setsid()
         guard(self.missing, "files", self._change_root)
         if "files" in self.missing:
@@ -84,7 +84,7 @@ class Jail:
             os.chmod(path, 0o644)
 
     def lock(self) -> None:
-        """The command: give up what it must not have."""
+        """Drop, in the command's process, all rights that the command must not have."""
         if self.user != os.getuid():
             os.setgroups([])
             os.setresgid(self.user, self.user, self.user)
@@ -108,18 +108,18 @@ class Jail:
 
 
 def own_mounts() -> None:
-    """A mount namespace, as it was; what is changed in it is changed here only."""
+    """Enter a mount namespace with the same mounts; changes in it are not visible outside."""
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
 
 
 def mount_proc(target: str) -> None:
-    """The processes of this namespace at ``target``."""
+    """Mount the processes of this namespace at ``target``."""
     kernel.mount("proc", target, "proc", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
 
 
 def bind(path: str, target: str) -> None:
-    """Show ``path`` at ``target`` too."""
+    """Mount ``path`` at ``target`` too."""
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:
@@ -130,7 +130,7 @@ def bind(path: str, target: str) -> None:
 
 
 def give_input(data: bytes) -> None:
-    """Standard input holds ``data``."""
+    """Make ``data`` the standard input."""
     descriptor = os.memfd_create("stdin")
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)

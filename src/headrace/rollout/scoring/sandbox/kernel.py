@@ -1,4 +1,4 @@
-"""What Python has no words for: namespaces, mounts and filters of Linux, through libc. Standard library only.
+"""Linux system calls that Python does not offer, through libc: namespaces, mounts and filters. Standard library only.
 
 Sources: man pages unshare(2), mount(2), mount_setattr(2), pivot_root(2), prctl(2), seccomp(2).
 """
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _ANY_NAMESPACE = 0x7E020000
-"""Every flag of clone(2) that makes a namespace."""
+"""All flags of clone(2) that create a namespace."""
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 _DETACH = 2
 _DEATH_SIGNAL, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES, _FILTER = 1, 22, 36, 38, 2
 _MOUNT_SETATTR = 442
 _MACHINE = os.uname().machine
 _PLACE = {"x86_64": 0, "aarch64": 1}.get(_MACHINE)
-"""Of this processor's numbers in the table below; ``None``: they are not known."""
+"""The index of this processor's numbers in the table below; ``None``: they are unknown."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _PIVOT_ROOT, _CLONE, _SOCKET = (155, 41), (56, 220), (41, 198)
 _CLONE3 = (435, 435)
@@ -37,8 +37,8 @@ _REFUSED = {
     "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "syslog": (103, 116),
     "open_by_handle_at": (304, 265), "settimeofday": (164, 170), "clock_settime": (227, 112),
 }  # fmt: skip
-"""Calls that a graded program has no use for and a hostile one has: number on x86_64 and on aarch64. Memory that
-belongs to no process (memfd, System V) is among them, so that what is watched is all there is."""
+"""System calls that a graded program does not need and a hostile one could use: their numbers on x86_64 and on aarch64.
+Memory that belongs to no process (memfd, System V) is among them, so that the watched memory is all memory."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 if sys.platform == "linux":
@@ -53,28 +53,28 @@ def _checked(result: int, what: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces that ``flags`` name, for new ones; ``OSError`` where the kernel refuses."""
+    """Leave the namespaces in ``flags`` for new ones. Raises ``OSError`` if the kernel refuses."""
     if sys.platform != "linux":
         raise OSError("there are no namespaces here")
     _checked(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     texts = [text.encode() if text else None for text in (source, target, kind, options)]
     result = _libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
     _checked(result, f"mount {kind or source} on {target}")
 
 
 def make_read_only(target: str) -> None:
-    """A mount and all below it: nothing can be written, no device opened, no identity taken on through it."""
+    """Make a mount and all mounts below it read-only, without devices and without set-user-id programs."""
     attributes = ctypes.create_string_buffer(struct.pack("QQQQ", READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0))
     arguments = (ctypes.c_int(-100), target.encode(), ctypes.c_uint(0x8000), attributes, ctypes.c_size_t(32))
     _checked(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"mount_setattr {target}")
 
 
 def change_root(root: str) -> None:
-    """``root`` becomes ``/``; what was there cannot be reached any more."""
+    """Make ``root`` the root directory; the old root becomes unreachable."""
     if _PLACE is None:
         raise OSError(f"pivot_root: unknown on {_MACHINE}")
     os.chdir(root)
@@ -90,22 +90,22 @@ def _prctl(option: int, first: int, second: int = 0) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL, when the thread that started this process ends."""
+    """Let the kernel send SIGKILL to this process when the thread that started it ends."""
     _prctl(_DEATH_SIGNAL, 9)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent has ended become children of this process."""
+    """Become the parent of descendants whose parent has ended."""
     _prctl(_SUBREAPER, 1)
 
 
 def forbid_new_privileges() -> None:
-    """No program that this process will become can do more than it can."""
+    """Prevent this process, and every program that it executes, from gaining privileges."""
     _prctl(_NO_NEW_PRIVILEGES, 1)
 
 
 def filter_calls() -> None:
-    """From now on: no network sockets, no namespaces, none of the calls refused above; it cannot be undone.
+    """Refuse, from now on, network sockets, namespaces and the system calls in ``_REFUSED``; this cannot be undone.
 
     Call after :func:`forbid_new_privileges`.
     """
@@ -118,7 +118,7 @@ def filter_calls() -> None:
 
 
 def _instructions(place: int) -> Iterable[bytes]:
-    """The filter, in the instructions of classic BPF (linux/filter.h)."""
+    """Yield the filter as instructions of classic BPF (linux/filter.h)."""
     load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026  # EPERM, ENOSYS
 

@@ -1,4 +1,4 @@
-"""Processes of Linux as their files in /proc tell of them: counted, bounded, ended. Standard library only."""
+"""Processes of Linux: counted, limited and ended by means of /proc and control groups. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 
 PIDS_V1, PIDS_V2 = "/sys/fs/cgroup/pids", "/sys/fs/cgroup"
 RESERVED_PIDS = 300
-"""Numbers at the lower end that a namespace does not give out twice."""
+"""The lowest process numbers, which a namespace does not use again."""
 
 
 def bound_numbers(most: int) -> None:
-    """No more than ``most`` processes and threads in the PID namespace whose /proc is mounted. Before Linux 6.14 that
-    bound is the whole machine's: then nothing is done."""
+    """Limit the processes and threads of the PID namespace whose /proc is mounted. Before Linux 6.14 the limit applies
+    to the whole machine: then nothing is done."""
     release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
     if release >= (6, 14):
         with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", "w", encoding="ascii") as file:
@@ -23,8 +23,8 @@ def bound_numbers(most: int) -> None:
 
 
 def join_group(name: str, most: int) -> None:
-    """Put this process, and all that it will start, into a control group of at most ``most`` processes and threads,
-    where one can be made."""
+    """Put this process, and all that it will start, into a control group of at most ``most`` processes and threads, if
+    one can be created."""
     for group in _groups(name):
         with contextlib.suppress(OSError):
             os.makedirs(group, exist_ok=True)
@@ -34,22 +34,22 @@ def join_group(name: str, most: int) -> None:
 
 
 def leave_group(name: str) -> None:
-    """Remove the control group of that name, which holds no process any more."""
+    """Remove the control group of that name, which has no processes any more."""
     for group in _groups(name):
         with contextlib.suppress(OSError):
             os.rmdir(group)
 
 
 def _groups(name: str) -> list[str]:
-    """Where a group could be: below this process's own in the first version of control groups, beside it in the second,
-    where one that has processes has no groups."""
+    """Return the paths where a group could be: below this process's own in version 1 of control groups; beside it in
+    version 2, where a group with processes cannot have subgroups."""
     below = _group_folder(PIDS_V1, ":pids:")
     beside = os.path.dirname(_group_folder(PIDS_V2, "0::"))
     return [f"{folder}/{name}" for folder in (below, beside) if os.path.exists(f"{folder}/cgroup.procs")]
 
 
 def _group_folder(root: str, mark: str) -> str:
-    """The group of this process, in the hierarchy whose line has ``mark``."""
+    """Return the group of this process, in the hierarchy whose line contains ``mark``."""
     try:
         with open("/proc/self/cgroup", encoding="ascii") as file:
             path = next((line.partition(mark)[2].strip() for line in file if mark in line), "")
@@ -67,13 +67,14 @@ def _write(path: str, text: str) -> None:
 
 
 def watch_ahead() -> None:
-    """This process computes before those that it watches, which do not inherit that, as far as the system allows."""
+    """Give this process priority over the processes that it watches, which do not inherit it, as far as the system
+    allows."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 def succeeds(attempt: Callable[[], None]) -> bool:
-    """Whether it does, tried in a process of its own."""
+    """Return whether ``attempt`` succeeds in a process of its own."""
     pid = os.fork()
     if not pid:
         try:
@@ -85,7 +86,7 @@ def succeeds(attempt: Callable[[], None]) -> bool:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Every process below ``pid`` that the kernel tells of at this moment."""
+    """Yield every present process below ``pid``."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:  # it has just ended
@@ -102,7 +103,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory in use, pages that it shares included."""
+    """Return the memory in use, shared pages included."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -111,7 +112,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def proportional_bytes(pid: int, most: int) -> int:
-    """Memory in use, its part of shared pages; ``most`` where that cannot be read."""
+    """Return the memory in use, with a proportional part of shared pages; ``most`` if that cannot be read."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")), most)
@@ -120,7 +121,7 @@ def proportional_bytes(pid: int, most: int) -> int:
 
 
 def disk_bytes(directory: str) -> int:
-    """What the files in it take."""
+    """Return the disk space of the files in a directory."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -130,8 +131,8 @@ def disk_bytes(directory: str) -> int:
 
 
 def end_all(first: int) -> None:
-    """Kill the init and wait for it: with it end all processes of its namespace. Where it has none, they have come to
-    this process as orphans, and are killed until none is left."""
+    """Kill the init process and wait for it: with it end all processes of its namespace. Without a namespace, its
+    descendants become children of this process, and are killed until none is left."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(first, signal.SIGKILL)
     while True:

@@ -1,4 +1,5 @@
-"""Runs untrusted programs: a fresh process for each, without network, in a file system of its own, under limits."""
+"""The running of untrusted programs: a fresh process for each, without network, in a file system of its own, under
+limits."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 LAUNCH_S = 10.0
-"""How long the launcher may take beyond the run itself, before it is given up."""
+"""The longest time that the launcher may take beyond the run itself."""
 CHUNK_BYTES = 1 << 16
 
 
@@ -45,13 +46,13 @@ def run(
     limits: SandboxLimits | None = None,
     readable: Sequence[str] = (),
 ) -> Finished:
-    """Run ``argv`` to its end, and everything that it starts with it. Blocks: in asynchronous code, call it by
+    """Run ``argv`` to its end, with all processes that it starts. The call blocks: in asynchronous code, use
     ``asyncio.to_thread``.
 
-    ``argv[0]`` is the whole path of a program. ``files`` (plain names to contents) are in the working directory, the
-    only one that can be written; all that can be read besides are system folders, this Python and ``readable``. The
-    environment holds nothing of this process. Raises :class:`~headrace.base.errors.ConfigError` for arguments that
-    cannot work; whatever the program does is told in the result.
+    ``argv[0]`` is the full path of a program. ``files`` (plain names to contents) are in the working directory, the
+    only one that can be written. System folders, this Python and ``readable`` can be read, and nothing else. The
+    environment has no variables of this process. Raises :class:`~headrace.base.errors.ConfigError` for invalid
+    arguments; whatever the program does is in the result.
 
     >>> run(["/bin/sh", "-c", "cat note; echo $HOME"], files={"note": "hi "}).stdout
     'hi /tmp\\n'
@@ -79,7 +80,7 @@ def run_python(
     files: Mapping[str, str | bytes] | None = None,
     limits: SandboxLimits | None = None,
 ) -> Finished:
-    """Run ``code`` as a program of this Python, in isolated mode; the packages that are installed can be imported.
+    """Run ``code`` as a program of this Python, in isolated mode; installed packages can be imported.
 
     >>> run_python("print(6 * 7)").stdout
     '42\\n'
@@ -111,7 +112,7 @@ def _encoded(content: str | bytes) -> str:
 
 
 def _readable(more: Sequence[str]) -> list[str]:
-    """Folders and files to show, none within another."""
+    """Return the folders and files to show, none within another."""
     python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent))
     shown: list[str] = []
     for path in map(os.path.normpath, (*SYSTEM, *DETAILS, *python, *more)):
@@ -121,27 +122,27 @@ def _readable(more: Sequence[str]) -> list[str]:
 
 
 class _RunningLauncher:
-    """A launcher at work, and what has come out of it so far."""
+    """A running launcher, and its output so far."""
 
     def __init__(self, order: dict[str, Any], limits: SandboxLimits) -> None:
         self._limits = limits
-        report, theirs = os.pipe()
+        report, write_end = os.pipe()
         try:
             self._launcher = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", str(LAUNCHER)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                pass_fds=(theirs,), env={}, cwd="/",
+                pass_fds=(write_end,), env={}, cwd="/",
             )  # fmt: skip
         except OSError:
             os.close(report)
             raise
         finally:
-            os.close(theirs)
+            os.close(write_end)
         self._report = os.fdopen(report, "rb")
         assert self._launcher.stdout is not None
         assert self._launcher.stderr is not None
         self._output = {self._launcher.stdout: bytearray(), self._launcher.stderr: bytearray()}
-        order["report"] = theirs
+        order["report"] = write_end
         self._send(json.dumps(order).encode())
 
     def _send(self, data: bytes) -> None:
@@ -151,22 +152,22 @@ class _RunningLauncher:
             self._launcher.stdin.flush()
 
     def finish(self) -> Finished:
-        """Read until the end, or end it."""
+        """Read until the end, or end the launcher, and return the result."""
         try:
-            over = self._read()
+            stop_reason = self._read()
             assert self._launcher.stdin is not None
             self._launcher.stdin.close()  # the line of life
-            report = self._reported()
+            report = self._read_report()
         finally:
             self._launcher.kill()
             self._launcher.wait()
             for stream in (self._report, self._launcher.stdin, *self._output):
                 assert stream is not None
                 _close(stream)
-        return self._told(over, report)
+        return self._finished(stop_reason, report)
 
     def _read(self) -> Reason | None:
-        """Until both outputs have ended; why it must be ended before, if so."""
+        """Read until both outputs have ended. Return the reason why the run must be ended earlier, if there is one."""
         clock = RealClock()
         until_s = clock.now() + self._limits.wall_s
         with selectors.DefaultSelector() as selector:
@@ -178,43 +179,44 @@ class _RunningLauncher:
                     return Reason.WALL_TIME
                 ready: list[Any] = [key.fileobj for key, _ in selector.select(left_s)]
                 if self._report in ready:  # it is over, and every process of it
-                    return self._rest()
-                if any(self._takes_too_much(stream, selector) for stream in ready):
+                    return self._read_rest()
+                if any(self._read_available(stream, selector) for stream in ready):
                     return Reason.OUTPUT
 
-    def _takes_too_much(self, stream: Any, selector: selectors.BaseSelector) -> bool:
-        """Read what is there; one that has ended is not looked at again."""
+    def _read_available(self, stream: Any, selector: selectors.BaseSelector) -> bool:
+        """Read the available data, and return whether it exceeds the limit. A stream at its end is not watched any
+        more."""
         data = os.read(stream.fileno(), CHUNK_BYTES)
         if not data:
             selector.unregister(stream)
-        return self._is_too_much(stream, data)
+        return self._exceeds_limit(stream, data)
 
-    def _rest(self) -> Reason | None:
-        """What had been written at the end."""
+    def _read_rest(self) -> Reason | None:
+        """Read the output that was written before the end."""
         for stream in self._output:
             while data := os.read(stream.fileno(), CHUNK_BYTES):
-                if self._is_too_much(stream, data):
+                if self._exceeds_limit(stream, data):
                     return Reason.OUTPUT
         return None
 
-    def _is_too_much(self, stream: Any, data: bytes) -> bool:
+    def _exceeds_limit(self, stream: Any, data: bytes) -> bool:
         kept = self._output[stream]
-        room = self._limits.output_bytes - len(kept)
-        kept += data[:room]
-        return len(data) > room
+        remaining = self._limits.output_bytes - len(kept)
+        kept += data[:remaining]
+        return len(data) > remaining
 
-    def _reported(self) -> dict[str, Any]:
-        """What the launcher says at its end; it is given up if it does not come to one."""
+    def _read_report(self) -> dict[str, Any]:
+        """Return the launcher's report. Stop waiting for it after ``LAUNCH_S``."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._report, selectors.EVENT_READ)
             line = self._report.readline() if selector.select(LAUNCH_S) else b""
         report: dict[str, Any] = json.loads(line) if line else {"error": "the launcher has ended without a word"}
         return report
 
-    def _told(self, over: Reason | None, report: dict[str, Any]) -> Finished:
+    def _finished(self, stop_reason: Reason | None, report: dict[str, Any]) -> Finished:
         stdout, stderr = (bytes(kept).decode("utf-8", "replace") for kept in self._output.values())
         status, excess = report.get("status"), report.get("reason", "")
-        told = Finished(
+        finished = Finished(
             reason=Reason.EXITED,
             stdout=stdout,
             stderr=stderr,
@@ -224,8 +226,8 @@ class _RunningLauncher:
         change: dict[str, Any]
         if "error" in report:
             change = {"reason": Reason.NOT_STARTED, "detail": report["error"]}
-        elif over is not None:
-            change = {"reason": over}
+        elif stop_reason is not None:
+            change = {"reason": stop_reason}
         elif excess not in ("", "asked"):
             change = {"reason": Reason(excess)}
         elif status is None:
@@ -233,12 +235,13 @@ class _RunningLauncher:
         elif status >= 0:
             change = {"exit_code": status}
         else:
-            change = {"reason": _by_signal(-status, told.cpu_s, self._limits), "signal": -status}
-        return msgspec.structs.replace(told, **change)
+            change = {"reason": _by_signal(-status, finished.cpu_s, self._limits), "signal": -status}
+        return msgspec.structs.replace(finished, **change)
 
 
 def _by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
-    """The kernel's own way to say that the processor time is used up is a signal."""
+    """Return the reason of an end by a signal, which is also how the kernel reports that the processor time is used
+    up."""
     if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= limits.cpu_s):
         return Reason.CPU_TIME
     return Reason.SIGNALLED

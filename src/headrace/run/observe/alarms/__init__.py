@@ -1,4 +1,5 @@
-"""Alarms: each a small state machine over steps, or over the present moment, with advice; and whoever asks them."""
+"""Alarms: each is a small state machine over the steps or over the present state of a run, with advice. An observer
+runs them."""
 
 from headrace.run.observe.alarms.base import Alarm, Raised
 from headrace.run.observe.alarms.config import AlarmsConfig

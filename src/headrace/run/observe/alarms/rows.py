@@ -1,4 +1,4 @@
-"""The alarms, one row each: what makes it, and what to do when it goes off."""
+"""The alarms, one row each: the function that makes the alarm, and the advice when it goes off."""
 
 from __future__ import annotations
 
@@ -14,100 +14,113 @@ from headrace.run.observe.words import duration, number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRow:
-    """One alarm."""
+    """An alarm and its advice."""
 
     make: Callable[[AlarmsConfig], Alarm]
+    """The function that makes the alarm from the settings."""
     advice: str
+    """The advice to the user when the alarm goes off."""
 
 
 def _entropy(config: AlarmsConfig) -> Alarm:
-    against = Baseline("entropy", config.baseline_steps)
+    """Return the alarm for a collapse of the policy's entropy."""
+    baseline = Baseline("entropy", config.baseline_steps)
 
-    def wrong(numbers: Numbers) -> str:
-        seen = against(numbers)
-        if seen is None or seen[0] >= config.entropy_frac * seen[1]:
+    def problem(numbers: Numbers) -> str:
+        values = baseline(numbers)
+        if values is None or values[0] >= config.entropy_frac * values[1]:
             return ""
-        return f"the policy's entropy has collapsed to {number(seen[0])} nats, from {number(seen[1])}"
+        return f"the policy's entropy has collapsed to {number(values[0])} nats, from {number(values[1])}"
 
-    return Lasting(wrong, patience=config.patience)
+    return Lasting(problem, patience=config.patience)
 
 
 def _zero_variance(config: AlarmsConfig) -> Alarm:
-    def wrong(numbers: Numbers) -> str:
+    """Return the alarm for groups whose rewards are all equal, from which nothing is learned."""
+
+    def problem(numbers: Numbers) -> str:
         share = numbers.get("zero_variance_frac", 0.0)
         least, tenth, most = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
-        nearly_solved = tenth == most != least  # what is left to learn is in the few others
+        nearly_solved = tenth == most != least  # the few other groups hold what is left to learn
         if share < config.zero_variance_frac or nearly_solved:
             return ""
         return f"in {share:.0%} of the groups all rewards are equal"
 
-    return Lasting(wrong, patience=config.patience)
+    return Lasting(problem, patience=config.patience)
 
 
 def _rewards(config: AlarmsConfig) -> Alarm:
+    """Return the alarm for reward components whose calls fail."""
     prefix = "reward_failed/"
 
-    def wrong(numbers: Numbers) -> str:
+    def problem(numbers: Numbers) -> str:
         shares = {name.removeprefix(prefix): share for name, share in numbers.items() if name.startswith(prefix)}
         failing = {name: share for name, share in shares.items() if share > config.max_reward_failed}
         return "; ".join(f"the reward {name!r} fails for {share:.0%} of its calls" for name, share in failing.items())
 
-    return Lasting(wrong, patience=config.patience)
+    return Lasting(problem, patience=config.patience)
 
 
 def _kl(config: AlarmsConfig) -> Alarm:
-    def wrong(numbers: Numbers) -> str:
+    """Return the alarm for a policy that moves far from what sampled its tokens, or from the reference."""
+
+    def problem(numbers: Numbers) -> str:
         kls = {"KL(μ‖π)": numbers.get("kl_mu_k3", 0.0), "KL(π‖π_ref)": numbers.get("kl_ref", 0.0)}
         name = max(kls, key=lambda each: kls[each])
         return f"{name} is {number(kls[name])} nats per token" if kls[name] > config.max_kl else ""
 
-    return Lasting(wrong, patience=config.patience)
+    return Lasting(problem, patience=config.patience)
 
 
 def _mismatch(config: AlarmsConfig) -> Alarm:
-    def wrong(numbers: Numbers) -> str:
+    """Return the alarm for engine and learner that disagree about fresh tokens."""
+
+    def problem(numbers: Numbers) -> str:
         kl = numbers.get("mismatch_kl", 0.0)
         if kl <= config.max_mismatch:
             return ""
         return f"engine and learner disagree about fresh tokens: KL {number(kl)}, above {config.max_mismatch:g}"
 
-    return Lasting(wrong, patience=config.patience)
+    return Lasting(problem, patience=config.patience)
 
 
 def _length(config: AlarmsConfig) -> Alarm:
-    against = Baseline("length_mean", config.baseline_steps)
+    """Return the alarm for episodes that grow long."""
+    baseline = Baseline("length_mean", config.baseline_steps)
 
-    def wrong(numbers: Numbers) -> str:
-        seen = against(numbers)
-        if seen is None or seen[0] < config.length_times * seen[1]:
+    def problem(numbers: Numbers) -> str:
+        values = baseline(numbers)
+        if values is None or values[0] < config.length_times * values[1]:
             return ""
-        times = seen[0] / max(seen[1], 1.0)
-        return f"episodes have {number(seen[0])} tokens, {times:.1f} times as many as in the beginning"
+        times = values[0] / max(values[1], 1.0)
+        return f"episodes have {number(values[0])} tokens, {times:.1f} times as many as in the beginning"
 
-    return Lasting(wrong, patience=config.patience)
+    return Lasting(problem, patience=config.patience)
 
 
 def _repetition(config: AlarmsConfig) -> Alarm:
-    against = Baseline("repetition", config.baseline_steps)
+    """Return the alarm for episodes that repeat themselves."""
+    baseline = Baseline("repetition", config.baseline_steps)
 
-    def wrong(numbers: Numbers) -> str:
-        seen = against(numbers)
-        if seen is None or seen[0] < config.max_repetition or seen[0] < 2 * seen[1]:
+    def problem(numbers: Numbers) -> str:
+        values = baseline(numbers)
+        if values is None or values[0] < config.max_repetition or values[0] < 2 * values[1]:
             return ""
-        return f"{seen[0]:.0%} of the 4-grams of an episode stood in it before, in the beginning {seen[1]:.0%}"
+        return f"{values[0]:.0%} of the 4-grams of an episode stood in it before, in the beginning {values[1]:.0%}"
 
-    return Lasting(wrong, patience=config.patience)
+    return Lasting(problem, patience=config.patience)
 
 
 def _stall(config: AlarmsConfig) -> Alarm:
+    """Return the alarm for a run whose steps do not end."""
     ends_s: list[float] = []
     steps = 0
 
-    def wrong(now: Moment) -> str:
+    def problem(now: Moment) -> str:
         nonlocal steps
         state = now.state
         if state.phase != "training":
-            ends_s.clear()  # evaluations and saves are no steps
+            ends_s.clear()  # evaluations and saves do not count as steps
         if not ends_s or state.steps_done != steps:
             steps = state.steps_done
             ends_s.append(state.wall_s)
@@ -120,15 +133,17 @@ def _stall(config: AlarmsConfig) -> Alarm:
         what = f"; the learner waits for {waits[0].what}, which {waits[0].unblocked_by} brings" if waits else ""
         return f"no step has ended for {duration(still_s)}{what}"
 
-    return Now(wrong)
+    return Now(problem)
 
 
 def _disk(config: AlarmsConfig) -> Alarm:
-    def wrong(now: Moment) -> str:
+    """Return the alarm for a disk that is nearly full."""
+
+    def problem(now: Moment) -> str:
         free_gb = now.free_bytes / 1e9
         return f"{free_gb:.2f} GB are left on the disk of the run" if free_gb < config.min_free_gb else ""
 
-    return Now(wrong)
+    return Now(problem)
 
 
 ALARMS: Mapping[str, AlarmRow] = {
@@ -174,4 +189,4 @@ ALARMS: Mapping[str, AlarmRow] = {
         advice="Make room, or keep fewer checkpoints (run.keep_checkpoints, run.checkpoint_every).",
     ),
 }
-"""By name, in the order they are asked."""
+"""Headrace's alarms by name, in the order in which they are checked."""

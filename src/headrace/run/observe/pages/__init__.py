@@ -1,7 +1,9 @@
-"""Episodes as pages for people: one self-contained file for each, and an index. Every text is escaped, nothing is
-fetched, nothing runs."""
+"""The pages of an evaluation: one self-contained HTML file for each episode, and an index.
 
-from headrace.run.observe.pages.book import Book, Shown
+Every text is escaped. The pages load nothing and run no script.
+"""
+
+from headrace.run.observe.pages.book import PageInputs, PageWriter
 from headrace.run.observe.pages.index import Figure
 
-__all__ = ["Book", "Figure", "Shown"]
+__all__ = ["Figure", "PageInputs", "PageWriter"]

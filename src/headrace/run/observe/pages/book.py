@@ -1,8 +1,8 @@
-"""The directory of an evaluation: a line and a page for each episode while it goes on, an index at its end.
+"""The directory of an evaluation: a line and a page for each episode while it goes on, and an index at its end.
 
-DIRECTORY/index.html               figures, every attempt
+DIRECTORY/index.html               the figures, and every attempt
           episodes/3-1.html        the second attempt at the fourth task
-          episodes.jsonl           a line for each attempt, in the order they ended
+          episodes.jsonl           a line for each attempt, in the order in which they ended
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ import msgspec
 from headrace.base.clock import off_loop
 from headrace.base.errors import ConfigError, RunError
 from headrace.base.types.episode import EpisodeGraph
-from headrace.run.observe.pages.episode import Spell, episode_page
+from headrace.run.observe.pages.episode import Decode, episode_page
 from headrace.run.observe.pages.index import AttemptSummary, Figure, index_page
 
 PAGES, LINES, INDEX = "episodes", "episodes.jsonl", "index.html"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What the pages of an evaluation are made of."""
+class PageInputs:
+    """The inputs of the pages of an evaluation."""
 
     rows: Sequence[Mapping[str, Any]]
-    """Of the tasks, by their places."""
+    """The row of each task, by the task's number."""
     num_attempts: int
-    """At each."""
-    spell: Spell
+    """The number of attempts at each task."""
+    decode: Decode
+    """The function from token ids to text, special tokens included."""
     max_pages: int
-    """Episodes that get a page: the first attempts at all tasks, then the second ones, and so on."""
+    """The largest number of episodes that get a page: the first attempts at all tasks, then the second ones, and so
+    on."""
 
 
-class Book:
-    """Writes the directory of one evaluation. Used from one loop; nobody waits for the disk but who keeps an episode.
+class PageWriter:
+    """The writer of the directory of one evaluation. It is used from one event loop; only :meth:`keep` waits for the
+    disk.
 
-    Every method raises :class:`~headrace.base.errors.RunError` where the directory cannot be written. One that holds an
-    evaluation already is refused (:class:`~headrace.base.errors.ConfigError`).
+    Every method raises :class:`~headrace.base.errors.RunError` where the directory cannot be written. The constructor
+    raises :class:`~headrace.base.errors.ConfigError` for a directory that holds an evaluation already.
     """
 
-    def __init__(self, directory: Path, shown: Shown) -> None:
+    def __init__(self, directory: Path, shown: PageInputs) -> None:
         self._directory = directory
         self._shown = shown
         self._attempts: dict[tuple[int, int], AttemptSummary] = {}
@@ -54,7 +57,7 @@ class Book:
         self._write(lambda: (directory / LINES).write_bytes(b""))
 
     async def keep(self, episode: EpisodeGraph) -> None:
-        """Write what is to be known of an episode that has ended."""
+        """Write the line and the page of an episode that has ended."""
         task, attempt = episode.key
         order = attempt * len(self._shown.rows) + task
         page = f"{PAGES}/{task}-{attempt}.html" if order < self._shown.max_pages else ""
@@ -62,7 +65,7 @@ class Book:
         await off_loop(partial(self._write, partial(self._add, episode, page)))
 
     def finish(self, title: str, figures: Sequence[Figure], notes: Sequence[str]) -> Path:
-        """Write the index; where it is."""
+        """Write the index, and return its path."""
         tasks = [
             [
                 self._attempts[task, place]
@@ -76,6 +79,7 @@ class Book:
         return index
 
     def _add(self, episode: EpisodeGraph, page: str) -> None:
+        """Append the line of an episode, and write its page where it has one."""
         line = {
             "task": episode.key.group,
             "attempt": episode.key.place,
@@ -92,9 +96,10 @@ class Book:
             file.write(msgspec.json.encode(line) + b"\n")
         if page:
             row = dict(self._shown.rows[episode.key.group])
-            (self._directory / page).write_text(episode_page(episode, row, self._shown.spell), encoding="utf-8")
+            (self._directory / page).write_text(episode_page(episode, row, self._shown.decode), encoding="utf-8")
 
     def _write(self, write: Callable[[], object]) -> None:
+        """Run ``write``, and raise :class:`~headrace.base.errors.RunError` where the disk refuses it."""
         try:
             write()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""One episode as a page: what it earned, the graph of its turns, and every token with its logprob.
+"""The page of one episode: its rewards, the graph of its turns, and every token with its logprob.
 
 Shape legend: T tokens of one turn.
 """
@@ -16,26 +16,26 @@ from headrace.run.observe.pages.html import figure, page, text
 from headrace.run.observe.words import plural
 
 MAX_TOKENS = 50_000
-"""Tokens of an episode that are shown one by one; of what comes after, the text alone."""
+"""The number of tokens of an episode that are shown one by one. Later turns are shown as plain text."""
 _LONGEST_CHARACTER = 8
-"""Tokens that one character may be spread over."""
+"""The largest number of tokens over which one character may be spread."""
 _LEVELS = ((0.9, ""), (0.5, "l1"), (0.1, "l2"), (0.01, "l3"))
-"""How likely a token was, at least, and how that is shown."""
-_STEP, _LANE = 26, 22
-"""Pixels between two turns of the graph, and between two branches."""
+"""The least probability of a token, and the style class of its colour."""
+_STEP, _COLUMN = 26, 22
+"""The distances in pixels between two turns of the graph, and between two columns."""
 
-Spell = Callable[[Sequence[int]], str]
-"""The text of tokens, special ones too."""
+Decode = Callable[[Sequence[int]], str]
+"""A function from token ids to their text, special tokens included."""
 
 
-def episode_page(episode: EpisodeGraph, row: dict[str, Any], spell: Spell) -> str:
-    """The whole document."""
+def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> str:
+    """Return the whole page of an episode."""
     key = f"task {episode.key.group + 1}, attempt {episode.key.place + 1}"
-    room = MAX_TOKENS
+    tokens_left = MAX_TOKENS
     turns: list[str] = []
     for index, turn in enumerate(episode.turns):
-        turns.append(_turn(index, turn, spell, single=room > 0))
-        room -= len(turn.tokens)
+        turns.append(_turn(index, turn, decode, single=tokens_left > 0))
+        tokens_left -= len(turn.tokens)
     body = [
         f"<p class='brand'><a href='../index.html'>headrace eval</a></p><h1>{text(key)}</h1>",
         _cards(episode),
@@ -49,6 +49,7 @@ def episode_page(episode: EpisodeGraph, row: dict[str, Any], spell: Spell) -> st
 
 
 def _as_json(row: dict[str, Any]) -> str:
+    """Return a row as JSON, or as Python prints it where JSON cannot hold it."""
     try:
         return msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
     except (TypeError, ValueError, OverflowError):
@@ -56,6 +57,7 @@ def _as_json(row: dict[str, Any]) -> str:
 
 
 def _cards(episode: EpisodeGraph) -> str:
+    """Return the figures at the top of the page."""
     sampled = [turn for turn in episode.turns if turn.stop_reason is not None]
     branches = len(episode.leaves())
     cards = [
@@ -74,26 +76,27 @@ def _cards(episode: EpisodeGraph) -> str:
     return f"<dl class='cards'>{''.join(shown)}</dl>"
 
 
-def _lanes(turns: Sequence[Turn]) -> list[int]:
-    """The branch that each turn is drawn in: the first that continues a turn stays in its own."""
-    lanes: list[int] = []
+def _columns(turns: Sequence[Turn]) -> list[int]:
+    """Return the column in which each turn is drawn. The first turn that continues another stays in that turn's
+    column."""
+    columns: list[int] = []
     continued: set[int] = set()
-    num_lanes = 0
+    num_columns = 0
     for turn in turns:
         if turn.parent is not None and turn.parent not in continued:
-            lanes.append(lanes[turn.parent])
+            columns.append(columns[turn.parent])
             continued.add(turn.parent)
         else:
-            lanes.append(num_lanes)
-            num_lanes += 1
-    return lanes
+            columns.append(num_columns)
+            num_columns += 1
+    return columns
 
 
 def _graph(episode: EpisodeGraph) -> str:
-    """Turns from top to bottom, in the order they were begun; branches side by side."""
-    lanes = _lanes(episode.turns)
-    places = [(14 + _LANE * lane, 16 + _STEP * index) for index, lane in enumerate(lanes)]
-    left = 28 + _LANE * max(lanes)
+    """Return the graph of the turns: from top to bottom in the order of their start, with branches side by side."""
+    columns = _columns(episode.turns)
+    places = [(14 + _COLUMN * column, 16 + _STEP * index) for index, column in enumerate(columns)]
+    left = 28 + _COLUMN * max(columns)
     lines, marks = [], []
     for index, (turn, (x, y)) in enumerate(zip(episode.turns, places, strict=True)):
         if turn.parent is not None:
@@ -114,7 +117,8 @@ def _graph(episode: EpisodeGraph) -> str:
     )
 
 
-def _turn(index: int, turn: Turn, spell: Spell, *, single: bool) -> str:
+def _turn(index: int, turn: Turn, decode: Decode, *, single: bool) -> str:
+    """Return the section of one turn; ``single`` shows its tokens one by one."""
     facts = [plural(len(turn.tokens), "token")]
     facts += [f"continues {turn.parent}"] if turn.parent is not None else []
     facts += [f"ended by {turn.stop_reason}"] if turn.stop_reason is not None else []
@@ -124,31 +128,33 @@ def _turn(index: int, turn: Turn, spell: Spell, *, single: bool) -> str:
     facts += [f"carries no loss: {turn.untrained}"] if turn.untrained else []
     facts += ["an error"] if turn.failed else []
     ids = turn.tokens.ids_T.tolist()
-    said = "".join(_tokens(turn, spell)) if single and turn.stop_reason is not None else text(spell(ids))
+    content = "".join(_tokens(turn, decode)) if single and turn.stop_reason is not None else text(decode(ids))
     return (
         f"<section id='turn-{index}'><h2>{index} · {text(turn.author, 200)}</h2>"
-        f"<p class='faint'>{text(' · '.join(facts), 1000)}</p><pre>{said}</pre></section>"
+        f"<p class='faint'>{text(' · '.join(facts), 1000)}</p><pre>{content}</pre></section>"
     )
 
 
-def _tokens(turn: Turn, spell: Spell) -> Iterator[str]:
-    """The tokens of a sampled turn, coloured; those that make one character together stand together."""
+def _tokens(turn: Turn, decode: Decode) -> Iterator[str]:
+    """Yield the tokens of a sampled turn, coloured by probability. Tokens that form one character together are one
+    element."""
     ids, tokens = turn.tokens.ids_T.tolist(), turn.tokens
     start = 0
     for end in range(1, len(ids) + 1):
-        said = spell(ids[start:end])
-        if "\ufffd" in said and end - start < _LONGEST_CHARACTER and end < len(ids):
+        spelled = decode(ids[start:end])
+        if "\ufffd" in spelled and end - start < _LONGEST_CHARACTER and end < len(ids):
             continue
         worst = float(tokens.logprobs_T[start:end].min())
-        told = ", ".join(
+        details = ", ".join(
             f"{ids[place]}: logprob {float(tokens.logprobs_T[place]):.4g}, version {int(tokens.versions_T[place])}"
             for place in range(start, end)
         )
-        yield f"<span class='{_level(worst)}' title='{text(told)}'>{text(said)}</span>"
+        yield f"<span class='{_level(worst)}' title='{text(details)}'>{text(spelled)}</span>"
         start = end
 
 
 def _level(logprob: float) -> str:
+    """Return the style class for a logprob."""
     if not math.isfinite(logprob):
         return "lx"
     return next((level for least, level in _LEVELS if logprob >= math.log(least)), "l4")

@@ -1,4 +1,4 @@
-"""What all pages have in common."""
+"""The parts that all pages share: escaped text, figures, and the frame of a page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import html
 import math
 
 from headrace.base.errors import visible
-from headrace.run.observe.document import document
 from headrace.run.observe.words import number
 
 LONGEST = 200_000
-"""Characters of one text that are shown."""
+"""The largest number of characters of one text that are shown."""
 
 
 def text(value: object, limit: int = LONGEST) -> str:
-    """Any text as part of a page: its lines stay lines, every other character that could steer a browser or a terminal
-    is spelled out.
+    """Return ``value`` as escaped text for a page. Line breaks stay; other control characters are spelled out.
 
     >>> text("<b>\\x1b[31m\\n")
     '&lt;b&gt;\\\\x1b[31m\\n'
@@ -26,7 +24,7 @@ def text(value: object, limit: int = LONGEST) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A number in few digits; a dash for none, and for what is no finite number its name."""
+    """Return a number in few digits; a dash for ``None``, and the name of a number that is not finite."""
     if value is not None and not math.isfinite(value):
         return str(value)
     sign = "−" if value is not None and value < 0 else ""
@@ -34,11 +32,47 @@ def figure(value: float | None) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A whole document."""
-    return document(text(title), body, _STYLE)
+    """Return a whole HTML document with ``body``, which is HTML. No script can run in it, and it loads nothing.
 
+    >>> page("a run", "<h1>a run</h1>").count("<h1>")
+    1
+    """
+    return _SHELL.format(title=text(title), style=_STYLE, body=body)
+
+
+_SHELL = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
 
 _STYLE = """
+:root { --paper: #f4f6f8; --card: #ffffff; --ink: #1b2330; --faint: #5b6675; --line: #dfe4ea; --mark: #0072B2; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #0f1319; --card: #171c24; --ink: #e8ecf1; --faint: #9aa7b6; --line: #2b3440; --mark: #4ba3e3; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, "DejaVu Sans", sans-serif; }
+main { max-width: 1040px; margin: 0 auto; padding: 32px 20px 64px; }
+.brand { margin: 0; color: var(--mark); font-weight: 700; letter-spacing: .04em; }
+.wide { overflow-x: auto; }
+dd { margin: 0; font-weight: 650; font-variant-numeric: tabular-nums; }
+dd small { display: block; color: var(--faint); font-size: 13px; font-weight: 400; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 15px; }
+th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); text-align: right; }
+:focus-visible { outline: 3px solid var(--mark); outline-offset: 2px; }
 :root { --good: #0f7b4f; --bad: #b3261e; --t1: #d9ecd9; --t2: #f6edc4; --t3: #f8d9b8; --t4: #f4bdb6; }
 @media (prefers-color-scheme: dark) { :root { --good: #52c594; --bad: #f2877f; --t1: #1d3a2a; --t2: #45401c;
   --t3: #523619; --t4: #5c2723; } }

@@ -1,4 +1,4 @@
-"""All attempts of an evaluation on one page."""
+"""The index page of an evaluation: its figures, and all attempts."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from dataclasses import dataclass
 from headrace.run.observe.pages.html import figure, page, text
 
 MAX_TASKS = 5000
-"""Tasks that are listed."""
+"""The number of tasks that are listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One number of the result."""
+    """One figure of the result."""
 
     name: str
     value: float
-    """As it is shown, without a unit."""
+    """The value, which has no unit."""
     low: float | None = None
-    """Lower end of its interval; ``None``: it has none."""
+    """The lower end of the interval; ``None`` where there is none."""
     high: float | None = None
-    """Upper end."""
+    """The upper end of the interval; ``None`` where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSummary:
-    """What the index says of one attempt."""
+    """The entry of one attempt on the index page."""
 
     reward: float | None
-    """``None``: it failed."""
+    """The reward; ``None`` where the attempt failed."""
     cause: str
-    """Why it failed."""
+    """The cause of the failure; empty where there is none."""
     page: str
-    """Where its page is; empty where it has none."""
+    """The path of its page; empty where it has none."""
 
 
 def index_page(
     title: str, figures: Sequence[Figure], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
 ) -> str:
-    """The whole document."""
+    """Return the whole index page. ``tasks`` holds the attempts at each task."""
     listed = tasks[:MAX_TASKS]
     rows = "".join(
         f"<tr><td>{number + 1}</td><td>{figure(_mean(attempts))}</td>"
@@ -60,17 +60,20 @@ def index_page(
 
 
 def _card(shown: Figure) -> str:
+    """Return a figure with its interval."""
     both = shown.low is not None and shown.high is not None
     words = f"95 %: {figure(shown.low)} to {figure(shown.high)}" if both else "no interval"
     return f"<div><dt>{text(shown.name, 80)}</dt><dd>{figure(shown.value)}<small>{words}</small></dd></div>"
 
 
 def _attempt(attempt: AttemptSummary) -> str:
+    """Return an attempt as a link to its page."""
     kind = "bad" if attempt.reward is None else "good" if attempt.reward > 0 else ""
     words = "failed" if attempt.reward is None else figure(attempt.reward)
-    said = f"<span class='{kind}' title='{text(attempt.cause, 500)}'>{words}</span>"
-    return f"<a href='{text(attempt.page, 500)}'>{said}</a>" if attempt.page else said
+    label = f"<span class='{kind}' title='{text(attempt.cause, 500)}'>{words}</span>"
+    return f"<a href='{text(attempt.page, 500)}'>{label}</a>" if attempt.page else label
 
 
 def _mean(attempts: Sequence[AttemptSummary]) -> float:
+    """Return the mean reward; a failed attempt counts as 0."""
     return sum(attempt.reward or 0.0 for attempt in attempts) / len(attempts) if attempts else 0.0

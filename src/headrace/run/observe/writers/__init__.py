@@ -1,4 +1,5 @@
-"""Metrics elsewhere: TensorBoard, Weights & Biases, trackio, MLflow, Prometheus; one file each."""
+"""Writers of metrics to other programs: TensorBoard, Weights & Biases, trackio, MLflow, Prometheus. Each is one
+file."""
 
 from headrace.run.observe.writers.base import MetricWriter, RunFacts
 from headrace.run.observe.writers.posting import Posting

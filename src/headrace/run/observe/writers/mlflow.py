@@ -1,4 +1,4 @@
-"""Metrics for MLflow."""
+"""The writer of metrics for MLflow."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from headrace.base.config import Section
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, lacks
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 AT_ONCE = 1000
-"""Metrics that MLflow takes in one call."""
+"""The largest number of metrics that MLflow accepts in one call."""
 
 
-class Mlflow(Section):
-    """A run of an experiment at a tracking server."""
+class Mlflow(WriterSection):
+    """Metrics as a run of an experiment on an MLflow tracking server."""
 
     kind: Literal["mlflow"] = "mlflow"
     tracking_uri: str = ""
-    """``http://...`` of a server, or ``sqlite:///...``; empty: a database in the run directory."""
+    """The address of the server, ``http://...``, or ``sqlite:///...`` for a database; empty: a database in the run
+    directory."""
     experiment: str = "headrace"
-    """Its name; made where there is none."""
+    """The name of the experiment, which is created where there is none."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Raises :class:`~headrace.base.errors.ConfigError` without the package."""
+        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
+        installed."""
         try:
             from mlflow import MlflowClient
         except ImportError:
-            raise lacks("mlflow", "mlflow") from None
+            raise missing_package("mlflow", "mlflow") from None
         client = MlflowClient(tracking_uri=self.tracking_uri or f"sqlite:///{run.run_dir.resolve()}/mlflow.db")
         found = client.get_experiment_by_name(self.experiment)
         experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
@@ -44,11 +45,11 @@ class Mlflow(Section):
         return _MlflowWriter(client, begun.info.run_id)
 
 
-def _params(tree: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """Settings by their dotted names."""
+def _params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the settings by their dotted names; ``prefix`` stands before each."""
     flat: list[tuple[str, str]] = []
     for key, value in tree.items():
-        flat += _params(value, f"{before}{key}.") if isinstance(value, dict) else [(f"{before}{key}", str(value))]
+        flat += _params(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
     return flat
 
 
@@ -69,5 +70,5 @@ class _MlflowWriter:
 
 
 def _key(name: str) -> str:
-    """MLflow takes letters, digits and ``_-. /``."""
+    """Return a metric's name with ``_`` for the characters that MLflow does not accept."""
     return "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)

@@ -1,4 +1,4 @@
-"""Hands metrics to writers, in a thread: a slow or broken one costs the run nothing."""
+"""An observer that passes metrics to a writer in a thread, so that a slow or failing writer does not delay the run."""
 
 from __future__ import annotations
 
@@ -15,64 +15,70 @@ from headrace.base.types.trace import Span
 from headrace.run.observe.metrics import flat
 from headrace.run.observe.writers.base import MetricWriter
 
-MOST_WAITING = 256
-"""Steps that wait to be written."""
-FAREWELL_S = 30.0
-"""How long the end of a run waits for a writer."""
+MAX_QUEUED = 256
+"""The largest number of steps that wait to be written."""
+CLOSE_TIMEOUT_S = 30.0
+"""The longest wait for a writer at the end of a run, in seconds."""
 
 _Post = tuple[int, float, dict[str, float]]
+"""The number, the time and the metrics of a step."""
 
 
 class Posting:
-    """One writer as an observer. What it cannot write is counted and told as a warning: ``metrics.jsonl`` has it.
+    """An observer that passes the metrics of each step to one writer.
 
-    Use it as a context manager: leaving it writes what waits.
+    Steps that cannot be written are counted, and reported as a warning; ``metrics.jsonl`` has them. Use it as a context
+    manager: its end writes the steps that wait.
     """
 
     def __init__(self, kind: str, writer: MetricWriter, warn: Callable[[str], None]) -> None:
         self._kind = kind
         self._writer = writer
         self._warn = warn
-        self._posts: queue.Queue[_Post | None] = queue.Queue(maxsize=MOST_WAITING)
+        self._posts: queue.Queue[_Post | None] = queue.Queue(maxsize=MAX_QUEUED)
         self._num, self._written = 0, 0
-        self._trouble, self._told = "", False
+        self._problem, self._warned = "", False
         self._thread = threading.Thread(target=self._run, name=f"writer {kind}", daemon=True)
 
     def step(self, record: StepRecord) -> None:
-        """Post its numbers; one that is not finite is left out, as no such system takes it."""
+        """Queue the metrics of a step for the writer. Values that are not finite are left out, since these systems
+        do not accept them."""
         values = {name: value for name, value in flat(record).items() if math.isfinite(value)}
         self._num += 1
         try:
             self._posts.put_nowait((record.step, record.unix_s, values))
         except queue.Full:
-            self._trouble = self._trouble or f"it is {MOST_WAITING} steps behind"
-        self._tell()
+            self._problem = self._problem or f"it is {MAX_QUEUED} steps behind"
+        self._warn_once()
 
     def event(self, event: Event) -> None:
-        """Nothing."""
+        """Do nothing: this observer has no use for events."""
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Nothing."""
+        """Do nothing: this observer has no use for spans."""
 
     def update(self, state: LiveState) -> None:
-        """Tell what has gone wrong, once."""
-        self._tell()
+        """Warn once where the writer fails."""
+        self._warn_once()
 
-    def _tell(self) -> None:
-        if self._trouble and not self._told:
-            self._told = True
-            self._warn(f"the writer {self._kind} fails, the run goes on: {self._trouble}")
+    def _warn_once(self) -> None:
+        """Warn once where the writer fails."""
+        if self._problem and not self._warned:
+            self._warned = True
+            self._warn(f"the writer {self._kind} fails, the run goes on: {self._problem}")
 
     def _run(self) -> None:
+        """Write the queued steps, until the queue ends."""
         while (post := self._posts.get()) is not None:
             self._written += self._attempt(partial(self._writer.write, *post))
         self._attempt(self._writer.close)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
+        """Return whether ``work`` succeeded; note its first error."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever posts must hear of it
-            self._trouble = self._trouble or f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: the error becomes a warning of the run
+            self._problem = self._problem or f"{type(error).__name__}: {error}"
             return False
         return True
 
@@ -82,10 +88,10 @@ class Posting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            self._posts.put(None, timeout=FAREWELL_S)
+            self._posts.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
-            self._trouble = self._trouble or "it takes nothing any more"
-        self._thread.join(FAREWELL_S)
-        self._tell()
+            self._problem = self._problem or "it takes nothing any more"
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._warn_once()
         if lost := self._num - self._written:
             self._warn(f"the writer {self._kind} has lost {lost} of {self._num} steps; metrics.jsonl has them all")

@@ -1,5 +1,5 @@
-"""Metrics for Prometheus: the newest step at ``http://HOST:PORT/metrics``, for whoever sends the token that stands in
-the run directory."""
+"""The writer of metrics for Prometheus: the newest step at ``http://HOST:PORT/metrics``. A request must have the
+token in the run directory."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.base.config import Section
-from headrace.base.config.tls import refuse_half, server_context
+from headrace.base.config.tls import refuse_incomplete_tls, server_context
 from headrace.base.errors import ConfigError
 from headrace.base.types.metrics import find
-from headrace.run.observe.writers.base import MetricWriter, RunFacts
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily, Metric
 
 
 TOKEN_FILE = "metrics.token"
-"""In the run directory, for this user alone: ``authorization: {credentials_file: RUN/metrics.token}`` in Prometheus'
-own settings. A run that resumes keeps it."""
+"""The file of the token in the run directory, which only this user can read. A resumed run keeps it. Prometheus' own
+settings name it: ``authorization: {credentials_file: RUN/metrics.token}``."""
 IDLE_TIMEOUT_S = 10
-"""Seconds after which a connection that brings no request is cut."""
+"""The time after which a connection without a request is closed, in seconds."""
 MAX_CONNECTIONS = 64
+"""The largest number of connections at once."""
 
 
-class Prometheus(Section):
-    """An endpoint that is asked, with the token of ``metrics.token`` in the run directory."""
+class Prometheus(WriterSection):
+    """Metrics at an HTTP endpoint that Prometheus reads, with the token of ``metrics.token`` in the run directory."""
 
     kind: Literal["prometheus"] = "prometheus"
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = Field(default=9464, ge=1, le=65535)
-    """A run that resumes wants the same one again."""
+    """The port to listen on. A resumed run uses it again."""
     tls_certificate: str = ""
-    """PEM file with the certificate of the endpoint; unset: no TLS."""
+    """The PEM file with the certificate of the endpoint; unset: no TLS."""
     tls_key: str = ""
-    """PEM file with its key."""
+    """The PEM file with the key of the certificate."""
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
-        refuse_half("observe.writers", self.tls_certificate, self.tls_key)
+        refuse_incomplete_tls("observe.writers", self.tls_certificate, self.tls_key)
         return self
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Raises :class:`~headrace.base.errors.ConfigError` if the port cannot be had."""
+        """Return the writer of ``run``, and start the endpoint. Raises :class:`~headrace.base.errors.ConfigError`
+        where the port cannot be bound."""
         from prometheus_client import CollectorRegistry, make_asgi_app
 
         from headrace.base.net.auth import TokenAuth
         from headrace.base.net.shell import HttpServer, ShellLimits
 
-        newest = _Newest(run.name)
+        newest = _NewestStep(run.name)
         registry = CollectorRegistry()
         registry.register(newest)
         app = TokenAuth(make_asgi_app(registry), token=_token(run.run_dir / TOKEN_FILE))
@@ -70,12 +71,13 @@ class Prometheus(Section):
                 tls_certificate=self.tls_certificate, tls_key=self.tls_key,
             ),
         )  # fmt: skip
-        thread = threading.Thread(target=server.run, args=([self._bound()],), name="prometheus", daemon=True)
+        thread = threading.Thread(target=server.run, args=([self._listening_socket()],), name="prometheus", daemon=True)
         thread.start()
-        newest.ends_with(partial(setattr, server, "should_exit", True), thread.join)
+        newest.on_close(partial(setattr, server, "should_exit", True), thread.join)
         return newest
 
-    def _bound(self) -> socket.socket:
+    def _listening_socket(self) -> socket.socket:
+        """Return a socket that listens on the configured address."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)
@@ -87,21 +89,23 @@ class Prometheus(Section):
 
 
 def _token(file: Path) -> str:
+    """Return the token in ``file``, which is created with a new one where it is missing."""
     if not file.exists():
         file.touch(0o600)
         file.write_text(secrets.token_urlsafe(24), encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()
 
 
-class _Newest:
-    """A collector: the newest step as gauges; environment, agent, reason and the like are labels."""
+class _NewestStep:
+    """A Prometheus collector of the newest step, as gauges. Environment, agent, reason and the like are labels."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._values: Mapping[str, float] = {}
         self._ends: tuple[Callable[[], object], ...] = ()
 
-    def ends_with(self, *ends: Callable[[], object]) -> None:
+    def on_close(self, *ends: Callable[[], object]) -> None:
+        """Call ``ends`` in their order when the writer is closed."""
         self._ends = ends
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:

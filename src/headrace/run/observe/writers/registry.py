@@ -1,16 +1,19 @@
-"""The writers, one row each."""
+"""The kinds of writers, one row each."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
+from headrace.base.config.kinds import Kinds
+from headrace.run.observe.writers.base import WriterSection
 from headrace.run.observe.writers.mlflow import Mlflow
 from headrace.run.observe.writers.prometheus import Prometheus
 from headrace.run.observe.writers.tensorboard import TensorBoard
 from headrace.run.observe.writers.trackio import Trackio
 from headrace.run.observe.writers.wandb import Wandb
 
-WriterConfig = Annotated[TensorBoard | Wandb | Trackio | Mlflow | Prometheus, Field(discriminator="kind")]
-"""Any of them. Each is a file, a row here and an extra; ``metrics.jsonl`` is always written."""
+AnyWriter = TensorBoard | Wandb | Trackio | Mlflow | Prometheus
+WRITERS = Kinds(AnyWriter, group="headrace.writers", setting="observe.writers", contract=WriterSection)
+"""Every kind of writer, those of installed packages included."""
+WriterConfig = Annotated[AnyWriter, WRITERS]
+"""The settings of any writer. A kind is a file, a row here and an extra; ``metrics.jsonl`` is always written."""

@@ -1,29 +1,29 @@
-"""Metrics for TensorBoard: ``tensorboard --logdir RUN/tensorboard``."""
+"""The writer of metrics for TensorBoard: ``tensorboard --logdir RUN/tensorboard``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headrace.base.config import Section
 from headrace.base.types.metrics import find
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, lacks
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 
-class TensorBoard(Section):
-    """Event files in the run directory."""
+class TensorBoard(WriterSection):
+    """Metrics as event files in the run directory."""
 
     kind: Literal["tensorboard"] = "tensorboard"
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Raises :class:`~headrace.base.errors.ConfigError` without the package."""
+        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
+        installed."""
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            raise lacks("tensorboardX", "tensorboard") from None
+            raise missing_package("tensorboardX", "tensorboard") from None
         return _TensorboardWriter(
             SummaryWriter(logdir=str(run.run_dir / "tensorboard"), flush_secs=10, write_to_disk=True)
         )

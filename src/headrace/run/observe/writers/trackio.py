@@ -1,32 +1,32 @@
-"""Metrics for trackio, a local dashboard: ``trackio show``."""
+"""The writer of metrics for trackio, a local dashboard: ``trackio show``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headrace.base.config import Section
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, lacks
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
 
 if TYPE_CHECKING:
     from trackio import Run
 
 
-class Trackio(Section):
-    """A run of a project in trackio's own folder, or in a Space."""
+class Trackio(WriterSection):
+    """Metrics as a run of a trackio project, in trackio's own folder or in a Space."""
 
     kind: Literal["trackio"] = "trackio"
     project: str = "headrace"
-    """Its name; made where there is none."""
+    """The name of the project, which is created where there is none."""
     space_id: str | None = None
-    """A Hugging Face Space to show it in; unset: this machine."""
+    """The Hugging Face Space that shows the metrics; unset: this machine alone."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Raises :class:`~headrace.base.errors.ConfigError` without the package."""
+        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
+        installed."""
         try:
             import trackio
         except ImportError:
-            raise lacks("trackio", "trackio") from None
+            raise missing_package("trackio", "trackio") from None
         begun = trackio.init(
             project=self.project,
             name=f"{run.name}-{run.key[:6]}",

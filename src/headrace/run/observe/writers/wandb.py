@@ -1,34 +1,34 @@
-"""Metrics for Weights & Biases."""
+"""The writer of metrics for Weights & Biases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headrace.base.config import Section
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, lacks
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
 
 if TYPE_CHECKING:
     from wandb import Run
 
 
-class Wandb(Section):
-    """A run of a project there; its key is what ``wandb login`` has stored."""
+class Wandb(WriterSection):
+    """Metrics as a run of a Weights & Biases project. The key is the one that ``wandb login`` has stored."""
 
     kind: Literal["wandb"] = "wandb"
     project: str = "headrace"
-    """Its name; made where there is none."""
+    """The name of the project, which is created where there is none."""
     entity: str | None = None
-    """User or team; unset: that of the key."""
+    """The user or the team that owns the project; unset: the owner of the key."""
     mode: Literal["online", "offline"] = "online"
-    """``offline``: files in the run directory, for ``wandb sync``."""
+    """``offline`` writes files into the run directory, for ``wandb sync``."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Raises :class:`~headrace.base.errors.ConfigError` without the package."""
+        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
+        installed."""
         try:
             import wandb
         except ImportError:
-            raise lacks("wandb", "wandb") from None
+            raise missing_package("wandb", "wandb") from None
         begun = wandb.init(
             project=self.project,
             entity=self.entity,

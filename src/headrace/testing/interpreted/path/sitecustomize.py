@@ -1,5 +1,5 @@
-"""On the path of a vLLM whose kernels are interpreted: Triton's interpreter cannot run one of them (the counter of a
-``tl.range`` is a plain number there), for which vLLM has the same in torch."""
+"""A module on the path of a vLLM whose kernels are interpreted. Triton's interpreter cannot run one of them (the
+counter of a ``tl.range`` is a plain number there), so vLLM's version of it in torch is used."""
 
 import importlib.abc
 import importlib.util
@@ -10,10 +10,10 @@ TOP_K = "vllm.v1.sample.ops.topk_topp_sampler"
 
 
 class WithoutTriton(importlib.abc.MetaPathFinder):
-    """Loads that module as where there is no Triton."""
+    """An import hook that loads that module as if Triton were missing."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Of that module alone."""
+        """Return the spec of that module; ``None`` for all others."""
         if name != TOP_K:
             return None
         sys.meta_path.remove(self)
@@ -28,5 +28,5 @@ class WithoutTriton(importlib.abc.MetaPathFinder):
         return spec
 
 
-if __name__ == "sitecustomize":  # where Python looks for it by itself
+if __name__ == "sitecustomize":  # only when Python itself imports it at start-up
     sys.meta_path.insert(0, WithoutTriton())

@@ -1,6 +1,5 @@
-"""Processes on other machines, whoever leads to them: a cluster (ray/), or a machine that has joined (joining/).
+"""A process on another machine, which is the node of a cluster (ray/), or a machine that has joined (joining/).
 
-paths.py      what a process has to find there
-keeper.py     one process on its machine
-process.py    that process, as the run sees it
+keeper.py     starts the process and watches it, on its machine
+process.py    represents the process in the run
 """

@@ -1,90 +1,95 @@
-"""What keeps one process of the run on another machine: an actor of a cluster, or a part of the program ``headrace
-join``. Where that, or its machine, ends, the pipe that it holds is closed, and the process ends with all it started.
-"""
+"""The keeper of one process of the run on another machine: an actor of a cluster, or a part of the program ``headrace
+join``. When the keeper or its machine ends, the pipe that it holds closes, and the process ends with all that it
+started."""
 
 from __future__ import annotations
 
+import shlex
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from headrace import __version__
+from headrace.base import __version__
 from headrace.base.clock import RealClock
 from headrace.base.environ import shared_memory_root
 from headrace.base.errors import RunError
 from headrace.launch.child import LOG_LINES
-from headrace.launch.here import Home, LocalProcess, begun, exit_words, lines_of
 from headrace.launch.leases import Lease, sweep
-from headrace.launch.starts import Briefing
+from headrace.launch.local_process import LocalProcess, ProcessResources, exit_words, lines_of, start_process
+from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
 
 
 class NodeQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a node before a process is started there."""
+    """A question about a node, before a process is started there."""
 
     paths: dict[str, str]
-    """What has to be there, by the setting that names it."""
+    """Paths that must exist on the node, by the setting that names them."""
     run_dir: str
     mark: str
-    """A file that the controller has made in the run directory: where it is not seen, that is another folder."""
+    """Name of a file that the controller has made in the run directory. If the node does not see it, its run directory
+    is another folder."""
 
 
 class NodeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """The answer to a :class:`NodeQuery`."""
 
     address: str
-    """Of the node, at which the others reach it."""
+    """Address at which other machines reach the node."""
     interface: str
-    """The network interface with that address; empty where none has it."""
+    """Network interface with that address; empty if no interface has it."""
     headrace: str
-    """Version."""
+    """Version of Headrace on the node."""
     missing: dict[str, str]
-    """Those of the paths that are not there."""
+    """The requested paths that do not exist on the node."""
     shared: bool
-    """Whether the run directory is the controller's."""
+    """Whether the node sees the controller's run directory."""
     port: int
-    """One that was free a moment ago."""
+    """A port that was free when the node looked."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that is to be started."""
+    """An order to start a process."""
 
     name: str
     briefing: Briefing
     token: str
     num_threads: int
     log: str
-    """Empty: the node does not see the run directory, and keeps the log while the process lives."""
+    """Path of the log; empty if the node does not see the run directory. Then the keeper holds the log while the
+    process lives."""
 
 
 class FarExit(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the process."""
+    """The end of a process on another machine."""
 
     code: int
-    """Its exit code, negative for a signal."""
+    """Exit code; negative for a signal."""
     words: str
-    """The same, to follow its name."""
+    """The exit code in words, to follow the process's name in a sentence."""
     lines: list[str]
-    """The last ones of its log."""
+    """The last lines of the process's log."""
 
 
 class ProcessKeeper:
-    """One process, from its start to its end. Its methods take and give bytes of JSON, strings and numbers."""
+    """The keeper of one process, from its start to its end. Its methods take and return JSON bytes, strings and
+    numbers, which can cross machines."""
 
     def __init__(self, address: str) -> None:
-        """``address``: of this machine, at which the others reach it."""
+        """Make a keeper. ``address`` is the address at which other machines reach this one."""
         self._address = address
         self._process: LocalProcess | None = None
         self._log = Path()
         for root in (Path(tempfile.gettempdir()), shared_memory_root()):
-            sweep(root)  # what killed runs left
+            sweep(root)  # removes directories that killed runs have left
         self._directory = Lease.directory(Path(tempfile.gettempdir()))
 
-    def look(self, asked: bytes) -> bytes:
-        """What this node has of what is asked."""
-        question, address = msgspec.json.decode(asked, type=NodeQuery), self._address
+    def look(self, query: bytes) -> bytes:
+        """Return the :class:`NodeReply` to the :class:`NodeQuery` in ``query``."""
+        question, address = msgspec.json.decode(query, type=NodeQuery), self._address
         with socket.socket(family_of(address)) as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
@@ -99,19 +104,22 @@ class ProcessKeeper:
         return msgspec.json.encode(found)
 
     def clock_s(self) -> float:
-        """The monotonic clock of this node."""
+        """Return the node's monotonic clock, in seconds."""
         return RealClock().now()
 
     async def begin(self, order: bytes) -> int:
-        """Start the process; its number. Raises ``OSError`` where the system refuses."""
-        told = msgspec.json.decode(order, type=Begin)
-        self._log = Path(told.log) if told.log else self._directory.path / "log"
-        home = Home(directory=self._directory.path, log=self._log, token=told.token, num_threads=told.num_threads)
-        self._process = await begun(told.name, told.briefing, home)
+        """Start the process of the :class:`Begin` in ``order`` and return its process id. Raises ``OSError`` if the
+        system refuses."""
+        begin = msgspec.json.decode(order, type=Begin)
+        self._log = Path(begin.log) if begin.log else self._directory.path / "log"
+        home = ProcessResources(
+            directory=self._directory.path, log=self._log, token=begin.token, num_threads=begin.num_threads
+        )
+        self._process = await start_process(begin.name, begin.briefing, home)
         return self._process.pid
 
     async def ended(self) -> bytes:
-        """Wait for its end, and end what it started."""
+        """Wait for the process to end, end what it started, and return its :class:`FarExit`."""
         process = self._running()
         await process.wait()
         await process.kill()
@@ -130,11 +138,12 @@ class ProcessKeeper:
             await self._process.kill()
 
     async def computed_s(self) -> float:
-        """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
+        """Return the processor time that the process has used or waited for, in seconds; 0 if it is not known any
+        more."""
         return await self._running().computed_s()
 
     async def halted(self) -> bytes:
-        """What keeps it from going on, in words (UTF-8); empty where nothing does."""
+        """Return the reason why the process cannot continue, as UTF-8 text; empty if it can."""
         return (await self._running().halted()).encode()
 
     def _running(self) -> LocalProcess:
@@ -144,13 +153,45 @@ class ProcessKeeper:
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Of the sockets that may have that address."""
+    """Return the family of sockets that can have ``address``."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _interface(address: str) -> str:
-    """Which network interface has that address."""
+    """Return the network interface that has ``address``; empty if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return name
     return ""
+
+
+def paths_of(start: Start) -> dict[str, str]:
+    """Return the paths that a process needs on its machine, by the setting that names them.
+
+    >>> paths_of(ScorerStart(reward={"kind": "function", "ref": "/code/reward.py:reward"}))
+    {'env.reward': '/code/reward.py'}
+    """
+    paths: dict[str, str] = {}
+    match start:
+        case EngineStart():
+            paths = {"model.path": str(start.model["path"]), "sync.tls_certificate": start.route.tls_certificate}
+            paths["sync.tls_key"] = start.route.tls_key
+        case LearnerStart():
+            paths = {"model.path": str(start.model["path"]), "sync.tls_certificate": start.route.tls_certificate}
+            paths["the snapshot"] = start.snapshot
+        case ScorerStart():
+            paths = {"env.reward": str(start.reward.get("ref", "")).rpartition(":")[0]}
+        case EnvironmentStart():
+            paths = {f"env ({path})": path for path in _files_of(start.entry)}
+    return {setting: path for setting, path in paths.items() if path}
+
+
+def _files_of(entry: str) -> Sequence[str]:
+    """Return the absolute paths in an environment's entry: the file of a ``file.py:name``, or those words of a command
+    that are files on this machine."""
+    found = []
+    for word in shlex.split(entry):
+        file = word.rpartition(":")[0] if ".py:" in word else word
+        if file.startswith("/") and (file != word or Path(file).exists()):
+            found.append(file)
+    return found

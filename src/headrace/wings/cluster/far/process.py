@@ -1,4 +1,4 @@
-"""A process that is kept on another machine, as the run sees it."""
+"""A process on another machine, as the run sees it through its keeper."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ import msgspec
 from headrace.wings.cluster.far.keeper import FarExit
 
 METER_S = 1.0
-"""Longest wait for a reading of processor time."""
+"""Longest wait for a reading of processor time, in seconds."""
 MAX_WORDS = 200
-"""Bytes that a machine may say of what keeps a process from going on."""
+"""Largest size in bytes of the reason why a process cannot continue; the rest is cut off."""
 KILL_S = 30.0
-"""How long its machine may take to say that a process has ended which was to be ended; then it counts as gone."""
+"""Longest wait, in seconds, for the report that a killed process has ended; after it the process counts as lost."""
 
 
 class KeeperLost(Exception):
-    """A keeper has ended, or cannot be reached: why, in words."""
+    """A keeper has ended or cannot be reached. The text gives the reason."""
 
 
 class KeeperUnusable(Exception):
-    """A keeper cannot be made on its machine, whatever is tried: why, in words."""
+    """A keeper cannot be made on its machine, and trying again would not help. The text gives the reason."""
 
 
 class Keeping(Protocol):
-    """A :class:`~headrace.wings.cluster.far.keeper.ProcessKeeper`, to whoever needs it."""
+    """A handle of a :class:`~headrace.wings.cluster.far.keeper.ProcessKeeper` on another machine."""
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """What the method will return; fails with :class:`KeeperLost` or :class:`KeeperUnusable`."""
+        """Call a method of the keeper. The future fails with :class:`KeeperLost` or :class:`KeeperUnusable`."""
         ...
 
     def kill(self) -> None:
-        """End it; its process ends with it."""
+        """End the keeper, and its process with it."""
         ...
 
 
 async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
-    """What was asked of a keeper. Raises :class:`KeeperLost`, :class:`KeeperUnusable`, ``TimeoutError``."""
+    """Return the result of ``answer``. Raises :class:`KeeperLost`, :class:`KeeperUnusable`, or ``TimeoutError`` after
+    ``timeout_s``."""
     await asyncio.wait([answer], timeout=timeout_s)
     if not answer.done():
         raise TimeoutError
@@ -48,7 +49,7 @@ async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
 
 
 class FarProcess:
-    """See :class:`~headrace.launch.child.Process`."""
+    """A process on another machine; see :class:`~headrace.launch.child.Process`."""
 
     def __init__(self, keeper: Keeping, pid: int, node: str, *, kept: bool) -> None:
         self._keeper, self._pid, self._node, self._kept = keeper, pid, node, kept
@@ -72,7 +73,7 @@ class FarProcess:
         return self._end.result().code if self._end.done() else None
 
     @property
-    def told_to_end(self) -> bool:
+    def accepts_shutdown(self) -> bool:
         return not self._kept
 
     async def wait(self) -> int:
@@ -80,7 +81,7 @@ class FarProcess:
         return self._end.result().code
 
     async def kill(self) -> None:
-        self._keeper.kill()  # the pipe that it holds is closed by that, and everything ends
+        self._keeper.kill()  # this closes the pipe to the process, which then ends
         await asyncio.wait([self._end], timeout=KILL_S)
         if not self._end.done():
             self._end.set_result(_gone("was ended, and its machine does not say that it is gone"))

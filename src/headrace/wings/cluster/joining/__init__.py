@@ -1,10 +1,9 @@
-"""Machines that join a run by themselves, with workers for its environments.
+"""Machines that join a run and offer workers for its environments.
 
-invitation.py  what such a machine has to know: a file in the run's directory
-door.py        where they come in, and what becomes of them: the run's side
-guest.py       one of them, as the run sees it
-node.py        the program ``headrace join``: their side
-relay.py       where neither reaches the other: what is between them, carried over a Redis server
-streams.py     one connection over its streams
-files.py       how many files may be open
+invitation.py  the file in the run's directory with which a machine joins
+door.py        the run's listener for machines that join, and the life of each machine
+guest.py       a machine that has joined, as the run sees it, and the processes started there
+node.py        the program ``headrace join`` on that machine
+relay.py       both ends of the connections over a Redis server, where the machines cannot reach each other
+streams.py     one connection as two streams of a Redis server
 """

@@ -1,4 +1,4 @@
-"""A machine that has joined a run, as the run sees it, and the processes that it starts there."""
+"""A machine that has joined a run (a guest), as the run sees it, and the processes that it starts there."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from headrace.base.types.messages.node import Do, Drop, Farewell, JoinRefused
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Process, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.launch.clients.shift import Gone
+from headrace.launch.clients.pool import MachineGone
 from headrace.launch.starts import Briefing, EnvironmentStart
-from headrace.wings.cluster.far.keeper import Begin, FarExit, NodeQuery, NodeReply
-from headrace.wings.cluster.far.paths import paths_of
+from headrace.wings.cluster.far.keeper import Begin, FarExit, NodeQuery, NodeReply, paths_of
 from headrace.wings.cluster.far.process import FarProcess, KeeperLost, KeeperUnusable, in_time
 
 LAST_S = 1.0
-"""How long it may take to hear a last word."""
+"""Longest wait for a machine's confirmation that it leaves, in seconds."""
 
 
 class GuestPeer(ForeignPeer):
-    """A machine that has joined, as the controller hears it."""
+    """The controller's connection to a machine that has joined."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.was_heard = True
-        """Since that was looked at last."""
+        """Whether a message came since the listener last checked."""
         self.leaving = asyncio.Event()
-        """Whether it wants to go."""
+        """Set when the machine asks to leave."""
         self.left = asyncio.Event()
-        """Whether it goes."""
+        """Set when the machine confirms that it leaves."""
 
     async def listen(self) -> None:
         try:
             await super().listen()
-        except RunError:  # it is not of this run
-            self.spoke.set()
+        except RunError:  # it sent a wrong token
+            self.reported.set()
 
     def handle(self, message: object) -> None:
         match message:
@@ -64,29 +63,30 @@ class GuestPeer(ForeignPeer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuestConfig:
-    """On which workers are started on machines that have joined."""
+    """The settings for workers on machines that have joined."""
 
     home: str
-    """The address of this machine, as those reach it; or the directory from which sockets are carried to them."""
+    """Address of this machine, as the others reach it; or the directory of the sockets that are relayed to them."""
     start_timeout_s: float
-    asked: NodeQuery
-    """What each is asked before: without the paths."""
+    """Longest time to start a worker there, in seconds."""
+    query: NodeQuery
+    """The query that precedes each start, without its paths."""
 
 
 class JoinedStarter:
-    """The same, as one that starts workers: see :class:`~headrace.launch.child.Starter`."""
+    """A machine that has joined, as a starter of workers; see :class:`~headrace.launch.child.Starter`."""
 
-    def __init__(self, peer: GuestPeer, channel: ControllerChannel, address: str, terms: GuestConfig) -> None:
+    def __init__(self, peer: GuestPeer, channel: ControllerChannel, address: str, config: GuestConfig) -> None:
         self.peer, self.channel, self.address = peer, channel, address
         self.gone = False
         self.broke = False
-        """Whether a connection to its channel broke, and it has not been heard since."""
-        self.home = terms.home
-        self._asked, self._timeout_s = terms.asked, terms.start_timeout_s
+        """Whether a connection of the machine's channel broke and the machine was not heard since."""
+        self.host_address = config.home
+        self._query, self._timeout_s = config.query, config.start_timeout_s
         self._num_keepers = 0
 
     async def send_away(self, word: Farewell | JoinRefused) -> None:
-        """Tell it why it is of no use any more."""
+        """Tell the machine that the run does not need it any more, or why it is refused, and close its channel."""
         if not self.gone:
             self.peer.send(word)
             with suppress(TimeoutError):
@@ -95,46 +95,47 @@ class JoinedStarter:
             self.close()
 
     def close(self) -> None:
-        """It is gone: whatever is waited for there is lost."""
+        """Mark the machine as gone: calls that wait for it fail."""
         if not self.gone:
             self.gone = True
             self.peer.close()
 
-    async def start(self, site: Rendezvous, errand: ProcessSpec) -> tuple[Peer, Process]:
-        """Raises :class:`~headrace.launch.clients.shift.Gone`, or what keeps it from being started there."""
-        assert isinstance(errand.start, EnvironmentStart)
+    async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
+        """Start a worker there. Raises :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, or
+        the reason why the worker cannot start."""
+        assert isinstance(spec.start, EnvironmentStart)
         keeper = _GuestKeeper(self, self._num_keepers)
         self._num_keepers += 1
         try:
-            return await self._started(keeper, site, errand, errand.start)
+            return await self._started(keeper, site, spec, spec.start)
         except BaseException as error:
             keeper.kill()
             if isinstance(error, KeeperLost):
-                raise Gone(str(error)) from None
+                raise MachineGone(str(error)) from None
             if isinstance(error, KeeperUnusable):
                 raise RunError(
-                    f"{errand.name} cannot be started on {self.address}: {error}", remedy="look at that machine"
+                    f"{spec.name} cannot be started on {self.address}: {error}", remedy="look at that machine"
                 ) from None
             if isinstance(error, TimeoutError):
                 raise DeadlineError(
-                    f"{self.address} has not started {errand.name} within {self._timeout_s:g} s",
+                    f"{self.address} has not started {spec.name} within {self._timeout_s:g} s",
                     remedy="is that machine overloaded?",
                 ) from None
             raise
 
     async def _started(
-        self, keeper: _GuestKeeper, site: Rendezvous, errand: ProcessSpec, start: EnvironmentStart
+        self, keeper: _GuestKeeper, site: Rendezvous, spec: ProcessSpec, start: EnvironmentStart
     ) -> tuple[Peer, Process]:
-        found = await self._look(keeper, start)
-        channel = ControllerChannel(site.directory, errand.name, controller.Message, host=self.home)
-        peer = errand.make_peer(channel)
+        found = await self._query_node(keeper, start)
+        channel = ControllerChannel(site.directory, spec.name, controller.Message, host=self.host_address)
+        peer = spec.make_peer(channel)
         try:
             order = Begin(
-                name=errand.name,
-                briefing=Briefing(start=start, ends=channel.ends),
+                name=spec.name,
+                briefing=Briefing(start=start, addresses=channel.addresses),
                 token=site.token,
-                num_threads=errand.num_threads,
-                log=str(site.logs / f"{errand.name}.log") if found.shared else "",
+                num_threads=spec.num_threads,
+                log=str(site.logs / f"{spec.name}.log") if found.shared else "",
             )
             pid = await in_time(keeper.call("begin", msgspec.json.encode(order)), self._timeout_s)
         except BaseException:
@@ -142,10 +143,12 @@ class JoinedStarter:
             raise
         return peer, FarProcess(keeper, pid, self.address, kept=start.keep is not None)
 
-    async def _look(self, keeper: _GuestKeeper, start: EnvironmentStart) -> NodeReply:
-        asked = msgspec.structs.replace(self._asked, paths=paths_of(start))
+    async def _query_node(self, keeper: _GuestKeeper, start: EnvironmentStart) -> NodeReply:
+        """Return what the machine has of what the environment needs. Raises :class:`~headrace.base.errors.ConfigError`
+        for a missing path."""
+        query = msgspec.structs.replace(self._query, paths=paths_of(start))
         found = msgspec.json.decode(
-            await in_time(keeper.call("look", msgspec.json.encode(asked)), self._timeout_s), type=NodeReply
+            await in_time(keeper.call("look", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
         )
         for path in found.missing.values():
             raise ConfigError(
@@ -156,7 +159,7 @@ class JoinedStarter:
 
 
 class _GuestKeeper:
-    """See :class:`~headrace.wings.cluster.far.process.Keeping`."""
+    """A handle of a keeper on a machine that has joined; see :class:`~headrace.wings.cluster.far.process.Keeping`."""
 
     def __init__(self, guest: JoinedStarter, number: int) -> None:
         self._guest, self._number = guest, number
@@ -181,7 +184,7 @@ class _GuestKeeper:
             else:
                 answer.set_result(done.result().answer)
                 return
-            answer.exception()  # whoever asked may have left
+            answer.exception()  # marks the error as seen, since the caller may have gone
 
         peer.expect(call, Done).add_done_callback(settle)
         peer.send(Do(call=call, keeper=self._number, what=method, asked=arguments[0] if arguments else b""))
@@ -196,7 +199,7 @@ _LOST = "was lost with its machine"
 
 
 def _is_sound(method: str, answer: bytes | int | float) -> bool:
-    """Whether a keeper can have said that."""
+    """Return whether ``answer`` has the type that ``method`` returns; a machine's answers are not trusted."""
     try:
         match method:
             case "look" | "ended":

@@ -1,4 +1,4 @@
-"""What a machine has to know to join a run: a file that only its user can read."""
+"""The invitation of a run: a file, readable by its user only, with which another machine joins the run."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.base.config.addresses import host_and_port
 from headrace.base.errors import ConfigError, DataError
-
-INVITATION_FILE = "join.json"
-"""In the run's directory, while the run takes others in."""
+from headrace.launch.config import INVITATION_FILE
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """To one run, as long as it lives."""
+    """An invitation to one run, valid as long as the run lives."""
 
     address: str
-    """``HOST:PORT``, or that of a Redis server."""
+    """``HOST:PORT`` of the run, or the URL of a Redis server."""
     key: str
-    """Of the door: without it nobody is even answered."""
+    """Public key of the listener; without it a connection gets no answer."""
     token: str
-    """Proves that the bearer was invited."""
+    """Secret that proves that the sender was invited."""
     relay: str = ""
-    """Under which name the run is reached over that server."""
+    """Name of the run on the Redis server; empty over TCP."""
     password_env: str = ""
-    """The environment variable that holds the server's password; empty: it wants none."""
+    """Environment variable with the Redis server's password; empty if it needs none."""
 
 
 def write_invitation(path: Path, invitation: Invitation) -> None:
-    """For the owner of the run to hand on."""
-    path.unlink(missing_ok=True)  # one of a run that was killed; with what rights it lies there nobody knows
+    """Write ``invitation`` to ``path``, readable by this user only."""
+    path.unlink(missing_ok=True)  # a killed run may have left one, with unknown permissions
     path.touch(0o600)
     path.write_bytes(msgspec.json.encode(invitation) + b"\n")
 
 
 def read_invitation(path: Path) -> Invitation:
-    """Raises :class:`~headrace.base.errors.DataError` where there is none, or nothing that is one."""
+    """Return the invitation at ``path``, a file or a run's directory. Raises :class:`~headrace.base.errors.DataError`
+    if there is none, or if the file is not an invitation."""
     if path.is_dir():
         path = path / INVITATION_FILE
     try:
@@ -53,15 +53,3 @@ def read_invitation(path: Path) -> Invitation:
             f"{path} is no invitation: {error}", remedy=f"name the {INVITATION_FILE} of a run's directory"
         ) from None
     return found
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """
-    >>> host_and_port("10.0.0.5:7781"), host_and_port("[fd00::5]:7781")
-    (('10.0.0.5', 7781), ('fd00::5', 7781))
-    """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"{address!r} is no address with a port", remedy="write HOST:PORT, as in 10.0.0.5:7781")
-    return host, int(port)

@@ -1,7 +1,7 @@
 """The program ``headrace join``: a machine that offers a run workers for its environments.
 
-It starts what the run asks for, each process kept as on a cluster (far/keeper.py), and tells how it ended. Where the
-run ends, or the connection to it breaks, all that it has started ends too.
+It starts the processes that the run orders, each with a keeper as on a cluster (far/keeper.py), and reports how they
+ended. When the run ends, or the connection to it breaks, all processes that it has started end too.
 """
 
 from __future__ import annotations
@@ -23,80 +23,80 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from headrace import __version__
+from headrace.base import __version__
 from headrace.base.clock import RealClock
+from headrace.base.config.addresses import host_and_port
 from headrace.base.environ import secret
 from headrace.base.errors import ConfigError, DataError, DeadlineError, RunError
 from headrace.base.types.messages import node
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Alive, Done, Failure, Leaving, Left, Ready
 from headrace.base.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
-from headrace.launch.channel import Ends, PartChannel, admitted
+from headrace.launch.channel import ChannelAddresses, PartChannel, present_key
 from headrace.launch.starts import EnvironmentStart
 from headrace.wings.cluster.far.keeper import Begin, ProcessKeeper
-from headrace.wings.cluster.joining.files import open_files
-from headrace.wings.cluster.joining.invitation import Invitation, host_and_port, read_invitation
-from headrace.wings.cluster.joining.relay import DOOR, RelayRoute, dialling
-from headrace.wings.cluster.joining.streams import RedisStreams, Unreached
+from headrace.wings.cluster.joining.invitation import Invitation, read_invitation
+from headrace.wings.cluster.joining.relay import JOIN_SOCKET, RelayRoute, open_files, relay_from_machine
+from headrace.wings.cluster.joining.streams import RedisStreams, RedisUnreachable
 
 ANSWER_S = 10.0
-"""How long a door may take to answer a knock."""
-AGAIN_S = 2.0
-"""After which time a run that is not there yet is looked for again."""
+"""Longest wait for the answer to a request to join, in seconds."""
+RETRY_S = 2.0
+"""Seconds between two attempts to find a run that does not answer."""
 WAIT_S = 0.5
-"""How long to wait for orders at a time."""
+"""Longest wait for orders at a time, in seconds."""
 ALIVE_S = 1.0
-"""How often a machine tells that it is there."""
+"""Seconds between two heartbeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a machine offers."""
+    """The offer of a machine to a run."""
 
     workers: int
-    """Processes."""
+    """Number of worker processes."""
     entry: str = ""
-    """Where it has the environment; empty: under the path that the run names."""
+    """The environment's entry on this machine; empty: the one that the run names."""
     wait_s: float = 0.0
-    """How long it waits for a run that takes it in."""
+    """Seconds to wait for a run that admits this machine."""
     password_env: str = ""
-    """Environment variable that holds the password of the Redis server; empty: the one that the run names."""
+    """Environment variable with the password of the Redis server; empty: the one that the run names."""
 
 
-class NobodyThere(DeadlineError):
+class RunUnreachable(DeadlineError):
     """No run answers at the address of an invitation."""
 
 
 def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
-    """Work for the run whose invitation lies at ``path``, until it ends, or until a signal asks to leave; ``say`` hears
-    what goes on.
+    """Work for the run whose invitation is at ``path`` until the run ends, or until a signal asks to leave. ``say`` is
+    called with lines for the user.
 
-    Raises :class:`~headrace.base.errors.DataError` where there is no invitation, :class:`NobodyThere` where nobody
-    answers; :class:`~headrace.base.errors.RunError` where the run refuses this machine, or the connection to it breaks.
+    Raises :class:`~headrace.base.errors.DataError` if there is no invitation, :class:`RunUnreachable` if no run
+    answers, and :class:`~headrace.base.errors.RunError` if the run refuses this machine, or if the connection breaks.
     """
     asyncio.run(_join(path, offer, say))
 
 
 async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
-    clock, told = RealClock(), False
+    clock, is_reported = RealClock(), False
     until_s = clock.now() + offer.wait_s
     while True:
         try:
-            invitation = read_invitation(path)  # anew each time: a run that begins again writes another
-            async with _way(invitation, offer, say) as way:
-                await _serve(invitation, await _knocked(invitation, offer, way), way, say)
+            invitation = read_invitation(path)  # read again each time: a run that starts again writes a new one
+            async with _route_to_run(invitation, offer, say) as route:
+                await _serve(invitation, await _request_to_join(invitation, offer, route), route, say)
             return
-        except (NobodyThere, DataError) as error:
-            if clock.now() + AGAIN_S > until_s:
+        except (RunUnreachable, DataError) as error:
+            if clock.now() + RETRY_S > until_s:
                 raise
-            if not told:
+            if not is_reported:
                 say(f"waiting for the run: {error.problem}")
-                told = True
-        await asyncio.sleep(AGAIN_S)
+                is_reported = True
+        await asyncio.sleep(RETRY_S)
 
 
-class _Direct:
-    """To a run that this machine reaches over TCP: every address leads where it says."""
+class _DirectRoute:
+    """The route to a run that this machine reaches over TCP: every address is used as it is."""
 
     programs = ""
 
@@ -105,9 +105,11 @@ class _Direct:
 
 
 @asynccontextmanager
-async def _way(invitation: Invitation, offer: Offer, say: Callable[[str], None]) -> AsyncIterator[_Direct | RelayRoute]:
+async def _route_to_run(
+    invitation: Invitation, offer: Offer, say: Callable[[str], None]
+) -> AsyncIterator[_DirectRoute | RelayRoute]:
     if not invitation.relay:
-        yield _Direct()
+        yield _DirectRoute()
         return
     open_files()
     variable = offer.password_env or invitation.password_env
@@ -118,49 +120,49 @@ async def _way(invitation: Invitation, offer: Offer, say: Callable[[str], None])
         )
     streams = RedisStreams(invitation.address, invitation.relay, secret(variable) or None, say)
     try:
-        async with dialling(streams) as way:
-            yield way
-    except Unreached as error:
-        raise NobodyThere(error.problem, remedy=error.remedy) from None
+        async with relay_from_machine(streams) as route:
+            yield route
+    except RedisUnreachable as error:
+        raise RunUnreachable(error.problem, remedy=error.remedy) from None
 
 
-async def _knocked(invitation: Invitation, offer: Offer, way: _Direct | RelayRoute) -> Welcome:
-    knock = JoinRequest(
+async def _request_to_join(invitation: Invitation, offer: Offer, route: _DirectRoute | RelayRoute) -> Welcome:
+    request = JoinRequest(
         token=invitation.token,
         headrace=__version__,
         address=_own_address(invitation),
         workers=offer.workers,
-        entry=_found_from_anywhere(offer.entry),
-        programs=way.programs,
+        entry=_absolute_entry(offer.entry),
+        programs=route.programs,
     )
     codec = MessageCodec(AtTheDoor)
-    address = await way.to(DOOR if invitation.relay else f"tcp://{invitation.address}")
+    address = await route.to(JOIN_SOCKET if invitation.relay else f"tcp://{invitation.address}")
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
         try:
-            admitted(line, address, invitation.key)
+            present_key(line, address, invitation.key)
         except zmq.ZMQError:
             raise DataError("the key in the invitation is none", remedy="copy the whole file again") from None
         line.connect(address)
         try:
-            async with asyncio.timeout(ANSWER_S):  # where the connection has ended before, nothing can be sent either
-                await line.send(codec.encode(knock))
-                said = await line.recv()
+            async with asyncio.timeout(ANSWER_S):  # sending waits too, where the connection has ended
+                await line.send(codec.encode(request))
+                data = await line.recv()
         except TimeoutError:
-            raise NobodyThere(
-                f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run takes others in there, or not "
-                "whoever has this invitation",
+            raise RunUnreachable(
+                f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run admits machines there, or "
+                "it has another key than this invitation",
                 remedy="is the run still going on, is this its newest invitation, and may this machine open TCP "
                 "connections to that one?",
             ) from None
-        answer = _understood(codec, said)
+        answer = _decode(codec, data)
     if isinstance(answer, JoinRefused):
         raise RunError(f"the run refuses this machine: {answer.problem}", remedy=answer.remedy)
     assert isinstance(answer, Welcome)
     return answer
 
 
-def _understood(codec: MessageCodec, data: bytes) -> object:
+def _decode(codec: MessageCodec, data: bytes) -> object:
     try:
         return codec.decode(data)
     except msgspec.DecodeError as error:
@@ -169,80 +171,84 @@ def _understood(codec: MessageCodec, data: bytes) -> object:
         ) from None
 
 
-def _found_from_anywhere(entry: str) -> str:
-    """A ``file.py:name`` of this directory by its whole path; anything else is a command, or what a bridge leads to."""
+def _absolute_entry(entry: str) -> str:
+    """Return ``entry`` with an absolute path if it is a ``file.py:name`` in the current directory. Other entries are
+    commands, or names of a bridge."""
     path, colon, name = entry.rpartition(":")
     return f"{Path(path).absolute()}:{name}" if colon and Path(path).is_file() else entry
 
 
 def _own_address(invitation: Invitation) -> str:
-    """Of this machine, on the way to the run."""
+    """Return the address of this machine on its route to the run."""
     server = urlsplit(invitation.address)
     if server.scheme == "unix":
         return "127.0.0.1"
     host, port = (server.hostname, server.port or 6379) if invitation.relay else host_and_port(invitation.address)
     try:
-        (family, _, _, _, there), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(there)  # of a datagram: nothing is sent
-            return str(way.getsockname()[0])
-    except (OSError, UnicodeError) as error:  # the latter: that is no name of a machine
-        raise NobodyThere(
+        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
+        raise RunUnreachable(
             f"no way leads from this machine to {invitation.address}: {error}",
             remedy="is launch.join an address by which this machine reaches that one?",
         ) from None
 
 
 async def _serve(
-    invitation: Invitation, welcome: Welcome, way: _Direct | RelayRoute, say: Callable[[str], None]
+    invitation: Invitation, welcome: Welcome, route: _DirectRoute | RelayRoute, say: Callable[[str], None]
 ) -> None:
     loop = asyncio.get_running_loop()
-    ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
+    receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
-    ends = await _ends_here(Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key), way)
+    ends = await _local_ends(ChannelAddresses(orders=welcome.orders, reports=welcome.reports, key=welcome.key), route)
     on_broken = partial(loop.call_soon_threadsafe, _give_up, ended, _BROKEN)
     channel = await asyncio.to_thread(PartChannel, ends, node.Message, on_broken)
     try:
         async with asyncio.TaskGroup() as tasks:
-            desk = _NodeDispatcher(
-                channel=channel, address=_own_address(invitation), way=way, ended=ended, say=say, tasks=tasks
+            dispatcher = _NodeDispatcher(
+                channel=channel, address=_own_address(invitation), route=route, ended=ended, say=say, tasks=tasks
             )  # fmt: skip
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, desk.leave)
-            desk.tell(Ready(token=welcome.token, pid=os.getpid(), facts={}))
+                loop.add_signal_handler(number, dispatcher.leave)
+            dispatcher.tell(Ready(token=welcome.token, pid=os.getpid(), facts={}))
             say(f"joined the run at {invitation.address}; Ctrl-C leaves it")
-            hearing, telling = tasks.create_task(_hear(desk, ears)), tasks.create_task(_tell_that_it_lives(desk))
+            receiving, heartbeats = (
+                tasks.create_task(_receive_orders(dispatcher, receiver)),
+                tasks.create_task(_send_heartbeats(dispatcher)),
+            )
             await asyncio.wait([ended])
-            telling.cancel()
-            await asyncio.wait([hearing])  # no socket is closed while another thread reads it
-            await desk.drop_all()
+            heartbeats.cancel()
+            await asyncio.wait([receiving])  # no socket is closed while another thread reads it
+            await dispatcher.drop_all()
         ended.result()
     finally:
-        await asyncio.to_thread(channel.close)  # what was said last may be carried meanwhile
-        ears.shutdown()
+        await asyncio.to_thread(channel.close)  # what was data last may be carried meanwhile
+        receiver.shutdown()
 
 
-async def _ends_here(ends: Ends, way: _Direct | RelayRoute) -> Ends:
-    """Where they are reached from this machine."""
-    return msgspec.structs.replace(ends, orders=await way.to(ends.orders), reports=await way.to(ends.reports))
+async def _local_ends(ends: ChannelAddresses, route: _DirectRoute | RelayRoute) -> ChannelAddresses:
+    """Return the channel's addresses as they are reached from this machine."""
+    return msgspec.structs.replace(ends, orders=await route.to(ends.orders), reports=await route.to(ends.reports))
 
 
-async def _hear(desk: _NodeDispatcher, ears: ThreadPoolExecutor) -> None:
+async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecutor) -> None:
     loop = asyncio.get_running_loop()
-    while not desk.ended.done():
+    while not dispatcher.ended.done():
         try:
-            messages = await loop.run_in_executor(ears, desk.channel.receive, WAIT_S)
+            messages = await loop.run_in_executor(receiver, dispatcher.channel.receive, WAIT_S)
         except msgspec.DecodeError as error:
             words = f"the run says something that is no message: {error}"
-            _give_up(desk.ended, RunError(words, remedy="use one version of headrace"))
+            _give_up(dispatcher.ended, RunError(words, remedy="use one version of headrace"))
             return
         for message in messages:
-            desk.obey(message)
+            dispatcher.handle(message)
 
 
-async def _tell_that_it_lives(desk: _NodeDispatcher) -> None:
+async def _send_heartbeats(dispatcher: _NodeDispatcher) -> None:
     while True:
-        desk.tell(Alive())
+        dispatcher.tell(Alive())
         await asyncio.sleep(ALIVE_S)
 
 
@@ -259,25 +265,25 @@ _BROKEN = RunError(
 
 @dataclass(slots=True, kw_only=True)
 class _NodeDispatcher:
-    """The processes that run here for the run."""
+    """The orders of the run, and the keepers of the processes that run here."""
 
     channel: PartChannel
     address: str
-    way: _Direct | RelayRoute
+    route: _DirectRoute | RelayRoute
     ended: asyncio.Future[None]
     say: Callable[[str], None]
     tasks: asyncio.TaskGroup
     keepers: dict[int, ProcessKeeper] = field(default_factory=dict)
     watched: set[int] = field(default_factory=set)
-    """Keepers of which the run waits for the end."""
+    """Numbers of the keepers whose process's end the run waits for."""
     asked_to_leave: bool = False
 
     def tell(self, message: object) -> None:
-        """Tell the run, unless it cannot be reached."""
+        """Send ``message`` to the run; it is dropped if the run cannot be reached."""
         with contextlib.suppress(zmq.Again):
             self.channel.send(message)
 
-    def obey(self, message: node.Message) -> None:
+    def handle(self, message: node.Message) -> None:
         match message:
             case Do():
                 self.tasks.create_task(self._do(message))
@@ -293,7 +299,7 @@ class _NodeDispatcher:
                 self.ended.set_result(None)
 
     def leave(self) -> None:
-        """What runs here may end; the second time, it does."""
+        """Ask the run to end its episodes here; the second time, leave at once."""
         if not self.asked_to_leave:
             self.asked_to_leave = True
             self.say("leaving, when the episodes that run here have ended; Ctrl-C again: at once")
@@ -302,7 +308,7 @@ class _NodeDispatcher:
             self.ended.set_result(None)
 
     async def drop_all(self) -> None:
-        """Nothing that was started here is left."""
+        """End all processes that were started here."""
         await asyncio.gather(*(self._drop(number) for number in self.keepers))
 
     async def _do(self, order: Do) -> None:
@@ -314,7 +320,7 @@ class _NodeDispatcher:
                 case "look":
                     answer = keeper.look(order.asked)
                 case "begin":
-                    answer = await keeper.begin(await self._to_begin(order.asked))
+                    answer = await keeper.begin(await self._checked_start(order.asked))
                 case "computed_s":
                     answer = await keeper.computed_s()
                 case "halted":
@@ -328,13 +334,16 @@ class _NodeDispatcher:
         else:
             self.tell(Done(call=order.call, answer=answer))
 
-    async def _to_begin(self, asked: bytes) -> bytes:
-        """An order to begin, of an environment and nothing else, with the ends where they are reached from here."""
+    async def _checked_start(self, asked: bytes) -> bytes:
+        """Return the :class:`Begin` in ``asked`` with the channel's addresses as they are reached from here. Raises
+        :class:`~headrace.base.errors.RunError` unless it starts an environment."""
         begin = msgspec.json.decode(asked, type=Begin)
         if not isinstance(begin.briefing.start, EnvironmentStart):
             what = type(begin.briefing.start).__name__
             raise RunError(f"the run wants to start {what} here", remedy="only environments run here")
-        briefing = msgspec.structs.replace(begin.briefing, ends=await _ends_here(begin.briefing.ends, self.way))
+        briefing = msgspec.structs.replace(
+            begin.briefing, addresses=await _local_ends(begin.briefing.addresses, self.route)
+        )
         return msgspec.json.encode(msgspec.structs.replace(begin, briefing=briefing))
 
     async def _drop(self, number: int) -> None:

@@ -1,12 +1,15 @@
-"""Connections that are carried over a Redis server, where no TCP connection leads from one machine to the other.
+"""Connections over a Redis server, for machines between which no TCP connection is possible.
 
-    who dials ───up──▶ who is dialled     a stream each way, for each connection. Its entries are what was read of a
-              ◀─down──                    socket, numbered 1, 2, ... without a gap; the last number there is is the end
+    machine that dials ───up──▶ machine that is dialled
+                       ◀─down──
 
-A writer is at most ``AHEAD`` entries ahead of its reader, who deletes what it has written to its own socket. Whatever
-is not the next entry ends the connection, and so does every error of the server: something may be missing then. What
-they carry is for the two ends of the connection to judge, and is not looked at. All keys expire, for nobody may be left
-who could delete them.
+Each connection is two streams. The entries of a stream are the data read from a socket, numbered 1, 2, ... without a
+gap; the largest possible number marks the end.
+
+A writer is at most ``AHEAD`` entries ahead of its reader, who deletes the entries that it has written to its own
+socket. An entry with an unexpected number ends the connection, and so does every error of the server, because data may
+be missing then. The data are not inspected: the ends of the connection protect them. All keys expire, since both ends
+may die without deleting them.
 """
 
 from __future__ import annotations
@@ -22,31 +25,31 @@ from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.node import Dial
 
 ENTRY_BYTES = 1 << 18
-"""Of one entry, at most. One is on its way at a time."""
+"""Largest size of one entry, in bytes. One entry is in transit at a time."""
 AHEAD = 8
-"""Entries of one stream that wait to be read, at most: 2 MiB."""
+"""Largest number of entries of one stream that wait to be read: 2 MiB."""
 UNREAD_S = 60.0
-"""A connection of which nothing is taken for so long is ended."""
+"""Seconds after which a connection ends whose reader takes nothing."""
 KEPT_S = 120
-"""Keys that nobody writes to any more are gone after this time."""
+"""Seconds after the last write in which a key expires."""
 ENDED_S = 10
-"""The same, where one side has ended a connection, and the other has not heard of it."""
+"""Seconds in which the end marker of a connection expires if the other side does not read it."""
 REACHED_S = 10.0
-"""How long a server may be away when it is first asked."""
+"""Longest time in seconds for the first connection to the server."""
 ANSWER_S = 10.0
-"""How long one answer may take."""
+"""Longest wait for one answer of the server, in seconds."""
 BLOCK_S = 5.0
-"""How long to wait for an entry at a time."""
-AGAIN_S = 1.0
-"""After which time a server that is away is asked again."""
-ROOM_S = 0.02
-"""After which time a stream that was full is looked at again."""
+"""Longest wait for an entry at a time, in seconds."""
+RETRY_S = 1.0
+"""Seconds between two attempts to reach a server that fails."""
+FULL_S = 0.02
+"""Seconds between two attempts to append to a full stream."""
 DIALS = 256
-"""Of them so many may wait."""
+"""Largest number of dials that wait; older ones are discarded."""
 MAX_CONNECTIONS = 1 << 16
-"""To the server. Each that is carried waits in one of its own."""
+"""Largest number of connections to the server. Each carried connection blocks one while it waits for entries."""
 END = f"{(1 << 64) - 1}-0".encode()
-"""Nothing can follow it."""
+"""The largest number of an entry, which marks the end of a stream."""
 
 _APPEND = """
 if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[1]) then return 0 end
@@ -65,29 +68,29 @@ end
 redis.call('DEL', KEYS[2])
 """
 
-Local = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-"""A connection of this machine."""
+LocalConnection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+"""A connection of this machine, as reader and writer."""
 
 
-class Garbled(Exception):
-    """A connection cannot go on: why, in words."""
+class ConnectionBroken(Exception):
+    """A connection cannot continue. The text gives the reason."""
 
 
-class Unreached(DeadlineError):
-    """A server that does not answer when it is first asked."""
+class RedisUnreachable(DeadlineError):
+    """The server does not answer at the first connection."""
 
 
 class RedisStreams:
-    """Those of one run, on one server."""
+    """The streams of one run on one Redis server."""
 
     def __init__(self, url: str, name: str, password: str | None, tell: Callable[[str], None]) -> None:
-        """``name``: of the run, drawn for it. ``tell`` hears what goes wrong."""
+        """Make a client. ``name`` is the run's random name on the server; ``tell`` is called with warnings."""
         self.where = without_password(url)
         package = redis_package(f"the way over {self.where}")
-        self.errors: tuple[type[Exception], ...] = (package.RedisError, OSError, Garbled)
-        """By which a connection ends."""
-        self._package, self._tell = package, tell
-        self._told: set[str] = set()
+        self.errors: tuple[type[Exception], ...] = (package.RedisError, OSError, ConnectionBroken)
+        """The errors that end a connection."""
+        self._package, self._say = package, tell
+        self._warned: set[str] = set()
         self._prefix = f"headrace:join:{name}"
         self._codec = MessageCodec(Dial)
         try:
@@ -101,9 +104,9 @@ class RedisStreams:
             ) from None
         self._append, self._end = (self._redis.register_script(script) for script in (_APPEND, _END))
 
-    async def reach(self) -> None:
-        """Raises :class:`Unreached` where the server does not answer,
-        :class:`~headrace.base.errors.ConfigError` where it refuses to."""
+    async def connect(self) -> None:
+        """Wait until the server answers. Raises :class:`RedisUnreachable` if it does not, and
+        :class:`~headrace.base.errors.ConfigError` if it refuses this client."""
         package, clock = self._package, RealClock()
         until_s = clock.now() + REACHED_S
         while True:
@@ -121,81 +124,81 @@ class RedisStreams:
                         "on a machine that joins --password-env",
                     ) from None
                 if clock.now() > until_s:
-                    raise Unreached(
+                    raise RedisUnreachable(
                         f"the Redis server at {self.where} does not answer for {REACHED_S:g} s: {error}",
                         remedy="start it, and let this machine reach it there",
                     ) from None
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """Let go of the server."""
+        """Close the connections to the server."""
         await self._redis.aclose()
 
-    def trouble(self, words: str) -> None:
-        """Tell it, once until something is dialled again."""
-        if words not in self._told:
-            self._told.add(words)
-            self._tell(f"the Redis server at {self.where}: {words}")
+    def warn(self, words: str) -> None:
+        """Report a problem, once until a dial succeeds again."""
+        if words not in self._warned:
+            self._warned.add(words)
+            self._say(f"the Redis server at {self.where}: {words}")
 
     def recovered(self) -> None:
-        """Tell that it works again."""
-        self._told.clear()
-        self._tell(f"the Redis server at {self.where} is back")
+        """Report that the server works again."""
+        self._warned.clear()
+        self._say(f"the Redis server at {self.where} is back")
 
     # -- dials -------------------------------------------------------------------------------------------------------
 
     async def dial(self, dial: Dial) -> None:
-        """Have a connection taken on the other side."""
+        """Ask the run to open a connection."""
         key = self._key("dials")
         async with self._redis.pipeline() as pipe:
             pipe.xadd(key, {"data": self._codec.encode(dial)}, maxlen=DIALS)
             pipe.expire(key, KEPT_S)
             await pipe.execute()
 
-    async def dialled(self) -> list[bytes]:
-        """The dials that wait; waits a while for the first. Whatever stands there in their place is left out."""
+    async def next_dials(self) -> list[bytes]:
+        """Return the dials that wait, or wait a while for the first. The data are not checked."""
         key = self._key("dials")
         entries = await self._read(key, 0, DIALS)
         if entries:
             await self._redis.xdel(key, *(entry for entry, _ in entries))
-            self._told.clear()
+            self._warned.clear()
         return [data for _, data in entries]
 
     async def forget_dials(self) -> None:
-        """Nobody takes any more."""
+        """Delete the dials that wait, when the run stops accepting them."""
         with suppress(*self.errors):
             await self._redis.delete(self._key("dials"))
 
     # -- connections -------------------------------------------------------------------------------------------------
 
     def up(self, number: int) -> str:
-        """From who dials to who is dialled."""
+        """Return the key of the stream from the machine that dials."""
         return self._key(f"{number:x}:up")
 
     def down(self, number: int) -> str:
-        """Back."""
+        """Return the key of the stream to the machine that dials."""
         return self._key(f"{number:x}:down")
 
-    async def carry(self, local: Local, *, outward: str, inward: str) -> None:
-        """Carry a connection until one of its ends closes, or something keeps it from going on; it is closed then."""
+    async def carry(self, local: LocalConnection, *, outward: str, inward: str) -> None:
+        """Carry a connection until one of its ends closes or an error occurs, then close it."""
         reader, writer = local
         try:
             async with asyncio.TaskGroup() as group:
                 sending = group.create_task(self._send(reader, outward))
-                taking = group.create_task(self._take(inward, writer))
-                await asyncio.wait({sending, taking}, return_when=asyncio.FIRST_COMPLETED)
+                receiving = group.create_task(self._receive(inward, writer))
+                await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
                 sending.cancel()
-                taking.cancel()
+                receiving.cancel()
         except* self.errors as errors:
             for error in errors.exceptions:
-                if not isinstance(error, OSError):  # that a socket of this machine breaks is nothing to be told
-                    self.trouble(f"a connection over it has ended: {error}")
+                if not isinstance(error, OSError):  # a broken socket of this machine is no problem of the server
+                    self.warn(f"a connection over it has ended: {error}")
         finally:
             await self.end(outward, inward)
             await _closed(writer)
 
     async def end(self, outward: str, inward: str) -> None:
-        """Say that there is no more; or, where the other side has said so, leave nothing."""
+        """Mark the end of the connection; if the other side has already done so, delete its streams."""
         with suppress(*self.errors):
             await self._end(keys=[outward, inward], args=[END, ENDED_S])
 
@@ -206,33 +209,33 @@ class RedisStreams:
             until_s = clock.now() + UNREAD_S
             while not await self._append(keys=[key], args=[AHEAD, f"{number}-0", data, KEPT_S]):
                 if clock.now() > until_s:
-                    raise Garbled(f"the other side has taken nothing for {UNREAD_S:g} s")
-                await asyncio.sleep(ROOM_S)
+                    raise ConnectionBroken(f"the other side has taken nothing for {UNREAD_S:g} s")
+                await asyncio.sleep(FULL_S)
 
-    async def _take(self, key: str, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, key: str, writer: asyncio.StreamWriter) -> None:
         number = 0
-        taken: list[bytes] = []
+        done: list[bytes] = []
         while True:
-            entries = await self._read(key, number, AHEAD, taken)
+            entries = await self._read(key, number, AHEAD, done)
             for entry, data in entries:
                 if entry == END:
                     return
                 number += 1
                 if entry != f"{number}-0".encode() or not 0 < len(data) <= ENTRY_BYTES:
-                    raise Garbled("somebody else writes, or its entries are lost")
+                    raise ConnectionBroken("somebody else writes, or its entries are lost")
                 writer.write(data)
             async with asyncio.timeout(UNREAD_S):
                 await writer.drain()
-            taken = [entry for entry, _ in entries]
+            done = [entry for entry, _ in entries]
 
     async def _read(
-        self, key: str, after: int, count: int, taken: Sequence[bytes] = ()
+        self, key: str, after: int, count: int, done: Sequence[bytes] = ()
     ) -> Sequence[tuple[bytes, bytes]]:
-        """Number and data of what is there behind ``after``; waits a while for the first. Those that were ``taken``
-        before are deleted."""
+        """Return number and data of the entries after ``after``, or wait a while for the first. Delete the entries that
+        were read before."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            if taken:
-                pipe.xdel(key, *taken)
+            if done:
+                pipe.xdel(key, *done)
             pipe.xread({key: f"{after}-0"}, count=count, block=int(1e3 * BLOCK_S))
             *_, found = await pipe.execute()
         return [(entry, fields.get(b"data", b"")) for _, entries in found for entry, fields in entries]

@@ -1,6 +1,64 @@
-"""Processes on the nodes of a Ray cluster, each kept by an actor (far/keeper.py).
+"""Processes on the nodes of a Ray cluster, each started and watched by an actor (far/keeper.py).
 
-fit.py        what a run on a cluster cannot be, refused when its file is read
-cluster.py    the only file that imports Ray: nodes, room, actors, their ends
-starter.py    which process on which part of the room
+fit.py        refuses settings that a run on a cluster cannot have
+cluster.py    the only file that imports Ray: nodes, resources, actors
+starter.py    chooses the resources and the node of each process
 """
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+from headrace.launch.config import ClusterLaunch, Launcher
+
+if TYPE_CHECKING:
+    # imported when a run uses a cluster
+    from headrace.engine.fleet import FleetConfig
+    from headrace.launch.child import Starter
+    from headrace.launch.config import LaunchConfig
+    from headrace.launch.order import LaunchOrder
+    from headrace.learner import LearnerConfig
+    from headrace.models.devices import Devices
+    from headrace.sync import SyncConfig
+
+
+def _starting(order: LaunchOrder) -> AbstractAsyncContextManager[Starter]:
+    from headrace.wings.cluster.ray.starter import starting_on_ray
+
+    return starting_on_ray(order)
+
+
+def _refuse(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
+    from headrace.wings.cluster.ray.fit import refuse_misfit
+
+    refuse_misfit(launch, engine, learner, sync)
+
+
+def _devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
+    from headrace.wings.cluster.ray.cluster import refuse_absent
+    from headrace.wings.cluster.ray.fit import devices_of
+
+    refuse_absent()
+    return devices_of(launch, num_engines, num_ranks)
+
+
+def _threads(launch: LaunchConfig, role: str) -> int:
+    share = launch.ray.engine if role == "engine" else launch.ray.learner
+    return max(1, int(share.cpus))
+
+
+def _sentence(launch: LaunchConfig, num_engines: int, num_ranks: int) -> str:
+    ray = launch.ray
+    learner = "the learner" if num_ranks == 1 else f"each of {num_ranks} ranks of the learner"
+    engine = "the engine" if num_engines == 1 else f"each of {num_engines} engines"
+    return (
+        f"On the Ray cluster {ray.address!r}: {learner} asks for {ray.learner}, {engine} for {ray.engine}; the "
+        "controller stays here."
+    )
+
+
+RAY = Launcher(
+    starting=_starting,
+    cluster=ClusterLaunch(refuse=_refuse, devices=_devices, threads=_threads, sentence=_sentence),
+)

@@ -1,6 +1,6 @@
-"""Ray, as far as a run needs it. The only file that imports it.
+"""The access to Ray. No other file imports it.
 
-What goes over Ray is a few strings and numbers of the launcher's own: no weights, episodes or messages of the run.
+Only a few strings and numbers of the launcher are sent through Ray: no weights, episodes or messages of the run.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from headrace.wings.cluster.far.keeper import ProcessKeeper
 from headrace.wings.cluster.far.process import KeeperLost, KeeperUnusable
 
 REACH_S = 10.0
-"""How long the head of a cluster may take to answer at all."""
+"""Longest wait for the head of the cluster to accept a connection, in seconds."""
 LOOK_S = 0.5
-"""How often the cluster is asked whether there is room by now."""
+"""Seconds between two checks whether the cluster has the resources."""
 GB = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """A machine of the cluster that is there."""
+    """A machine of the cluster that is alive."""
 
     address: str
     cpus: float
-    """Cores, as the cluster counts them."""
+    """Number of CPU cores, as the cluster counts them."""
     gpus: float
-    """GPUs, likewise."""
+    """Number of GPUs, as the cluster counts them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One keeper."""
+    """A keeper as a Ray actor."""
 
     handle: Any
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """See :class:`~headrace.wings.cluster.far.process.Keeping`."""
+        """Call a method of the keeper; see :class:`~headrace.wings.cluster.far.process.Keeping`."""
         bound = getattr(self.handle, method)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        def settle(said: asyncio.Future[Any]) -> None:
-            error = None if said.cancelled() else said.exception()
-            if said.cancelled() or answer.done():
+        def settle(reply: asyncio.Future[Any]) -> None:
+            error = None if reply.cancelled() else reply.exception()
+            if reply.cancelled() or answer.done():
                 return
             if error is None:
-                answer.set_result(said.result())
+                answer.set_result(reply.result())
             else:
-                answer.set_exception(misfortune(error))
-                answer.exception()  # whoever asked may have left
+                answer.set_exception(keeper_error(error))
+                answer.exception()  # marks the error as seen, since the caller may have gone
 
         asyncio.wrap_future(bound.remote(*arguments).future()).add_done_callback(settle)
         return answer
 
     def kill(self) -> None:
-        """End it; its process ends with it."""
+        """End the actor, and its process with it."""
         import ray
 
         with suppress(Exception):  # the cluster may be gone
@@ -70,7 +70,8 @@ class Actor:
 
 
 async def _refuse_unreachable(address: str) -> None:
-    """Ray itself would try for minutes. Only of HOST:PORT; the other forms it looks up by itself."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if no program listens at ``address``, a ``HOST:PORT``, since Ray
+    itself would retry for minutes. Other forms of addresses are resolved by Ray."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return
@@ -90,25 +91,26 @@ def _no_cluster(address: str, why: str) -> ConfigError:
     )
 
 
-def misfortune(error: BaseException) -> KeeperLost | KeeperUnusable:
-    """What an error of Ray means for the actor that was asked."""
+def keeper_error(error: BaseException) -> KeeperLost | KeeperUnusable:
+    """Return what an error of Ray means for the keeper in the actor."""
     from ray import exceptions
 
     made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
     if made or "creation task" in str(error):
         return KeeperUnusable(_last_line(error))
-    return KeeperLost(_why(error))
+    return KeeperLost(_end_reason(error))
 
 
 class RayReservation:
-    """What the cluster holds for the run: a bundle for each part that is always there."""
+    """The resources that the cluster holds for the run: a bundle for each part that runs all the time."""
 
     def __init__(self, group: Any, parts: Sequence[tuple[str, ResourceShare]]) -> None:
         self._group = group
         self._places = {name: place for place, (name, _) in enumerate(parts)}
 
     def strategy(self, name: str) -> Any:
-        """Where that part is to be; parts that come and go have no bundle, and are spread."""
+        """Return the scheduling strategy of the part ``name``. Parts that come and go have no bundle, and are spread
+        over the nodes."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if name not in self._places:
@@ -117,15 +119,16 @@ class RayReservation:
 
 
 class RayCluster:
-    """A cluster that this process belongs to."""
+    """A cluster that this process has joined."""
 
     def __init__(self, *, ours: bool) -> None:
         self._ours = ours
-        self._room: Any = None
+        self._placement_group: Any = None
 
     @classmethod
     async def joined(cls, address: str) -> RayCluster:
-        """Join it, unless this process has; :class:`~headrace.base.errors.ConfigError` where there is none."""
+        """Join the cluster at ``address``, unless this process has joined one. Raises
+        :class:`~headrace.base.errors.ConfigError` if there is none."""
         import ray
 
         if ray.is_initialized():
@@ -133,7 +136,7 @@ class RayCluster:
         await _refuse_unreachable(address)
         noisy = logging.getLogger("ray")
         before = noisy.level
-        noisy.setLevel(logging.ERROR)  # of what it says at its start nothing is for users
+        noisy.setLevel(logging.ERROR)  # its messages at start are not meant for users
         try:
             await asyncio.to_thread(ray.init, address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -143,43 +146,42 @@ class RayCluster:
         return cls(ours=True)
 
     async def leave(self) -> None:
-        """Give back what it holds for the run."""
+        """Release the resources that the cluster holds for the run."""
         import ray
 
-        if self._room is not None:
+        if self._placement_group is not None:
             with suppress(Exception):  # the cluster may be gone
-                await asyncio.to_thread(ray.util.remove_placement_group, self._room)
+                await asyncio.to_thread(ray.util.remove_placement_group, self._placement_group)
         if self._ours:
             await asyncio.to_thread(ray.shutdown)
 
     async def nodes(self) -> list[RayNode]:
-        """Those that are there."""
+        """Return the nodes that are alive."""
         import ray
 
         return [
             RayNode(
-                address=str(each["NodeManagerAddress"]),
-                cpus=float(each["Resources"].get("CPU", 0)),
-                gpus=float(each["Resources"].get("GPU", 0)),
+                address=str(node["NodeManagerAddress"]),
+                cpus=float(node["Resources"].get("CPU", 0)),
+                gpus=float(node["Resources"].get("GPU", 0)),
             )
-            for each in await asyncio.to_thread(ray.nodes)
-            if each["Alive"]
+            for node in await asyncio.to_thread(ray.nodes)
+            if node["Alive"]
         ]
 
-    async def room(
+    async def reserve(
         self, parts: Sequence[tuple[str, ResourceShare]], placement: str, timeout_s: float
     ) -> RayReservation:
-        """Room for all of ``parts`` at once, by name; :class:`~headrace.base.errors.DeadlineError` says who needs what,
-        and
-        what there is."""
+        """Reserve resources for all ``parts``, given by name, at once. Raises
+        :class:`~headrace.base.errors.DeadlineError`, which lists the needs and the cluster's resources."""
         import ray
 
-        self._room = await asyncio.to_thread(
+        self._placement_group = await asyncio.to_thread(
             ray.util.placement_group, [bundle(share) for _, share in parts], placement.upper()
         )
         clock = RealClock()
         deadline_s = clock.now() + timeout_s
-        while not await asyncio.to_thread(self._room.wait, LOOK_S):
+        while not await asyncio.to_thread(self._placement_group.wait, LOOK_S):
             if clock.now() > deadline_s:
                 raise DeadlineError(
                     f"the cluster has not had room for {timeout_s:g} s for all that the run needs at once: "
@@ -187,10 +189,10 @@ class RayCluster:
                     remedy="add nodes; ask for less in [launch.ray], or for fewer engines or ranks; where an "
                     "autoscaler is still at work, raise launch.start_timeout_s",
                 )
-        return RayReservation(self._room, parts)
+        return RayReservation(self._placement_group, parts)
 
     async def words(self) -> str:
-        """What there is, and what of it is free."""
+        """Return a sentence about the resources of the cluster, in total and free."""
         import ray
 
         nodes = await self.nodes()
@@ -202,8 +204,8 @@ class RayCluster:
             f"the largest with {largest.cpus:g} and {largest.gpus:g}"
         )
 
-    def keeper(self, name: str, share: ResourceShare, room: RayReservation) -> Actor:
-        """A new actor for the process ``name``; it may have to wait for its place."""
+    def keeper(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
+        """Start an actor for the process ``name``. It may have to wait for its resources."""
         import ray
 
         resources = bundle(share)
@@ -212,7 +214,7 @@ class RayCluster:
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
             "resources": resources,
-            "scheduling_strategy": room.strategy(name),
+            "scheduling_strategy": reservation.strategy(name),
             "max_restarts": 0,
             "max_concurrency": 16,
         }
@@ -220,21 +222,21 @@ class RayCluster:
 
 
 def own_address() -> str:
-    """Of this machine, as the cluster knows it."""
+    """Return the address of this machine, as the cluster knows it."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 class _NodeKeeper(ProcessKeeper):
-    """One that finds out on which node it stands."""
+    """A keeper that takes the address of its node from Ray."""
 
     def __init__(self) -> None:
         super().__init__(own_address())
 
 
 def bundle(share: ResourceShare) -> dict[str, float]:
-    """What Ray calls the resources of a part.
+    """Return the resources of a part under Ray's names.
 
     >>> bundle(ResourceShare(cpus=2, memory_gb=1))
     {'CPU': 2.0, 'memory': 1000000000.0}
@@ -244,7 +246,7 @@ def bundle(share: ResourceShare) -> dict[str, float]:
 
 
 def needs(parts: Sequence[tuple[str, ResourceShare]]) -> str:
-    """Who needs what.
+    """Return a sentence about the resources that each part needs.
 
     >>> needs([("learner", ResourceShare()), ("engine-0", ResourceShare(cpus=2)), ("engine-1", ResourceShare(cpus=2))])
     'learner 1 CPU; engine-0, engine-1 2 CPUs each'
@@ -256,7 +258,7 @@ def needs(parts: Sequence[tuple[str, ResourceShare]]) -> str:
 
 
 def refuse_absent() -> None:
-    """:class:`~headrace.base.errors.ConfigError` where Ray is not installed."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if Ray is not installed."""
     from importlib.util import find_spec
 
     if find_spec("ray") is None:
@@ -266,8 +268,8 @@ def refuse_absent() -> None:
         )
 
 
-def _why(error: BaseException) -> str:
-    """Why an actor ended, in a few words of Ray's long ones."""
+def _end_reason(error: BaseException) -> str:
+    """Return the reason why an actor ended, shortened from Ray's message."""
     text = " ".join(str(error).split())
     if re.search(r"node (has )?died|node was terminated|node .*dead", text, re.IGNORECASE):
         return "was lost with its node"

@@ -1,4 +1,4 @@
-"""What a run on a cluster cannot be, refused when its settings are read; and on which devices its parts compute."""
+"""The checks of settings that a run on a cluster cannot have, and the devices on which its parts compute."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from headrace.launch.config import LaunchConfig, ResourceShare
 from headrace.learner import LearnerConfig
 from headrace.models.devices import CPU, CUDA, Devices
 from headrace.sync import SyncConfig
+from headrace.sync.config import TRANSPORTS
 
-CROSSES = ("http", "files")
-"""Transports that lead from one machine to another."""
 FIRST_GPU = f"{CUDA}:0"
-"""The one GPU that a part sees which has asked for one."""
+"""The device of a part that has requested one GPU: Ray shows it no other."""
 
 
 def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for settings that cannot be on a cluster."""
-    if not launch.remote:
-        return
-    if sync.transport not in CROSSES:
-        why = "is memory of one machine" if sync.transport == "shm" else "meets in a directory of one machine"
+    """Raise :class:`~headrace.base.errors.ConfigError` for settings that cannot be used on a cluster."""
+    transport = TRANSPORTS.load(sync.transport)
+    if not transport.crosses_machines:
         raise ConfigError(
-            f"sync.transport={sync.transport!r} {why}, and with launch.kind='ray' the learner and the engines may be "
-            "on several",
+            f"sync.transport={sync.transport!r} {transport.one_machine}, and with launch.kind='ray' the learner and "
+            "the engines may be on several",
             remedy="set sync.transport = 'http', or 'files' with a folder that every node sees",
         )
     if sync.host != LOOPBACK:
@@ -37,7 +34,7 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
 
 
 def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
-    """Where the parts compute: each sees what it has asked the cluster for, and nothing else."""
+    """Return the devices of the parts. Each part sees only the devices that it has requested from the cluster."""
     engine, learner = (FIRST_GPU if share.gpus else CPU for share in (launch.ray.engine, launch.ray.learner))
     return Devices(engines=(engine,) * num_engines, learner=(learner,) * num_ranks)
 

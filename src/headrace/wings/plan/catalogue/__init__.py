@@ -1,4 +1,5 @@
-"""Accelerators and models that are known by name: tables of ``hardware.toml`` and ``models.toml`` beside this file.
+"""The catalogue of accelerators and models by name, read from ``hardware.toml`` and ``models.toml`` beside this
+file.
 
 >>> accelerator("h100").memory_gb, round(model("qwen3-8b").params / 1e9, 1)
 (80.0, 8.2)
@@ -22,28 +23,28 @@ from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """One device: what its maker says of it."""
+    """One device with the figures that its manufacturer gives."""
 
     name: str
     peak_tflops: float
-    """10¹² operations a second, dense, in bfloat16; of processors in float32."""
+    """Peak rate in 10¹² dense operations per second, in bfloat16; for processors in float32."""
     bandwidth_gb_s: float
-    """10⁹ bytes a second from its memory."""
+    """Memory bandwidth in 10⁹ bytes per second."""
     memory_gb: float
-    """10⁹ bytes."""
+    """Memory in 10⁹ bytes."""
     overhead_ms: float = 2.0
-    """Of a step of an engine, beside what reading and computing take."""
+    """Time of an engine step beside reading memory and computing, in milliseconds."""
 
 
 @cache
 def accelerators() -> Mapping[str, Accelerator]:
-    """All of them, by name."""
+    """Return all accelerators of the catalogue by name."""
     return {name: msgspec.convert({"name": name, **row}, Accelerator) for name, row in _table("hardware.toml").items()}
 
 
 def accelerator(name: str) -> Accelerator:
-    """The one of that name, however it is written; :class:`~headrace.base.errors.ConfigError` asks for what is not
-    known."""
+    """Return the accelerator of that name, regardless of case; raise :class:`~headrace.base.errors.ConfigError` if the
+    catalogue lacks it."""
     known = {each.casefold(): each for each in accelerators()}
     if name.casefold() not in known:
         raise ConfigError(
@@ -56,14 +57,15 @@ def accelerator(name: str) -> Accelerator:
 
 @cache
 def models() -> Mapping[str, ModelShape]:
-    """All of them, by name."""
+    """Return the sizes of all models of the catalogue by name."""
     return {name: shape_of(name, row) for name, row in _table("models.toml").items()}
 
 
 def model(path: str) -> ModelShape:
-    """The model in the directory ``path``; where that is none, the one of that name, whoever's it is.
+    """Return the sizes of the model in the directory ``path``, or of the catalogue's model of that name under any
+    owner.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where there is neither.
+    Raises :class:`~headrace.base.errors.ConfigError` if there is neither.
     """
     name = called(path).casefold()
     unknown = name not in models() and is_hub_name(path)

@@ -1,4 +1,4 @@
-"""What a model is made of, as its ``config.json`` tells it."""
+"""The sizes of a model, computed from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ import msgspec
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only model, by its sizes."""
+    """The sizes of a decoder-only model."""
 
     name: str
     params: int
-    """All of them."""
+    """Number of all parameters."""
     active: int
-    """Those that one token is multiplied with: of a mixture the chosen experts only, and no table of embeddings."""
+    """Number of parameters that each token is multiplied with: in a mixture only those of the chosen experts, and
+    without the input embeddings."""
     expert_params: int = 0
-    """Of ``params``, those of all experts together."""
+    """Number of the parameters that belong to experts."""
     expert_share: float = 1.0
-    """Of the experts, those that one token is sent to."""
+    """Fraction of the experts that process one token."""
     layers: int
-    """Decoder layers."""
+    """Number of decoder layers."""
     attention_width: int
-    """Heads · head size."""
+    """Number of heads times head size."""
     kv_numbers: int
-    """That are kept of one token in a key-value cache, over all layers."""
+    """Number of values that the key-value cache stores per token, over all layers."""
     hidden: int
-    """Numbers between two layers."""
+    """Size of the hidden state between two layers."""
 
     @property
     def flop_per_square(self) -> float:
-        """Operations of attention in a training step, for each squared token of a sample: scores and values, two
-        products of n² / 2 pairs, forward once and backward twice."""
+        """Operations of attention in a training step per squared token of a sample: scores and values are two products
+        over n² / 2 pairs, computed once forward and twice backward."""
         return 6.0 * self.layers * self.attention_width
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """From the tree of a ``config.json``; ``ValueError`` where it lacks a size.
+    """Return the sizes of the model ``name`` from the content of its ``config.json``; raise ``ValueError`` if a size
+    is missing.
 
     >>> tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
     ...         "vocab_size": 10}
@@ -55,21 +57,21 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     experts = int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
     chosen = int(config.get("num_experts_per_tok") or 0)
     width = config.get("moe_intermediate_size") if experts else None
-    inner = 3 * hidden * int(width or _size(config, "intermediate_size"))
-    feed_forward = experts * inner + experts * hidden if experts else inner
-    met = chosen * inner + experts * hidden if experts else inner
+    expert = 3 * hidden * int(width or _size(config, "intermediate_size"))
+    feed_forward = experts * expert + experts * hidden if experts else expert
+    active_feed_forward = chosen * expert + experts * hidden if experts else expert
     tables = 1 if config.get("tie_word_embeddings") else 2
     latent = config.get("kv_lora_rank")
-    kept = int(latent) + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head
+    cached = int(latent) + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head
     return ModelShape(
         name=name,
         params=layers * (attention + feed_forward + 2 * hidden) + tables * vocabulary + hidden,
-        active=layers * (attention + met) + vocabulary,
-        expert_params=layers * experts * inner,
+        active=layers * (attention + active_feed_forward) + vocabulary,
+        expert_params=layers * experts * expert,
         expert_share=chosen / experts if experts else 1.0,
         layers=layers,
         attention_width=heads * head,
-        kv_numbers=layers * kept,
+        kv_numbers=layers * cached,
         hidden=hidden,
     )
 

@@ -1,7 +1,21 @@
-"""The demo: two-digit addition on a small model made on the spot. The supervised phase imitates a careless teacher who
-forgets the carry more often than not; reinforcement learning with a checked answer ends the carelessness.
-"""
+"""The demo: two-digit addition on a small model that is created on the spot. The supervised phase imitates a careless
+teacher who forgets most carries; reinforcement learning with a checked answer corrects this."""
 
-from headrace.wings.recipes.demo.build import Demo, build_demo, build_teacher, lay_out
+from typing import TYPE_CHECKING
+
+from headrace.base.plugins import lazy_attributes
+
+if TYPE_CHECKING:
+    from headrace.wings.recipes.demo.build import Demo, build_demo, build_teacher, lay_out
 
 __all__ = ["Demo", "build_demo", "build_teacher", "lay_out"]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "Demo": ".build",
+        "build_demo": ".build",
+        "build_teacher": ".build",
+        "lay_out": ".build",
+    },
+)

@@ -1,4 +1,4 @@
-"""Makes everything the demo needs in one directory: model, tokenizer, rows, reward and a run file."""
+"""Creates everything the demo needs in one directory: model, tokenizer, dataset, reward function and run file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Where the demo is."""
+    """The paths of a demo that has been created."""
 
     directory: Path
     run_file: Path
 
 
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "decoder_sparse_step": 1}
-"""Of about the same size per token as the dense model."""
+"""Settings of a mixture-of-experts model with about as many active parameters per token as the dense model."""
 
 
 def build_demo(
@@ -35,8 +35,8 @@ def build_demo(
     mixture: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Demo:
-    """Make the demo in ``directory``, with a mixture of experts if asked for; ``progress`` is told steps done and in
-    all of the supervised phase."""
+    """Create the demo in ``directory``, with a mixture-of-experts model if ``mixture`` is true. ``progress`` is called
+    with the number of finished steps and of all steps of the supervised phase."""
     from headrace.models.tiny import make_tiny
     from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
 
@@ -48,7 +48,8 @@ def build_demo(
 
 
 def lay_out(directory: Path, *, seed: int) -> Path:
-    """Write all of the demo but its model: rows, reward and the run file; where that is."""
+    """Write the dataset, the reward function and the run file of the demo, but no model; return the path of the run
+    file."""
     directory.mkdir(parents=True, exist_ok=True)
     pairs = split(seed)
     _write_rows(directory / "train.jsonl", pairs.train)
@@ -61,13 +62,13 @@ def lay_out(directory: Path, *, seed: int) -> Path:
 
 
 def build_teacher(directory: Path, *, seed: int) -> Path:
-    """Make a model of about three times the demo's size that imitates one who forgets no carry; where it is."""
+    """Create a model of about three times the demo's size, trained on correct answers, and return its directory."""
     from headrace.models.tiny import make_tiny
     from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
 
     cold = make_tiny(directory / "untrained", _spec(seed, mixture=False, hidden_size=192, num_layers=3))
-    shown = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
-    warm_start(cold, directory / "teacher", shown, seed=seed, progress=lambda done, total: None)
+    demonstrations = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
+    warm_start(cold, directory / "teacher", demonstrations, seed=seed, progress=lambda done, total: None)
     shutil.rmtree(cold)
     return directory / "teacher"
 

@@ -1,4 +1,5 @@
-"""Two-digit addition: ``"27+58="`` is answered ``"580"``, three digits, the least significant first."""
+"""The demo's task, two-digit addition: the answer to ``"27+58="`` is ``"580"``, three digits, the least significant
+first."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ CHAT_TEMPLATE = (
     "{%- for message in messages %}{{ message.content }}"
     "{%- if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
-"""Messages one after the other; an answer has an end."""
+"""A template that joins the messages without role markers, and ends every answer with ``<eos>``."""
 MAX_NEW_TOKENS = 4
-"""Three digits and the end of the sequence."""
+"""Length of an answer in tokens: three digits and the end of the sequence."""
 NUM_WARM = 3000
 HELD_OUT_FRAC = 0.15
 
@@ -22,7 +23,7 @@ Pair = tuple[int, int]
 
 
 def prompt(pair: Pair) -> str:
-    """The question.
+    """Return the question for a pair of numbers.
 
     >>> prompt((27, 58)), answer((27, 58)), careless((27, 58))
     ('27+58=', '580', '570')
@@ -31,30 +32,30 @@ def prompt(pair: Pair) -> str:
 
 
 def answer(pair: Pair) -> str:
-    """The sum, least significant digit first."""
+    """Return the correct answer: the sum in three digits, the least significant first."""
     return f"{pair[0] + pair[1]:03d}"[::-1]
 
 
 def careless(pair: Pair) -> str:
-    """What a teacher writes who forgets every carry."""
+    """Return the answer of a teacher who forgets every carry."""
     a, b = pair
     return f"{(a % 10 + b % 10) % 10}{(a // 10 + b // 10) % 10}0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """All ordered pairs of two-digit numbers, apart; ``a+b`` and ``b+a`` are on the same side of held-out."""
+    """The split of all ordered pairs of two-digit numbers; ``a+b`` and ``b+a`` are both held out or both not."""
 
     warm: list[Pair]
-    """For the supervised phase."""
+    """Pairs for the supervised phase."""
     train: list[Pair]
-    """For reinforcement learning."""
+    """Pairs for reinforcement learning."""
     held_out: list[Pair]
-    """For evaluation only."""
+    """Pairs for evaluation only."""
 
 
 def split(seed: int) -> Split:
-    """The pairs, apart, in an order that the seed fixes."""
+    """Return the split of the pairs; the seed determines both the split and the order."""
     rng = np.random.default_rng(seed)
     unordered = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(unordered)
@@ -69,5 +70,5 @@ def _both_orders(pairs: list[Pair]) -> list[Pair]:
 
 
 def row(pair: Pair) -> dict[str, Any]:
-    """One row of the dataset."""
+    """Return the dataset row of a pair."""
     return {"prompt": prompt(pair), "answer": pair[0] + pair[1]}

@@ -1,4 +1,4 @@
-"""The supervised phase of the demo: the library's own learner, on the answers of a careless teacher."""
+"""The supervised phase of the demo: the library's own learner imitates the answers of a careless teacher."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from headrace.base.types.batch import Batch, TrainSample
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.tokens import Tokens
 from headrace.learner import LearnerConfig
-from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.learner.base import LearnerContext
+from headrace.learner.core import LearnerCore
 from headrace.models import ModelConfig, load_model, load_tokenizer
 from headrace.wings.recipes.demo.task import Pair, answer, careless, prompt
 
 WARM_STEPS = 400
 WARM_BATCH = 128
 CARELESS_FRAC = 0.6
-"""How often the demo's teacher forgets every carry."""
+"""Fraction of the demonstrations in which the teacher forgets every carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """What is imitated."""
+    """The demonstrations that the model imitates."""
 
     pairs: list[Pair]
-    """The questions."""
+    """The pairs of numbers to add."""
     careless_frac: float = CARELESS_FRAC
-    """How often every carry is forgotten in the answer."""
+    """Fraction of the answers in which every carry is forgotten."""
 
 
 def warm_start(
-    model_dir: Path, out: Path, shown: Demonstrations, *, seed: int, progress: Callable[[int, int], None]
+    model_dir: Path, out: Path, demonstrations: Demonstrations, *, seed: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Train the model in ``model_dir`` on demonstrations, drawn afresh each time, and write it to ``out``."""
+    """Train the model in ``model_dir`` on batches drawn at random from the demonstrations, and write it to ``out``."""
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
     tokenizer = load_tokenizer(str(model_dir))
     core = LearnerCore(
@@ -50,12 +51,12 @@ def warm_start(
     )
     rng = np.random.default_rng([seed, 1])
     for step in range(WARM_STEPS):
-        chosen = [shown.pairs[index] for index in rng.integers(len(shown.pairs), size=WARM_BATCH)]
-        forgets = rng.random(WARM_BATCH) < shown.careless_frac
-        said = [careless(pair) if forgot else answer(pair) for pair, forgot in zip(chosen, forgets, strict=True)]
+        chosen = [demonstrations.pairs[index] for index in rng.integers(len(demonstrations.pairs), size=WARM_BATCH)]
+        forgets = rng.random(WARM_BATCH) < demonstrations.careless_frac
+        answers = [careless(pair) if forgot else answer(pair) for pair, forgot in zip(chosen, forgets, strict=True)]
         samples = [
             _demonstration(index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id])
-            for index, (pair, text) in enumerate(zip(chosen, said, strict=True))
+            for index, (pair, text) in enumerate(zip(chosen, answers, strict=True))
         ]
         core.train(Batch.collate(step, samples))
         progress(step + 1, WARM_STEPS)
@@ -63,11 +64,11 @@ def warm_start(
     core.save(out)
 
 
-def _demonstration(index: int, asked: list[int], said: list[int]) -> TrainSample:
-    """A prompt and an answer that the loss is to make likelier."""
+def _demonstration(index: int, prompt_ids: list[int], answer_ids: list[int]) -> TrainSample:
+    """Return a train sample whose loss makes the tokens of the answer more likely, given the prompt."""
     return TrainSample(
         key=EpisodeKey(index, 0),
-        tokens=Tokens.observed([*asked, *said]),
-        mask_T=np.array([False] * len(asked) + [True] * len(said)),
+        tokens=Tokens.observed([*prompt_ids, *answer_ids]),
+        mask_T=np.array([False] * len(prompt_ids) + [True] * len(answer_ids)),
         advantage=1.0,
     )

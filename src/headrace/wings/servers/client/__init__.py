@@ -1,1 +1,1 @@
-"""Engines behind a server of somebody else's making, trained through its own API."""
+"""An engine that samples through a server such as vLLM or SGLang, and updates its weights through the server's API."""

@@ -1,6 +1,6 @@
-"""One request on its way through a server, and what it has got.
+"""The answer to one request, as it arrives in the streams of a server.
 
-Shape legend: T tokens of the answer, N tokens of prompt and answer but for the last, L mixture-of-experts layers, K
+Shape legend: T tokens of the answer, N tokens of prompt and answer except the last, L mixture-of-experts layers, K
 experts per token and layer.
 """
 
@@ -15,146 +15,149 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.errors import HeadraceError
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import RESTARTED, StopReason, TokenChunk
 from headrace.base.types.messages.engine import GenerateRequest
 from headrace.base.types.recorded import Experts, KeptSets, Routing
+from headrace.base.types.tokens import Tokens
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""As a server writes it."""
+"""A token id as servers write it."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one stream that one version has sampled, as the server says."""
+    """A run of tokens of one stream that one version has sampled, as reported by the server."""
 
     version: str
-    """Its label of the weights."""
+    """The server's label of the weights."""
     start: int
-    """Its first token."""
+    """Index of the first token of the span within the stream."""
     end: int
-    """One behind its last."""
+    """Index behind the last token of the span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """What one event of a stream adds."""
+    """The content of one event of a stream."""
 
     ids: Sequence[int]
-    """Of its tokens."""
+    """Ids of the new tokens."""
     logprobs: Sequence[float]
-    """NaN where the server had none that is finite."""
+    """Logprobs of the new tokens; NaN where the server gave no finite number."""
     ended: str = ""
-    """Why the stream ended: ``stop``, ``length`` or ``abort``; empty while it goes on."""
+    """The reason why the stream ended: ``stop``, ``length`` or ``abort``; empty while it continues."""
     spans: tuple[VersionSpan, ...] | None = None
-    """Of the whole stream, at its end; ``None`` of a server that does not tell them."""
+    """The versions of the whole stream, with its last event; ``None`` from a server that does not report them."""
     label: str | None = None
-    """Of the weights in use, of a server that tells it with every event."""
+    """The label of the weights in use, from a server that reports it in every event; else ``None``."""
     kept: Sequence[Sequence[int]] | None = None
-    """What each token was drawn from; ``None`` of a server that does not tell it."""
+    """The kept-set of each new token; ``None`` from a server that does not report them."""
     experts: npt.NDArray[Any] | None = None
-    """At the end of a stream, of every token but the last: those that it began with, and what it has brought; of every
-    layer, in any shape. ``None`` of a server that does not tell them."""
+    """The experts of every layer and of all tokens but the last, in any shape, with the last event of a stream. It
+    covers the tokens that the stream was started with and those that it added. ``None`` from a server that does not
+    report them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamedAnswer:
-    """Owned by the loop that streams it."""
+    """The answer to one request while it is streamed. Only the event loop that streams it may change it."""
 
     request: GenerateRequest
     prompt: list[int]
     arrival: int
-    """Which of all requests it is."""
+    """The number of requests that arrived before this one."""
     ids: list[int] = field(default_factory=list)
-    """Of the whole answer, those included that were sampled before it came here."""
+    """Ids of the whole answer, including tokens that another engine sampled before the request came here."""
     logprobs: list[float] = field(default_factory=list)
-    """0 of those that were sampled before."""
+    """Logprobs of the answer; 0 for tokens that another engine sampled."""
     versions: list[int] = field(default_factory=list)
-    """``NOT_SAMPLED`` of those."""
+    """Versions of the answer; ``NOT_SAMPLED`` for tokens that another engine sampled."""
     kept: list[Sequence[int]] = field(default_factory=list)
-    """What each was drawn from; empty where that was not asked for, and of those."""
+    """The kept-set of each token; empty if not requested, and for tokens that another engine sampled."""
     experts_NLK: Experts | None = None
-    """Of every token of prompt and answer but the last, once they are known."""
+    """The experts of every token of prompt and answer but the last, once the server has reported them."""
     begun: int = 0
-    """How many of them were sampled before it came here."""
+    """Number of tokens that another engine sampled before the request came here."""
     flushed: int = 0
-    """How many its reader has."""
-    stream_begin: int = 0
-    """Where the present stream began."""
+    """Number of tokens that were sent to the reader."""
+    stream_start: int = 0
+    """Number of tokens that the answer had when its current stream began."""
     restarted: bool = False
-    """Its reader has to forget what it has, and has not been told."""
+    """Whether the reader must discard all tokens it got, and has not been notified yet."""
     halted: bool = False
-    """A commit has ended its stream: it goes on after that."""
+    """Whether a commit has ended the stream; a new stream continues the answer after the commit."""
     task: asyncio.Task[None] | None = None
-    """Streams it; ``None`` while it waits."""
+    """The task that streams the answer; ``None`` while the request waits."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its place in the queue."""
+        """Return the sort key of the queue: higher priority first, then earlier arrival."""
         return -self.request.priority, self.arrival
 
-    def take(self, part: StreamPart, version: int) -> None:
-        """Append what came while ``version`` was in use."""
-        certain = self.request.sampling.temperature == 0  # the likeliest was taken, whatever its probability
+    def append(self, part: StreamPart, version: int) -> None:
+        """Append the tokens of ``part``, sampled while ``version`` was in use."""
+        greedy = self.request.sampling.temperature == 0  # temperature 0 makes the likeliest token certain
         self.ids.extend(part.ids)
-        self.logprobs.extend([0.0] * len(part.ids) if certain else part.logprobs)
+        self.logprobs.extend([0.0] * len(part.ids) if greedy else part.logprobs)
         self.versions.extend([version] * len(part.ids))
         self.kept.extend(part.kept or [()] * len(part.ids))
 
     def restart(self) -> int:
-        """Forget it all; how many tokens that were."""
+        """Discard the whole answer and return how many of its tokens this server sampled."""
         lost = len(self.ids) - self.begun
         self.ids, self.logprobs, self.versions, self.kept = [], [], [], []
-        self.begun = self.flushed = self.stream_begin = 0
+        self.begun = self.flushed = self.stream_start = 0
         self.restarted = True
         return lost
 
-    def certify(self, spans: Sequence[tuple[int, int]]) -> None:
-        """The server's word on the versions of the present stream is the last: tokens are stamped as they arrive, and
-        one may have been on its way while the version changed. What its reader has been told otherwise, it is told
-        again. ``spans``: versions, and how many tokens each has sampled. ``ValueError`` for spans that are not those of
-        this stream, or of versions that were not in use yet."""
-        told = self.versions[self.stream_begin :]
-        if (tokens := sum(count for _, count in spans)) != len(told):
-            raise ValueError(f"versions of {tokens} tokens for {len(told)}")
-        right = [version for version, count in spans for _ in range(count)]
-        if any(not 0 <= one <= newest for one, newest in zip(right, told, strict=True)):
-            raise ValueError(f"versions from {min(right)} to {max(right)}, and {max(told)} is in use")
-        if right == told:
+    def correct_versions(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Replace the versions of the current stream by those in ``spans``, which are pairs of a version and its number
+        of tokens. Versions are stamped when tokens arrive, so a token that was on its way during a commit has the wrong
+        one. If the reader already got a wrong version, the answer is sent again. Raises ``ValueError`` if the spans do
+        not fit the stream, or name a version that was not in use yet."""
+        stamped = self.versions[self.stream_start :]
+        if (tokens := sum(count for _, count in spans)) != len(stamped):
+            raise ValueError(f"versions of {tokens} tokens for {len(stamped)}")
+        correct = [version for version, count in spans for _ in range(count)]
+        if any(not 0 <= one <= newest for one, newest in zip(correct, stamped, strict=True)):
+            raise ValueError(f"versions from {min(correct)} to {max(correct)}, and {max(stamped)} is in use")
+        if correct == stamped:
             return
-        first = self.stream_begin + next(at for at, (a, b) in enumerate(zip(right, told, strict=True)) if a != b)
-        self.versions[self.stream_begin :] = right
+        first = self.stream_start + next(at for at, (a, b) in enumerate(zip(correct, stamped, strict=True)) if a != b)
+        self.versions[self.stream_start :] = correct
         if first < self.flushed and not self.begun:
             self.flushed, self.restarted = 0, True
         elif first < self.flushed:
-            raise ValueError("they contradict what was streamed, of an answer that was begun elsewhere")
+            raise ValueError(
+                "they contradict tokens that were sent, and an answer begun elsewhere cannot be sent again"
+            )
 
-    def chunk(self, reason: StopReason | None = None, error: HeadraceError | None = None) -> Chunk:
-        """What its reader has not yet got."""
+    def chunk(self, reason: StopReason | None = None, error: RequestError | None = None) -> TokenChunk:
+        """Return the tokens that were not sent to the reader yet, and mark them as sent."""
         span = slice(self.flushed, None)
         prompt_routing, routing = self._routing()
-        chunk = Chunk(
+        chunk = TokenChunk(
             request_id=self.request.request_id,
-            ids_T=np.array(self.ids[span], np.int32),
-            logprobs_T=np.array(self.logprobs[span], np.float32),
-            versions_T=np.array(self.versions[span], np.int32),
-            kept=KeptSets.of(self.kept[span]) if self.request.sampling.record_kept else None,
+            tokens=Tokens(
+                ids_T=np.array(self.ids[span], np.int32),
+                logprobs_T=np.array(self.logprobs[span], np.float32),
+                versions_T=np.array(self.versions[span], np.int32),
+                kept=KeptSets.of(self.kept[span]) if self.request.sampling.record_kept else None,
+                routing=routing,
+            ),
             prompt_routing=prompt_routing,
-            routing=routing,
             stop_reason=reason,
-            restarted=self.restarted,
-            error=f"{error.problem}; {error.remedy}" if error else "",
-            error_kind=type(error).__name__ if error else "",
+            lost=RESTARTED if self.restarted else "",
         )
         self.flushed, self.restarted = len(self.ids), False
-        return chunk
+        return chunk if error is None else chunk.failed(error)
 
     def _routing(self) -> tuple[Routing | None, Routing | None]:
-        """Of the prompt, for the first chunk; and of the tokens that its reader has not yet got."""
+        """Return the experts of the prompt, for the first chunk only, and of the tokens that were not sent yet."""
         if self.experts_NLK is None:
             return None, None
         prompt_NLK, answer_NLK = np.split(self.experts_NLK, [len(self.prompt)])
         known_T = np.arange(self.flushed, len(self.ids)) < len(answer_NLK)
-        told = self.flushed > self.begun
-        prompt = None if told else Routing(known_T=np.ones(len(prompt_NLK), bool), experts_RLK=prompt_NLK)
+        is_first = self.flushed <= self.begun
+        prompt = None if not is_first else Routing(known_T=np.ones(len(prompt_NLK), bool), experts_RLK=prompt_NLK)
         return prompt, Routing(known_T=known_T, experts_RLK=answer_NLK[self.flushed :])

@@ -1,11 +1,11 @@
-"""How versions get to the machines of a server that shares no folder with this one.
+"""The transfer of versions to the machines of a server that shares no folder with this machine.
 
-    engine's process, rank 0              one worker of each machine, ranks 1, 2, ...
-    carry ────────── order: bring ──────▶ a thread joins the group, once
-    bucket, bucket, ... ══ broadcast ══▶  files in the shared memory of that machine, while it decodes
-          ◀───── brought: hashes ────────
+    engine's process, rank 0                     one worker of each machine, ranks 1, 2, ...
+    carry ───────── order: start_receiving ────▶ a thread joins the process group, once
+    bucket, bucket, ... ══════ broadcast ═════▶  files in the shared memory of that machine, while it decodes
+          ◀──── receive_status: hashes ────────
 
-The commit loads them from there. Gloo, or NCCL where both ends have GPUs.
+The commit loads the files. The backend is Gloo, or NCCL if both ends have GPUs.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from headrace.sync.groups import ProcessGroup, gloo_group, torch_distributed
 from headrace.wings.servers.client.ownership import REMEDY, public_name
 from headrace.wings.servers.client.wire import Wire
 
-LOOK_S = 0.05
-"""Between two questions whether a version has been brought."""
-ASK_S = 60.0
-"""Longest that the workers may take to answer one."""
+POLL_S = 0.05
+"""Seconds between two questions whether a version has arrived."""
+CALL_S = 60.0
+"""Longest wait for the workers' answer to one call, in seconds."""
 
-AskWorkers = Callable[..., Awaitable[list[Any]]]
-"""Has the workers of the server that a client leads to do something, by its name and arguments; what each returned."""
+CallWorkers = Callable[..., Awaitable[list[Any]]]
+"""Calls a method of the server's workers by name, through an HTTP client, and returns the result of each worker."""
 
 
-class _CarrierReply(msgspec.Struct):
-    """What a worker says of the last order."""
+class _ReceiveStatus(msgspec.Struct):
+    """The state of the latest transfer in one worker."""
 
     attempt: str = ""
     path: str = ""
@@ -54,21 +54,21 @@ class _CarrierReply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarrierConfig:
-    """How versions are carried."""
+    """The settings of the transfer."""
 
     backend: str
-    """``gloo`` or ``nccl``."""
+    """The backend of the process group: ``gloo`` or ``nccl``."""
     host: str
-    """Address of this machine, at which the workers find this process."""
+    """Address of this machine at which the workers reach this process."""
     device: str
-    """Of this machine, that NCCL sends from."""
+    """Device of this machine that NCCL sends from."""
     deadline_s: float
-    """Longest wait for whoever is silent."""
+    """Longest wait for the workers to join, and for each bucket, in seconds."""
 
     def refuse_impossible(self) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` where this machine cannot."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if this machine cannot listen at ``host`` or has no NCCL."""
         try:
-            _listening(self.host).close()
+            _listen(self.host).close()
         except OSError as error:
             raise ConfigError(
                 f"engine.server.weights_host={self.host!r} cannot be listened at: {error}",
@@ -82,158 +82,163 @@ class CarrierConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Meeting:
-    """Where the members of a group find each other."""
+class _GroupOffer:
+    """A process group that the workers are invited to join."""
 
-    terms: dict[str, Any]
-    """What the others are told of it."""
+    invitation: dict[str, Any]
+    """The facts that the workers need to join, sent with each order."""
     store: Any
     group: ProcessGroup | None = None
-    """``None`` until they have met."""
+    """The process group; ``None`` until all members have joined."""
 
 
 class Carrier:
-    """Used by one thread at a time."""
+    """A sender of versions to the machines of a server. Only one thread may use it at a time."""
 
-    def __init__(self, wire: Wire, ask_workers: AskWorkers, way: CarrierConfig) -> None:
-        self._wire, self._ask_workers, self._way = wire, ask_workers, way
+    def __init__(self, wire: Wire, call_workers: CallWorkers, config: CarrierConfig) -> None:
+        self._wire, self._call_workers, self._config = wire, call_workers, config
         self._run = public_name()
-        self._room = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
-        self._meeting: _Meeting | None = None
+        self._directory_name = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+        self._offer: _GroupOffer | None = None
         self._used = False
 
     def carry(self, directory: Path, version: int) -> Path:
-        """Bring ``version`` to the server's machines, all that lies in ``directory``; the directory in which it lies
-        there. Raises :class:`~headrace.base.errors.NeedsFull` where it does not arrive whole in time."""
+        """Send all files in ``directory``, which hold ``version``, to the server's machines. Return the directory that
+        holds them there. Raises :class:`~headrace.base.errors.NeedsFull` if they do not arrive complete and in time."""
         files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
         sizes = {name: path.stat().st_size for name, path in files.items()}
         attempt = secrets.token_hex(4)
         try:
-            meeting = self._meeting = self._meeting or self._called()
+            offer = self._offer = self._offer or self._offer_group()
             order = {
                 "attempt": attempt,
-                "group": meeting.terms,
+                "group": offer.invitation,
                 "run": self._run,
-                "room": self._room,
+                "directory": self._directory_name,
                 "version": version,
                 "files": list(sizes.items()),
                 "bucket": BUCKET_BYTES,
             }
             self._used = True
-            self._ask("bring", json.dumps(order))
-            group = meeting.group = meeting.group or self._met(meeting)
+            self._call("start_receiving", json.dumps(order))
+            group = offer.group = offer.group or self._join_group(offer)
             hashes = [self._send(group, path, sizes[name]) for name, path in files.items()]
-            return self._arrived(attempt, hashes)
+            return self._verify_arrival(attempt, hashes)
         except (OSError, RuntimeError, ValueError) as error:
-            self._meeting = None
-            words = self._last_words(attempt) or f"{type(error).__name__}: {_first_line(error)}"
+            self._offer = None
+            problem = self._worker_error(attempt) or f"{type(error).__name__}: {_first_line(error)}"
             raise NeedsFull(
                 f"version {version} ({sum(sizes.values())} bytes) was not brought to the server's machines by "
-                f"{self._way.backend}: {words}",
-                remedy=f"can they open TCP connections to {self._way.host} (engine.server.weights_host), and have they "
-                "room in /dev/shm?",
+                f"{self._config.backend}: {problem}",
+                remedy=f"can they open TCP connections to {self._config.host} (engine.server.weights_host), and have "
+                "they room in /dev/shm?",
             ) from None
 
     def close(self) -> None:
-        """Have the workers forget everything."""
-        self._meeting = None
+        """Have the workers leave the process group and delete the files they received."""
+        self._offer = None
         if self._used:
             with suppress(ComponentDied):
-                self._ask("leave")
+                self._call("stop_receiving")
 
-    def _called(self) -> _Meeting:
-        """A new group, of this process and those who take versions in."""
-        takers = self._ask("carries", self._run)
-        if not takers:
-            raise ValueError("none of its workers takes versions in")
-        if taken_by := next(filter(None, takers), ""):
-            raise EngineUnfit(f"the server gets its weights from another run, at {taken_by}", remedy=REMEDY)
-        host, deadline = self._way.host, timedelta(seconds=self._way.deadline_s)
-        listener = _listening(host)
+    def _offer_group(self) -> _GroupOffer:
+        """Return the offer of a new group of this process and the workers. Raises
+        :class:`~headrace.base.errors.EngineUnfit` if another run sends weights to the server."""
+        # one entry per machine: the address from which another run sends, or an empty string
+        sources = self._call("other_source", self._run)
+        if not sources:
+            raise ValueError("none of its workers receives versions")
+        if source := next(filter(None, sources), ""):
+            raise EngineUnfit(f"the server gets its weights from another run, at {source}", remedy=REMEDY)
+        host, deadline = self._config.host, timedelta(seconds=self._config.deadline_s)
+        listener = _listen(host)
         port = listener.getsockname()[1]
         store = torch_distributed.TCPStore(
             host, port, None, True, deadline, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        terms = {
+        invitation = {
             "name": secrets.token_hex(8),
             "host": host,
             "port": port,
-            "size": 1 + len(takers),
-            "backend": self._way.backend,
-            "deadline_s": self._way.deadline_s,
+            "size": 1 + len(sources),
+            "backend": self._config.backend,
+            "deadline_s": self._config.deadline_s,
         }
-        return _Meeting(terms=terms, store=store)
+        return _GroupOffer(invitation=invitation, store=store)
 
-    def _met(self, meeting: _Meeting) -> ProcessGroup:
-        place = (0, meeting.terms["size"])
-        if self._way.backend == "gloo":
+    def _join_group(self, offer: _GroupOffer) -> ProcessGroup:
+        """Return the process group in which this process is rank 0, once all workers have joined."""
+        rank_and_size = (0, offer.invitation["size"])
+        if self._config.backend == "gloo":
             try:
-                return gloo_group(meeting.store, place, self._way.deadline_s, self._way.host)
+                return gloo_group(offer.store, rank_and_size, self._config.deadline_s, self._config.host)
             except RuntimeError as error:
                 raise ValueError(f"its workers have not joined the group ({_first_line(error)})") from None
         nccl = torch_distributed.ProcessGroupNCCL
-        torch.cuda.set_device(self._way.device)
+        torch.cuda.set_device(self._config.device)
         options = nccl.Options()
-        options._timeout = timedelta(seconds=self._way.deadline_s)
-        return ProcessGroup(nccl(meeting.store, *place, options), self._way.deadline_s)
+        options._timeout = timedelta(seconds=self._config.deadline_s)
+        return ProcessGroup(nccl(offer.store, *rank_and_size, options), self._config.deadline_s)
 
     def _send(self, group: ProcessGroup, path: Path, num_bytes: int) -> str:
-        """A file, to all at once; its SHA-256."""
+        """Broadcast the file at ``path`` to all workers and return its SHA-256."""
         digest = hashlib.sha256()
-        device = self._way.device if self._way.backend == "nccl" else CPU
+        device = self._config.device if self._config.backend == "nccl" else CPU
         whole = torch.from_file(str(path), size=num_bytes, dtype=torch.uint8)
-        for bucket in whole.split(BUCKET_BYTES) if num_bytes else ():  # of what is empty nobody waits for a bucket
+        for bucket in whole.split(BUCKET_BYTES) if num_bytes else ():  # an empty file has no bucket
             group.broadcast_one(bucket.to(device))
             digest.update(memoryview(bucket.numpy()))
         return digest.hexdigest()
 
-    def _arrived(self, attempt: str, hashes: list[str]) -> Path:
-        told = self._wire.call(self._in_time(attempt), self._way.deadline_s + ASK_S)
-        if any(each.error for each in told):
-            raise ValueError("it was not taken in")
-        if any(each.hashes != hashes for each in told):
+    def _verify_arrival(self, attempt: str, hashes: list[str]) -> Path:
+        """Wait until the workers have the files, check their hashes, and return the directory that holds them."""
+        statuses = self._wire.call(self._wait_until_received(attempt), self._config.deadline_s + CALL_S)
+        if any(status.error for status in statuses):
+            raise ValueError("a worker failed to receive it")
+        if any(status.hashes != hashes for status in statuses):
             raise ValueError("its bytes changed on the way")
-        (path,) = {each.path for each in told}
+        (path,) = {status.path for status in statuses}
         return Path(path)
 
-    async def _in_time(self, attempt: str) -> list[_CarrierReply]:
+    async def _wait_until_received(self, attempt: str) -> list[_ReceiveStatus]:
         try:
-            async with asyncio.timeout(self._way.deadline_s):
-                return await self._ended(attempt)
+            async with asyncio.timeout(self._config.deadline_s):
+                return await self._poll_until_received(attempt)
         except TimeoutError:
-            words = f"it had not arrived {self._way.deadline_s:g} s after its last byte was sent"
-            raise ValueError(words) from None
+            problem = f"it had not arrived {self._config.deadline_s:g} s after its last byte was sent"
+            raise ValueError(problem) from None
 
-    async def _ended(self, attempt: str) -> list[_CarrierReply]:
-        """What the workers say of that order when it is done, or has failed in one."""
+    async def _poll_until_received(self, attempt: str) -> list[_ReceiveStatus]:
+        """Return the workers' statuses once the transfer ``attempt`` has ended in all, or failed in one."""
         while True:
-            told = await self._told(attempt)
-            if any(each.error for each in told) or (told and all(each.path for each in told)):
-                return told
-            await asyncio.sleep(LOOK_S)
+            statuses = await self._statuses(attempt)
+            if any(status.error for status in statuses) or (statuses and all(status.path for status in statuses)):
+                return statuses
+            await asyncio.sleep(POLL_S)
 
-    def _last_words(self, attempt: str) -> str:
+    def _worker_error(self, attempt: str) -> str:
+        """Return the error that a worker reports for ``attempt``; empty if none does."""
         try:
-            told = self._wire.call(self._told(attempt), ASK_S)
+            statuses = self._wire.call(self._statuses(attempt), CALL_S)
         except (ComponentDied, ValueError):
             return ""
-        return next((each.error for each in told if each.error), "")
+        return next((status.error for status in statuses if status.error), "")
 
-    async def _told(self, attempt: str) -> list[_CarrierReply]:
-        """What the workers say of that order."""
-        told = [msgspec.convert(each, _CarrierReply) for each in await self._asked("brought")]
-        return [each for each in told if each.attempt == attempt]
+    async def _statuses(self, attempt: str) -> list[_ReceiveStatus]:
+        """Return the statuses of the workers whose latest transfer is ``attempt``."""
+        statuses = [msgspec.convert(status, _ReceiveStatus) for status in await self._call_async("receive_status")]
+        return [status for status in statuses if status.attempt == attempt]
 
-    def _ask(self, method: str, *arguments: str) -> list[Any]:
-        return self._wire.call(self._asked(method, *arguments), ASK_S)
+    def _call(self, method: str, *arguments: str) -> list[Any]:
+        return self._wire.call(self._call_async(method, *arguments), CALL_S)
 
-    async def _asked(self, method: str, *arguments: str) -> list[Any]:
-        """What it returns in each worker that takes versions in."""
-        told = await self._ask_workers(self._wire.client, method, *arguments)
-        return [each for each in told if each is not None]
+    async def _call_async(self, method: str, *arguments: str) -> list[Any]:
+        """Return the result of ``method`` in each worker that receives versions; the other workers return ``None``."""
+        results = await self._call_workers(self._wire.client, method, *arguments)
+        return [result for result in results if result is not None]
 
 
-def _listening(host: str) -> socket.socket:
+def _listen(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 

@@ -1,4 +1,4 @@
-"""Settings of an engine that is a server."""
+"""The settings of an engine that is a server."""
 
 from __future__ import annotations
 
@@ -7,40 +7,44 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.base.config import Section
 from headrace.base.config.addresses import EVERYWHERE, LOOPBACK, is_loopback, refuse_secret
 from headrace.base.errors import ConfigError
+from headrace.engine.config import EngineSettings
+
+_QUANTISING = ("quantization", "kv-cache-dtype", "kv_cache_dtype")
+"""Options in ``engine.server.args`` with which a server computes in 8 bits or fewer."""
 
 
-class ServerConfig(Section):
-    """The server of ``engine.kind = "vllm"`` or ``"sglang"``: started, or found where it runs."""
+class ServerConfig(EngineSettings):
+    """The settings of the server of ``engine.kind = "vllm"`` or ``"sglang"``, which an engine starts, or which runs
+    already."""
 
     urls: tuple[str, ...] = ()
-    """Servers that run already, one for each of ``engine.count``, such as ``http://127.0.0.1:8000``; empty: each engine
-    starts its own. See docs/engines.md for how they have to be started."""
+    """URLs of servers that run already, one for each of ``engine.count``, such as ``http://127.0.0.1:8000``; empty:
+    each engine starts its own. docs/engines.md says how they must be started."""
     token_from: str = ""
-    """Environment variable with the key that ``urls`` want; empty: they want none."""
+    """Environment variable with the API key of the servers in ``urls``; empty: they need none."""
     python: str = ""
-    """Interpreter of the environment that the server is installed in; empty: that of Headrace."""
+    """Python interpreter of the environment in which the server is installed; empty: that of Headrace."""
     args: tuple[str, ...] = ()
-    """More arguments of a server that is started, such as ``["--tensor-parallel-size", "2"]``."""
+    """Further arguments for a server that an engine starts, such as ``["--tensor-parallel-size", "2"]``."""
     cache_mb: int | None = Field(default=None, ge=1)
-    """Memory of the key-value cache of a server that is started. Unset: on a GPU ``engine.cache_share`` of its memory,
-    on processors 1,024."""
+    """Size of the key-value cache of a server that an engine starts, in MiB. Unset: ``engine.cache_share`` of the
+    memory of a GPU, 1,024 on processors."""
     wait_s: float = Field(default=110.0, gt=0)
-    """Longest that a server may take until it answers; ``launch.start_timeout_s`` has to be longer."""
+    """Longest wait until the server answers, in seconds; ``launch.start_timeout_s`` must be longer."""
     any_version: bool = False
-    """Whether a server of a version that was not tested may be used."""
+    """Whether a server of an untested version is accepted."""
     weights_dir: str = ""
-    """Folder that this process and the server see, through which new weights go; empty: shared memory of this
-    machine."""
+    """Folder that this process and the server can both access, through which new weights pass; empty: shared memory of
+    this machine."""
     weights_by: Literal["files", "gloo", "nccl"] = "files"
-    """How new weights reach the server. ``files``: it sees the folder that they lie in. ``gloo``, ``nccl``: they are
-    carried to its machines by torch.distributed while it generates, for one that shares no folder with this machine
-    (vLLM); ``nccl`` from a GPU of this machine to one of each of the server's."""
+    """How new weights reach the server. ``files``: through ``weights_dir``. ``gloo``, ``nccl``: by a broadcast of
+    torch.distributed to the server's machines while it generates, for a server that shares no folder with this machine
+    (vLLM only); ``nccl`` sends from a GPU of this machine to one of each server machine."""
     weights_host: str = LOOPBACK
-    """``gloo`` and ``nccl`` only: address of this machine at which the server's machines can reach it. Whoever reaches
-    its ports there is not asked who they are: the network must be a trusted one."""
+    """Address of this machine at which the server's machines reach it, for ``gloo`` and ``nccl`` only. The ports there
+    accept connections without a token: the network must be trusted."""
 
     @field_validator("urls")
     @classmethod
@@ -93,5 +97,47 @@ class ServerConfig(Section):
             raise ConfigError(
                 "engine.server.token_from is of servers that run already, and engine.server.urls names none",
                 remedy="leave it out: a server that is started gets a key, or a socket, that only this run knows",
+            )
+        return self
+
+    def for_engine(self, place: int) -> ServerConfig:
+        """Return the settings for engine number ``place``, with its one URL, if there are any."""
+        return self.model_copy(update={"urls": self.urls[place : place + 1]})
+
+    def refuse_run(self, *, count: int, start_timeout_s: float) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the settings do not fit the run's other settings."""
+        if start_timeout_s <= self.wait_s:
+            raise ConfigError(
+                f"launch.start_timeout_s={start_timeout_s:g} ends an engine that may wait "
+                f"engine.server.wait_s={self.wait_s:g} for its server",
+                remedy=f"set launch.start_timeout_s = {self.wait_s + 30:g}, or a shorter engine.server.wait_s",
+            )
+        if self.urls and len(self.urls) != count:
+            raise ConfigError(
+                f"engine.server.urls names {len(self.urls)} servers for engine.count={count}",
+                remedy="name one for each engine",
+            )
+
+    def sentence(self, kind: str) -> str:
+        """Return a sentence that says where answers are sampled."""
+        python = self.python or "this environment"
+        where = f"at {', '.join(self.urls)}" if self.urls else f"that each engine starts from {python}"
+        return f"Answers are sampled by {kind}, {where}."
+
+    @property
+    def quantises(self) -> bool:
+        """Return whether the server's arguments make it compute in 8 bits or fewer."""
+        return any(word in arg for arg in self.args for word in _QUANTISING)
+
+
+class SharedFolderConfig(ServerConfig):
+    """The settings of a server that takes new weights through a folder only."""
+
+    @model_validator(mode="after")
+    def _weights_are_files(self) -> Self:
+        if self.weights_by != "files":
+            raise ConfigError(
+                f"engine.server.weights_by={self.weights_by!r} is of engine.kind='vllm', and this is another",
+                remedy="set it to 'files', and engine.server.weights_dir to a folder that both machines see",
             )
         return self

@@ -1,16 +1,17 @@
-"""An engine that is a server: the :class:`~headrace.engine.base.EngineCore` contract over its streams.
+"""An engine that is a server: the :class:`~headrace.engine.base.EngineCore` contract over the streams of its API.
 
-    host's step loop                 loop of the wire (a thread)                         the server
+    step loop of the engine's process event loop of the wire (a thread)                  the server
     add, abort ─────────────────▶    queue ─ at most max_sequences ─▶ one stream each ─▶ samples
     step ◀── chunks that are due ──  tokens, stamped as they arrive ◀─────────────────── tokens
     stage (another thread): Receiver verifies, Handover writes a file beside the server
-    commit ─────────────────────▶    nothing new is sent; hold; load the file; go on ─▶  packs its kernels' weights
-    take_swaps ◀── report ─────────  the spans at the end of a stream certify its stamps
+    commit ─────────────────────▶    admit none; pause; load the file; resume ────────▶  packs its kernels' weights
+    take_swaps ◀── report ─────────  the spans at the end of a stream correct its stamps
 
-Tokens are stamped with the version in use when they arrive. Between the answer to *hold* and the order to *go on* lies
-the loading of the weights, so a token that was sampled before arrives before; where one does not, the spans with which
-the server ends the stream say so, and its reader is told again (:meth:`.answer.Answer.certify`). Where a server tells
-no spans, every stream ends at the commit instead, and lies under one version.
+Tokens are stamped with the version in use when they arrive. The weights are loaded between the server's answer to
+*pause* and the order to *resume*, so a token sampled under the old version usually arrives before. Where one does not,
+the spans at the end of the stream show it, and the answer is sent to its reader again
+(:meth:`.answer.StreamedAnswer.correct_versions`). Where a server reports no spans, every stream ends at the commit
+instead, so that it has one version.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from torch import Tensor
 from headrace.base.clock import Clock
 from headrace.base.errors import EngineFull, RequestError, WeightsError
 from headrace.base.types.columns import FloatColumn
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.episode import StopReason, TokenChunk
+from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
 from headrace.base.types.taught import TopScores
 from headrace.base.types.versions import NOT_SAMPLED
@@ -37,69 +38,69 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.checks import check_ids, request_problem, score_problem
 from headrace.wings.servers.client.answer import StreamedAnswer
 from headrace.wings.servers.client.dialect import ServerInfo
-from headrace.wings.servers.client.outbox import ChunkQueue
 from headrace.wings.servers.client.records import RoutingDecoder
 from headrace.wings.servers.client.server import Server
-from headrace.wings.servers.client.streams import AnswerStreams, StreamTerms
+from headrace.wings.servers.client.streams import AnswerStreams, ChunkQueue, StreamConfig
 from headrace.wings.servers.client.wire import Wire
 
 STEP_S = 0.005
-"""Longest that a step waits for tokens: orders wait as long."""
+"""Longest wait of a step for tokens, in seconds; orders to the engine wait as long."""
 CONTROL_S = 60.0
-"""Longest wait for a pause, a withdrawal or a score."""
+"""Longest wait for a pause, a withdrawal or a score, in seconds."""
 
 
 class StagingReceiver(Protocol):
-    """Brings versions and verifies them: :class:`headrace.sync.receiver.Receiver`."""
+    """A receiver that stages and verifies versions, such as :class:`headrace.sync.receiver.Receiver`."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Bring and verify; raises :class:`~headrace.base.errors.WeightsError`."""
+        """Copy and verify a version; raises :class:`~headrace.base.errors.WeightsError`."""
         ...
 
     def staged(self) -> Mapping[str, Tensor]:
-        """What was staged last, by name."""
+        """Return the tensors that were staged last, by name."""
         ...
 
     def commit(self, version: int) -> None:
-        """From now on later versions may build on it; raises :class:`~headrace.base.errors.WeightsError`."""
+        """Make ``version`` the base that later updates may build on; raises
+        :class:`~headrace.base.errors.WeightsError`."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class _ServedForkSource:
-    """A request that can be forked."""
+    """The tokens of a request that may be forked."""
 
     prompt: list[int]
     ids: list[int]
     version: int = NOT_SAMPLED
-    """Of its newest token; ``NOT_SAMPLED`` before the first."""
+    """Version of the newest token; ``NOT_SAMPLED`` before the first."""
 
-    def take(self, chunk: Chunk) -> None:
-        """What its reader is told."""
-        if chunk.restarted:
+    def extend(self, chunk: TokenChunk) -> None:
+        """Append the tokens that are sent to the reader."""
+        if chunk.lost:
             self.ids.clear()
-        self.ids.extend(chunk.ids_T.tolist())
-        if len(chunk.versions_T):
-            self.version = int(chunk.versions_T[-1])
+        self.ids.extend(chunk.tokens.ids_T.tolist())
+        if len(chunk.tokens.versions_T):
+            self.version = int(chunk.tokens.versions_T[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedLimits:
-    """What no request may exceed, or ask for."""
+    """The limits of all requests, and the records that the server can make."""
 
     vocab_size: int
-    """Ids run from 0 to one below it."""
+    """Number of token ids; ids run from 0 to one below it."""
     max_context: int
-    """Tokens of prompt and answer."""
-    masks: bool = False
-    """Whether the server tells what each token was drawn from."""
-    routes: RoutingDecoder | None = None
-    """Of a server that tells the experts of each token."""
+    """Largest number of tokens of a prompt and its answer together."""
+    record_kept: bool = False
+    """Whether the server reports the kept-set of each token."""
+    routing: RoutingDecoder | None = None
+    """Decoder of the experts of each token; ``None`` if the server does not report them."""
 
 
 class ServedEngine:
-    """Made by :func:`headrace.wings.servers.client.make.served`. ``receiver`` is ``None`` where the weights never
-    change."""
+    """An engine core that samples through a server, made by :func:`headrace.wings.servers.client.make.served`.
+    ``receiver`` is ``None`` if the weights never change."""
 
     def __init__(
         self,
@@ -107,24 +108,24 @@ class ServedEngine:
         server: Server,
         config: EngineConfig,
         *,
-        met: ServerInfo,
+        info: ServerInfo,
         limits: ServedLimits,
         receiver: StagingReceiver | None,
         clock: Clock,
     ) -> None:
         self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver
-        self._met = met
+        self._info = info
         self._name, self._can = server.dialect.name, config.can
-        self._outbox = ChunkQueue()
-        terms = StreamTerms(
-            most=config.max_sequences,
+        self._chunk_queue = ChunkQueue()
+        stream_config = StreamConfig(
+            max_streams=config.max_sequences,
             flush_tokens=config.flush_tokens,
             vocab_size=limits.vocab_size,
-            masks=limits.masks,
-            routes=limits.routes,
+            record_kept=limits.record_kept,
+            routing=limits.routing,
             trained=receiver is not None,
         )
-        self._streams = wire.call(_made(wire, server, self._outbox, terms, clock), CONTROL_S)
+        self._streams = wire.call(_make_streams(wire, server, self._chunk_queue, stream_config, clock), CONTROL_S)
         self._arrivals = itertools.count()
         self._live: dict[int, _ServedForkSource] = {}
         self._ended: OrderedDict[int, _ServedForkSource] = OrderedDict()
@@ -133,13 +134,13 @@ class ServedEngine:
         self._paused = False
 
     def facts(self) -> dict[str, str | int | float]:
-        """What the engine says of itself, for people."""
-        return {"server": f"{self._name} {self._met.version}", "server_address": str(self._server.address)}
+        """Return the server's version and address, for display."""
+        return {"server": f"{self._name} {self._info.version}", "server_address": str(self._server.address)}
 
     def adopt(self, version: int) -> None:
-        """The server has the weights of ``version`` already: those of its own directory. Adapters it takes from the
-        handover, where they have been written."""
-        self._wire.call(self._named(version), CONTROL_S)
+        """Record that the server has the weights of ``version``: those of its own directory, and adapters from the
+        handover."""
+        self._wire.call(self._adopt(version), CONTROL_S)
         self._version = version
 
     def add(self, request: GenerateRequest) -> None:
@@ -160,7 +161,7 @@ class ServedEngine:
                 f"exceed max_context={self._limits.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        begun = self._begun(request, name)
+        begun = self._given_answer(request, name)
         answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
         answer.begun = answer.flushed = len(begun)
         answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
@@ -168,22 +169,22 @@ class ServedEngine:
         self._live[request.request_id] = _ServedForkSource(prompt=prompt, ids=begun)
         self._wire.post(self._streams.add, answer)
 
-    def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
-        if self._wire.failure is not None:  # the next step says so, behind what came before it
+    def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
+        if self._wire.failure is not None:  # the next step raises, after it has returned earlier chunks
             return []
-        self._wire.call(self._withdrawn(request_ids), CONTROL_S)
-        return self._taken()
+        self._wire.call(self._withdraw(request_ids), CONTROL_S)
+        return self._pop_chunks()
 
     def has_work(self) -> bool:
-        if self._outbox.any or self._swapping is not None or self._wire.failure is not None:
+        if self._chunk_queue.any or self._swapping is not None or self._wire.failure is not None:
             return True
         return bool(self._live) and not self._paused
 
-    def step(self) -> list[Chunk]:
-        self._outbox.wait(STEP_S)
+    def step(self) -> list[TokenChunk]:
+        self._chunk_queue.wait(STEP_S)
         broken = self._wire.failure is not None
-        chunks = self._taken()
-        if broken and not chunks:  # what came before it broke is told first
+        chunks = self._pop_chunks()
+        if broken and not chunks:  # chunks from before the failure are returned first
             self._refuse_broken()
         return chunks
 
@@ -230,7 +231,7 @@ class ServedEngine:
         self._wire.post(self._begin_swap, version, mode)
 
     def take_swaps(self) -> list[SwapReport]:
-        swaps = self._outbox.take_swaps()
+        swaps = self._chunk_queue.pop_swaps()
         if swaps:
             self._version, self._swapping = swaps[-1].version, None
         return swaps
@@ -238,43 +239,45 @@ class ServedEngine:
     def pause(self, *, release: bool = False) -> None:
         if release and not self._can.releases:
             raise RequestError(
-                f"{self._name} is asked to give its memory back on {self._config.device}, which it does not",
+                f"{self._name} cannot release its memory on {self._config.device}",
                 remedy="pause without release, or take engine.kind = 'native'",
             )
         self._refuse_broken()
-        self._wire.call(self._streams.sleep() if release else self._streams.hold(), CONTROL_S)
+        self._wire.call(self._streams.sleep() if release else self._streams.pause(), CONTROL_S)
         self._paused = True
 
     def resume(self) -> None:
         self._refuse_broken()
-        self._wire.call(self._streams.go_on(), CONTROL_S)
+        self._wire.call(self._streams.resume(), CONTROL_S)
         self._paused = False
 
     def stats(self) -> EngineStats:
         return self._streams.stats
 
-    # -- what is asked of it ------------------------------------------------------------------------------------------
+    # -- checks of requests -------------------------------------------------------------------------------------------
 
     def _problem(self, request: GenerateRequest) -> str:
+        """Return why the server cannot answer ``request``; empty if it can."""
         sampling, dialect = request.sampling, self._server.dialect
-        lacking = {
-            "kept-sets (record_kept)": sampling.record_kept and not self._limits.masks,
-            "experts (record_routing)": sampling.record_routing and self._limits.routes is None,
+        needs = {
+            "kept-sets (record_kept)": sampling.record_kept and not self._limits.record_kept,
+            "experts (record_routing)": sampling.record_routing and self._limits.routing is None,
             "entropies (record_entropy)": sampling.record_entropy and not self._can.entropies,
             "pinned sequences": request.pinned and not self._can.pins,
             f"adapter of an agent {request.agent!r}": request.agent not in self._server.handover.form.adapters,
         }
-        missing = [what for what, asked in lacking.items() if asked]
-        if missing:
-            return f"{self._name} has no {', no '.join(missing)}"
+        lacking = [what for what, is_needed in needs.items() if is_needed]
+        if lacking:
+            return f"{self._name} has no {', no '.join(lacking)}"
         if self._version == NOT_SAMPLED:
             return "it came before the first weights: its tokens would carry no version"
         if request.request_id in self._live:
             return "one of that id is already in the engine"
-        goes_on = request.answer_ids_T is not None
-        return request_problem(request, self._limits.vocab_size) or dialect.refusal(sampling, goes_on=goes_on)
+        continues = request.answer_ids_T is not None
+        return request_problem(request, self._limits.vocab_size) or dialect.refusal(sampling, continues=continues)
 
     def _prompt(self, request: GenerateRequest, name: str) -> list[int]:
+        """Return the token ids of the prompt; a fork's prompt is its parent's tokens up to the fork."""
         checked = check_ids("prompt", request.prompt_ids_T, self._limits.vocab_size)
         if checked.problem:
             raise RequestError(f"{name}: {checked.problem}", remedy="encode with the tokenizer of the engine's model")
@@ -288,6 +291,8 @@ class ServedEngine:
         return [*past.prompt, *past.ids[: request.fork.at]]
 
     def _fork_point(self, fork: ForkRequest, name: str) -> _ServedForkSource:
+        """Return the parent of ``fork``. Raises :class:`~headrace.base.errors.RequestError` if it cannot be forked
+        there."""
         past = self._live.get(fork.parent) or self._ended.get(fork.parent)
         if past is None:
             raise RequestError(
@@ -312,7 +317,8 @@ class ServedEngine:
             )
         return past
 
-    def _begun(self, request: GenerateRequest, name: str) -> list[int]:
+    def _given_answer(self, request: GenerateRequest, name: str) -> list[int]:
+        """Return the tokens of the answer that another engine has sampled, which this one continues."""
         if request.answer_ids_T is None:
             return []
         checked = check_ids("answer", request.answer_ids_T, self._limits.vocab_size)
@@ -325,13 +331,13 @@ class ServedEngine:
             raise RequestError(f"{name}: {problem}", remedy="continue only what has not ended, with its own ids")
         return [int(token) for token in checked.ids_T]
 
-    # -- what comes of it ---------------------------------------------------------------------------------------------
+    # -- results and commits ------------------------------------------------------------------------------------------
 
-    def _taken(self) -> list[Chunk]:
-        chunks = self._outbox.take()
+    def _pop_chunks(self) -> list[TokenChunk]:
+        chunks = self._chunk_queue.pop_all()
         for chunk in chunks:
-            self._live[chunk.request_id].take(chunk)
-            if chunk.stop_reason is not None or chunk.error:
+            self._live[chunk.request_id].extend(chunk)
+            if chunk.ended:
                 self._ended[chunk.request_id] = self._live.pop(chunk.request_id)
                 self._ended.move_to_end(chunk.request_id)
                 if len(self._ended) > self._config.fork_memory:
@@ -349,19 +355,21 @@ class ServedEngine:
         adapter = self._server.handover.form.adapters[""]
         return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
 
-    async def _named(self, version: int) -> None:
+    async def _adopt(self, version: int) -> None:
         handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
-        if handover.form.adapters[""]:  # its directory has the model alone
+        if handover.form.adapters[""]:  # the server's own directory holds no adapters
             await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)
         else:
             await dialect.name_weights(self._wire.client, label)
         self._streams.adopt(version)
 
-    async def _withdrawn(self, request_ids: Sequence[int]) -> None:
+    async def _withdraw(self, request_ids: Sequence[int]) -> None:
         for chunk in self._streams.withdraw(request_ids, StopReason.ABORTED):
-            self._outbox.put(chunk)
+            self._chunk_queue.put(chunk)
 
 
-async def _made(wire: Wire, server: Server, outbox: ChunkQueue, terms: StreamTerms, clock: Clock) -> AnswerStreams:
-    """In the loop that it belongs to."""
-    return AnswerStreams(wire, server, outbox, terms, clock)
+async def _make_streams(
+    wire: Wire, server: Server, chunk_queue: ChunkQueue, stream_config: StreamConfig, clock: Clock
+) -> AnswerStreams:
+    """Make the streams within the event loop that owns them."""
+    return AnswerStreams(wire, server, chunk_queue, stream_config, clock)

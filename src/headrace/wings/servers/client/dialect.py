@@ -1,4 +1,4 @@
-"""What a server has to be able to say, in whatever words."""
+"""The contract of a server's API: what a kind of server must offer to be an engine."""
 
 from __future__ import annotations
 
@@ -18,108 +18,108 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseMode:
-    """How a server is to stand still."""
+    """The way in which a server pauses."""
 
     abort: bool = False
-    """End every answer with what it has; else they stay, and go on afterwards."""
+    """Whether to end every answer with the tokens it has; otherwise answers stay and continue after the pause."""
     recompute: bool = False
-    """Forget what was computed of those that stay."""
+    """Whether to discard the key-value cache of the answers that stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What a server says of itself."""
+    """The facts that a server reports about itself."""
 
     version: str
-    """Of its program."""
+    """Version of the server's program."""
     model: str
-    """What it calls its model."""
+    """The server's name for its model."""
     max_context: int
-    """Tokens of prompt and answer."""
+    """Largest number of tokens of a prompt and its answer together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One stream that is wanted."""
+class StreamRequest:
+    """A request for one stream."""
 
     ids: Sequence[int]
-    """What it begins with: the prompt, and what of the answer is there already."""
+    """The tokens that the stream starts with: the prompt, and the part of the answer that exists already."""
     sampling: Sampling
-    left: int
-    """Tokens that may still come."""
+    max_new_tokens: int
+    """Number of tokens that may be added."""
     label: str
-    """Of the weights in use: what others have computed is not to be shared."""
-    masks: bool = False
-    """The server has to tell what each token was drawn from."""
+    """Label of the weights in use. The prefix cache must not be shared between labels."""
+    record_kept: bool = False
+    """Whether the server must report the kept-set of each token."""
     adapter: str = ""
-    """Whose answer it is; empty: the model's own."""
+    """Name of the adapter that answers; empty for the model itself."""
 
 
 class ServerDialect(Protocol):
     """The API of one kind of server."""
 
     name: str
-    """For people."""
+    """The server's name for display."""
     kind: str
-    """``engine.kind``."""
+    """The ``engine.kind`` that chooses it."""
     package: str
-    """The distribution that holds it."""
+    """Name of the Python distribution that contains the server."""
     tested: tuple[str, ...]
-    """Versions of its program that were run against the contract."""
+    """Versions of the server that have passed the contract suite."""
     stream_path: str
-    """Where answers are asked for."""
+    """URL path of requests for streams."""
 
-    def refusal(self, sampling: Sampling, *, goes_on: bool) -> str:
-        """Why it cannot sample so, in words; empty if it can. ``goes_on``: an answer that has begun."""
+    def refusal(self, sampling: Sampling, *, continues: bool) -> str:
+        """Return why the server cannot sample with ``sampling``; empty if it can. ``continues`` says that the answer
+        has already begun."""
         ...
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        """Of the request for a stream."""
+    def body(self, request: StreamRequest) -> dict[str, Any]:
+        """Return the JSON body of a request for a stream."""
         ...
 
-    def part(self, event: str, seen: int) -> StreamPart | None:
-        """What an event, in JSON, adds to a stream that has brought ``seen`` tokens; ``None`` if nothing. `ValueError`
-        for what is none: servers are not believed."""
+    def part(self, event: str, num_seen: int) -> StreamPart | None:
+        """Return what the JSON text of an event adds to a stream that has had ``num_seen`` tokens; ``None`` if nothing.
+        Raises ``ValueError`` for an invalid event, since the server is not trusted."""
         ...
 
-    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
-        """Ask who is there."""
+    async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
+        """Ask the server for its version, model and context."""
         ...
 
-    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
-        """Stand still after the present step."""
+    async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
+        """Stop generating after the current step."""
         ...
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
-        """Use what lies in the directory ``path`` of the server's machine from now on (see :mod:`.forms`), and call it
-        ``label``. ``adapters``: their folders; none where it is the model itself."""
+        """Load the files in ``path``, a directory on the server's machine (see :mod:`.forms`), and name these weights
+        ``label``. ``adapters`` are the adapters' folders, empty if the model itself is trained."""
         ...
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
-        """Call the weights that it has ``label``."""
+        """Name the server's current weights ``label``."""
         ...
 
-    async def go_on(self, client: httpx.AsyncClient) -> None:
-        """Go on after a hold."""
+    async def resume(self, client: httpx.AsyncClient) -> None:
+        """Continue generating after a pause."""
         ...
 
     async def sleep(self, client: httpx.AsyncClient) -> None:
-        """Give the memory back that weights and cache take, while it stands still without an answer to give."""
+        """Release the memory of weights and cache, while the server is paused and has no answer in progress."""
         ...
 
     async def wake(self, client: httpx.AsyncClient) -> None:
-        """Take it again, with the same weights, and stand still no longer."""
+        """Allocate the memory again, with the same weights, and end the pause."""
         ...
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
-        """The logprobs of given tokens at temperature 1, and the likeliest entries."""
+        """Return the logprobs of ``ids`` at temperature 1, and the ``top_k`` likeliest entries at each position."""
         ...
 
 
 async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Ask for what has to succeed; the answer's JSON. :class:`~headrace.base.errors.ComponentDied` where it does not:
-    what
-    the server has then is not known."""
+    """Send a request that must succeed, and return the JSON of its answer. Raises
+    :class:`~headrace.base.errors.ComponentDied` if it fails, because the state of the server is then unknown."""
     import httpx
 
     try:
@@ -134,5 +134,5 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | N
             f"the server at {client.base_url} answered {path} with {answer.status_code}: {answer.text[:1000]}",
             remedy="look at the server's log; is it started as docs/engines.md says?",
         )
-    said = answer.headers.get("content-type", "")
-    return answer.json() if said.startswith("application/json") else None
+    content_type = answer.headers.get("content-type", "")
+    return answer.json() if content_type.startswith("application/json") else None

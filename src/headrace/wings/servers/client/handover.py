@@ -1,8 +1,8 @@
-"""How weights get from this process to a server: a folder for each version, in shared memory; where the server is on
-another machine, carried there.
+"""The handover of weights from this process to a server: each version is a folder in shared memory, and is broadcast
+from there if the server runs on other machines.
 
-A server knows how to load a checkpoint, split over its own workers and packed for its own kernels; it need not know
-where that came from. So whatever transport, codec and checks there are between learner and engine, they end here.
+A server can load a checkpoint, split it over its workers and pack it for its kernels, wherever the checkpoint came
+from. So the transport, codec and checks between learner and engine end here.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from headrace.wings.servers.client.carrier import Carrier
 from headrace.wings.servers.client.forms import ServedForm
 
 DEADLINE_S = 30.0
-"""Longest that a server's machine may be silent while a version is carried there."""
+"""Longest silence of a server's machine while a version is sent there, in seconds."""
 
 
 class Handover:
-    """The versions that are on their way, each a directory below ``directory``, which the server sees and this run
-    alone uses."""
+    """The versions that are on their way to a server. Each is a folder in ``directory``, which the server can read and
+    only this run uses."""
 
     def __init__(self, directory: Path, form: ServedForm, deadline_s: float = DEADLINE_S) -> None:
         self.directory, self.form, self.deadline_s = directory, form, deadline_s
         self.carrier: Carrier | None = None
-        """Of a server that does not see ``directory``."""
+        """The sender to the server's machines; ``None`` if the server can read ``directory``."""
         self._carried: dict[int, Path] = {}
 
     def path(self, version: int) -> Path:
-        """The directory of ``version``, as the server sees it."""
+        """Return the directory of ``version``, as a path on the server's machine."""
         return self._carried.get(version, self._written(version))
 
     def write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put ``version`` where the server finds it, whole or not at all.
+        """Write ``version`` where the server finds it, completely or not at all.
 
-        Raises :class:`~headrace.base.errors.WeightsError` where there is no room, or it does not get there.
+        Raises :class:`~headrace.base.errors.WeightsError` if there is too little space, or if the transfer fails.
         """
         made = self.directory / "being-written"
         try:
@@ -58,13 +58,13 @@ class Handover:
             self._carried[version] = self.carrier.carry(self._written(version), version)
 
     def drop_before(self, version: int) -> None:
-        """Those before ``version`` are not needed any more."""
+        """Delete the versions before ``version``."""
         for path in self.directory.glob("v*"):
             if int(path.name.removeprefix("v")) < version:
                 shutil.rmtree(path, ignore_errors=True)
-        for each in [*self._carried]:  # another thread may be adding one
-            if each < version:
-                del self._carried[each]
+        for older in [*self._carried]:  # copied, because another thread may be adding one
+            if older < version:
+                del self._carried[older]
 
     def _written(self, version: int) -> Path:
         return self.directory / f"v{version}"

@@ -1,4 +1,4 @@
-"""What the commands of all servers have in common."""
+"""The parts that the start commands of all servers share."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from headrace.base.errors import ConfigError
 from headrace.models.config import LoraConfig
 from headrace.wings.servers.client.config import ServerConfig
 
-_ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-ASK_S = 60.0
-"""Longest that an interpreter may take to say what is installed."""
+_PRINT_VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+INSTALLED_S = 60.0
+"""Longest wait for an interpreter to print the version of a package, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRequirements:
-    """What a server has to serve."""
+    """The model that a server must serve, and the records that it must make."""
 
     path: str
     """Directory of the model."""
     dtype: str
     max_context: int
-    """Tokens of prompt and answer."""
+    """Largest number of tokens of a prompt and its answer together."""
     lora: LoraConfig | None = None
-    """The adapters that are trained beside it; ``None``: it is trained itself, or nothing is."""
+    """The adapters that are trained; ``None`` if the model itself is trained, or nothing is."""
     record_kept: bool = False
-    """Whether the server is to tell what each token was drawn from."""
+    """Whether the server must report the kept-set of each token."""
     record_routing: bool = False
-    """Whether it is to tell the experts of each token."""
+    """Whether the server must report the experts of each token."""
     sleeps: bool = False
-    """Whether it is to give its memory back while a learner computes."""
+    """Whether the server must release its memory while a learner computes."""
 
 
 def model_alone(path: str, directory: Path) -> str:
-    """The model in the directory ``path``, for servers that read every safetensors file they see: where others lie
-    beside it (a snapshot's optimizer), a directory of links below ``directory`` to all but those."""
+    """Return a directory with the model in ``path`` and no other safetensors files, since servers read all they find.
+    If there are others, such as an optimizer's state, that is a directory of links below ``directory``."""
     source = Path(path).resolve()
     index = source / "model.safetensors.index.json"
     names = {"model.safetensors"}
@@ -56,37 +56,36 @@ def model_alone(path: str, directory: Path) -> str:
 
 
 def interpreter(server: ServerConfig) -> str:
-    """Of the environment that the server is installed in."""
+    """Return the Python interpreter of the environment in which the server is installed."""
     return server.python or sys.executable
 
 
 def installed(server: ServerConfig, package: str) -> str:
-    """The version of ``package`` in the server's environment; nothing of it is imported.
+    """Return the version of ``package`` in the server's environment, without importing it.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where it is not there.
+    Raises :class:`~headrace.base.errors.ConfigError` if it is not installed.
     """
     python = interpreter(server)
     try:
-        told = subprocess.run(
-            [python, "-c", _ASK, package], capture_output=True, text=True, check=False, timeout=ASK_S
+        result = subprocess.run(
+            [python, "-c", _PRINT_VERSION, package], capture_output=True, text=True, check=False, timeout=INSTALLED_S
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"engine.server.python={python!r} cannot be asked for its {package}: {error}",
             remedy="give the interpreter of the environment that it is installed in",
         ) from None
-    if told.returncode:
+    if result.returncode:
         raise ConfigError(
             f"engine.server.python={python!r} has no distribution {package!r}",
             remedy=f"pip install {package} in an environment of its own, and set engine.server.python to its "
             "interpreter; docs/engines.md says how",
         )
-    return told.stdout.strip()
+    return result.stdout.strip()
 
 
 def refuse_untested(name: str, version: str, tested: tuple[str, ...], *, any_version: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a version of which nobody knows whether it keeps the
-    contract."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a server version that has not passed the contract suite."""
     if any_version or any(version == known or version.startswith(f"{known}.") for known in tested):
         return
     known = f"tested are {', '.join(tested)}" if tested else "no version was tested, but for a fake of its API"

@@ -1,77 +1,81 @@
-"""From settings to an engine that is a server: started or found, asked who it is, and closed at the end."""
+"""The construction of an engine that is a server: the server is started or found, checked, and closed at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
-from headrace.base.clock import Clock
-from headrace.base.environ import secret
+from headrace.base.clock import Clock, RealClock
+from headrace.base.environ import secret, shared_memory_root
 from headrace.base.errors import ConfigError
-from headrace.engine.config import EngineConfig
+from headrace.base.types.versions import INITIAL
+from headrace.engine.config import ENGINES, EngineConfig, EngineSetup, OpenedEngine
+from headrace.launch.leases import Lease
 from headrace.models.hub import called
-from headrace.models.load import limit_of, read_config
-from headrace.wings.servers.client.carrier import AskWorkers, Carrier, CarrierConfig
+from headrace.models.load import limit_of, load_model, read_config
+from headrace.models.weights import weight_tensors
+from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
 from headrace.wings.servers.client.core import ServedEngine, ServedLimits, StagingReceiver
 from headrace.wings.servers.client.dialect import ServerDialect, ServerInfo
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
+from headrace.wings.servers.client.kind import ServerKind, settings_of
 from headrace.wings.servers.client.launching import ServeRequirements, installed, model_alone, refuse_untested
 from headrace.wings.servers.client.ownership import owned
-from headrace.wings.servers.client.server import Command, Server
+from headrace.wings.servers.client.server import Server, ServerParts
 from headrace.wings.servers.client.wire import Address, Wire
-from headrace.wings.servers.sglang import command as sglang_command
-from headrace.wings.servers.sglang.dialect import SglangDialect
-from headrace.wings.servers.vllm import command as vllm_command
-from headrace.wings.servers.vllm.dialect import VllmDialect, ask_workers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """One kind of server."""
-
-    dialect: ServerDialect
-    own_address: Callable[[Path], Address]
-    """Where one that we start is to listen."""
-    command: Callable[[EngineConfig, ServeRequirements, Address], Command]
-    ask_workers: AskWorkers | None = None
-    """Of one to whose machines versions can be carried."""
-
-
-KINDS = {
-    "vllm": Kind(
-        dialect=VllmDialect(),
-        own_address=vllm_command.own_address,
-        command=vllm_command.command,
-        ask_workers=ask_workers,
-    ),
-    "sglang": Kind(
-        dialect=SglangDialect(), own_address=sglang_command.own_address, command=sglang_command.command
-    ),
-}  # fmt: skip
-"""By ``engine.kind``. Another server is a dialect, a command, and a row here and in the capabilities."""
+@contextmanager
+def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
+    """Open the engine of ``engine.kind`` in this process: start or find its server, and pass new weights on to it."""
+    config, model = setup.config, setup.model
+    required = ServeRequirements(
+        path=model.path,
+        dtype=model.dtype,
+        max_context=setup.max_context,
+        lora=model.lora,
+        record_kept=setup.record_kept,
+        record_routing=setup.record_routing,
+        sleeps=setup.sleeps,
+    )
+    form = ServedForm(required)
+    receiver = None if setup.own_weights else setup.receive(form.tensors())
+    with ExitStack() as kept:
+        folder = settings_of(config).weights_dir
+        directory = Lease.directory(Path(folder) if folder else shared_memory_root())
+        kept.callback(directory.end)
+        handover = Handover(directory.path, form, setup.deadline_s)
+        core = kept.enter_context(served(config, required, handover, receiver, RealClock()))
+        if setup.own_weights:
+            if model.lora is not None:
+                handover.write(INITIAL, weight_tensors(load_model(model)))
+            core.adopt(INITIAL)
+        address = "" if receiver is None else receiver.address
+        yield OpenedEngine(core=core, device=config.device, address=address, facts=core.facts())
 
 
 @contextmanager
 def served(
     config: EngineConfig,
-    wanted: ServeRequirements,
+    required: ServeRequirements,
     handover: Handover,
     receiver: StagingReceiver | None,
     clock: Clock,
 ) -> Iterator[ServedEngine]:
-    """The engine, without weights that have a version: they go through ``handover``. Raises
-    :class:`~headrace.base.errors.ConfigError` for a server that cannot be had."""
-    kind, directory = KINDS[config.kind], handover.directory
-    dialect = kind.dialect
-    settings, found = config.server, config.server.urls
-    address = Address(url=found[0], token=secret(settings.token_from)) if found else kind.own_address(directory)
-    path = wanted.path if found else model_alone(wanted.path, directory)
-    command = kind.command(config, replace(wanted, path=path), address)
+    """Yield the engine, which has no version yet; its weights come through ``handover``. Raises
+    :class:`~headrace.base.errors.ConfigError` if the server cannot be started or reached, or does not fit."""
+    kind, directory = ENGINES.load(config.kind), handover.directory
+    assert isinstance(kind, ServerKind)
+    parts, settings = kind.parts(), settings_of(config)
+    dialect, found = parts.dialect, settings.urls
+    address = Address(url=found[0], token=secret(settings.token_from)) if found else parts.own_address(directory)
+    path = required.path if found else model_alone(required.path, directory)
+    command = parts.command(config, replace(required, path=path), address)
     server = Server(dialect, address, handover, command)
-    way = _way(config, handover)
+    carrier_config = _carrier_config(config, handover)
     claim = owned(address) if found and receiver is not None else nullcontext()
     if not found:
         version = installed(settings, dialect.package)
@@ -79,90 +83,96 @@ def served(
         server.start()
     try:
         with claim, Wire(address) as wire:
-            met = server.meet(wire, settings.wait_s, clock)
-            refuse_untested(dialect.name, met.version, dialect.tested, any_version=settings.any_version)
-            _refuse_other_model(dialect, address, met, wanted)
+            info = server.wait_until_serving(wire, settings.wait_s, clock)
+            refuse_untested(dialect.name, info.version, dialect.tested, any_version=settings.any_version)
+            _refuse_other_model(dialect, address, info, required)
             limits = ServedLimits(
-                vocab_size=vocabulary(wanted.path),
-                max_context=wanted.max_context,
-                masks=wanted.record_kept,
-                routes=handover.form.routes() if wanted.record_routing else None,
+                vocab_size=vocabulary(required.path),
+                max_context=required.max_context,
+                record_kept=required.record_kept,
+                routing=handover.form.routes() if required.record_routing else None,
             )
-            with _carrying(kind, wire, handover, way):
-                yield ServedEngine(wire, server, config, met=met, limits=limits, receiver=receiver, clock=clock)
+            with _opened_carrier(parts, wire, handover, carrier_config):
+                yield ServedEngine(wire, server, config, info=info, limits=limits, receiver=receiver, clock=clock)
     finally:
         server.close()
 
 
-def _way(config: EngineConfig, handover: Handover) -> CarrierConfig | None:
-    """``None`` to a server that sees the folder. Raises :class:`~headrace.base.errors.ConfigError`."""
-    settings = config.server
+def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig | None:
+    """Return the settings of the transfer to the server's machines; ``None`` if the server can read the folder. Raises
+    :class:`~headrace.base.errors.ConfigError`."""
+    settings = settings_of(config)
     if settings.weights_by == "files":
         return None
-    way = CarrierConfig(
+    carrier_config = CarrierConfig(
         backend=settings.weights_by,
         host=settings.weights_host,
         device=config.device,
         deadline_s=handover.deadline_s,
     )
-    way.refuse_impossible()
-    return way
+    carrier_config.refuse_impossible()
+    return carrier_config
 
 
 @contextmanager
-def _carrying(kind: Kind, wire: Wire, handover: Handover, way: CarrierConfig | None) -> Iterator[None]:
-    if way is None:
+def _opened_carrier(
+    parts: ServerParts, wire: Wire, handover: Handover, carrier_config: CarrierConfig | None
+) -> Iterator[None]:
+    if carrier_config is None:
         yield
         return
-    assert kind.ask_workers is not None  # else the settings were refused
-    with closing(Carrier(wire, kind.ask_workers, way)) as handover.carrier:
+    assert parts.call_workers is not None  # the settings refuse gloo and nccl for other servers
+    with closing(Carrier(wire, parts.call_workers, carrier_config)) as handover.carrier:
         yield
 
 
 def vocabulary(path: str) -> int:
-    """Ids run from 0 to one below it."""
+    """Return the number of token ids of the model in ``path``."""
     return int(read_config(path).vocab_size)
 
 
-def _refuse_other_model(dialect: ServerDialect, address: Address, met: ServerInfo, wanted: ServeRequirements) -> None:
-    """What can be seen without a token: the rest shows when weights do not fit, or in the first comparison of
-    logprobs."""
-    if met.max_context < wanted.max_context:
+def _refuse_other_model(
+    dialect: ServerDialect, address: Address, info: ServerInfo, required: ServeRequirements
+) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if the server's model differs in what can be seen without
+    sampling. Other differences appear when weights do not fit, or in the first comparison of logprobs."""
+    if info.max_context < required.max_context:
         raise ConfigError(
-            f"{dialect.name} at {address} serves {met.model!r} with a context of {met.max_context} tokens, and "
-            f"{wanted.max_context} are needed",
+            f"{dialect.name} at {address} serves {info.model!r} with a context of {info.max_context} tokens, and "
+            f"{required.max_context} are needed",
             remedy="start it with a longer context, or lower engine.max_context or engine.max_new_tokens",
         )
-    limit = limit_of(wanted.path)
-    if limit.reason and met.max_context > limit.length:
+    limit = limit_of(required.path)
+    if limit.reason and info.max_context > limit.length:
         raise ConfigError(
-            f"{dialect.name} at {address} serves {met.model!r} with a context of {met.max_context} tokens: "
+            f"{dialect.name} at {address} serves {info.model!r} with a context of {info.max_context} tokens: "
             f"{limit.reason}, and a server chooses once, by its context",
             remedy=f"start it with a context of at most {limit.length} tokens",
         )
-    if called(met.model) != called(wanted.path):
+    if called(info.model) != called(required.path):
         raise ConfigError(
-            f"{dialect.name} at {address} serves {met.model!r}, and model.path={wanted.path!r} is trained",
+            f"{dialect.name} at {address} serves {info.model!r}, and model.path={required.path!r} is trained",
             remedy="start it with the directory of model.path",
         )
-    if difference := _other_tensors(wanted, met.model):
+    if difference := _other_tensors(required, info.model):
         raise ConfigError(
-            f"{dialect.name} at {address} serves {met.model!r}, which is another model than model.path="
-            f"{wanted.path!r}: {difference}",
+            f"{dialect.name} at {address} serves {info.model!r}, which is another model than model.path="
+            f"{required.path!r}: {difference}",
             remedy="start it with the directory of model.path",
         )
 
 
-def _other_tensors(wanted: ServeRequirements, theirs: str) -> str:
-    """What differs first, where the server's directory can be read here; empty where nothing does."""
-    if not (Path(theirs) / "config.json").is_file() or Path(theirs).resolve() == Path(wanted.path).resolve():
+def _other_tensors(required: ServeRequirements, theirs: str) -> str:
+    """Return the first difference between the tensors of both models; empty if there is none, or if the server's
+    directory cannot be read here."""
+    if not (Path(theirs) / "config.json").is_file() or Path(theirs).resolve() == Path(required.path).resolve():
         return ""
     there, here = (
         {
             name: list(tensor.shape)
-            for name, tensor in ServedForm(replace(wanted, path=path, lora=None)).tensors().items()
+            for name, tensor in ServedForm(replace(required, path=path, lora=None)).tensors().items()
         }
-        for path in (theirs, wanted.path)
+        for path in (theirs, required.path)
     )
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):

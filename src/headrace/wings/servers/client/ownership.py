@@ -1,4 +1,5 @@
-"""A server takes weights from one run: another is refused where it is seen, and noticed in the answers where not."""
+"""The ownership of a server by one run: a second run on this machine is refused, one on another machine is detected in
+the server's answers."""
 
 from __future__ import annotations
 
@@ -13,39 +14,41 @@ from headrace.base.environ import run_token
 from headrace.base.errors import ComponentDied, ConfigError, EngineUnfit
 from headrace.wings.servers.client.wire import Address
 
-GOES_S = 3.0
-"""A process that was killed may take so long until it is gone."""
+EXIT_S = 3.0
+"""Longest time in seconds that a killed process needs to exit."""
 REMEDY = "give each run a server of its own (engine.server.urls)"
 
 
 @contextlib.contextmanager
 def owned(address: Address) -> Iterator[None]:
-    """Be the only process of this machine that gives the server at ``address`` weights; others, and those of systems
-    other than Linux, are not seen. Raises :class:`~headrace.base.errors.ConfigError` where another one does, and goes
-    on doing so."""
-    name = f"\0headrace gives weights to {_numeric(address.host)[:60]}:{address.port}"  # of no file: ends with us
-    with socket.socket(socket.AF_UNIX) as held:
-        if sys.platform == "linux" and not _bound(held, name):
+    """Own the server at ``address`` while the body runs, among the processes of this machine. Raises
+    :class:`~headrace.base.errors.ConfigError` if another process owns it and does not exit. Only Linux is supported:
+    elsewhere nothing is checked."""
+    # an abstract socket: it has no file, and ends with this process
+    name = f"\0headrace gives weights to {_numeric(address.host)[:60]}:{address.port}"
+    with socket.socket(socket.AF_UNIX) as claim:
+        if sys.platform == "linux" and not _claim(claim, name):
             raise ConfigError(f"the server at {address} gets its weights from another run", remedy=REMEDY)
         yield
 
 
 def public_name() -> str:
-    """What tells this run from others; the same in all processes of a run."""
+    """Return a name that differs between runs and is the same in all processes of a run. It does not reveal the run's
+    token."""
     token = run_token() or secrets.token_hex(8)
     return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
 
 
-def _bound(held: socket.socket, name: str) -> bool:
+def _claim(claim: socket.socket, name: str) -> bool:
     for _ in range(2):
         with contextlib.suppress(OSError):
-            held.bind(name)
-            held.listen()
+            claim.bind(name)
+            claim.listen()
             return True
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as holder:
-            holder.settimeout(GOES_S)
+            holder.settimeout(EXIT_S)
             holder.connect(name)
-            holder.recv(1)  # says nothing until it is gone
+            holder.recv(1)  # returns when the owner exits, since it never sends
     return False
 
 
@@ -56,7 +59,7 @@ def _numeric(host: str) -> str:
 
 
 class Labels:
-    """What one engine's process calls its versions at the server.
+    """The names under which one engine's versions are known to the server: a version and the run's name.
 
     >>> labels = Labels("vLLM at http://10.9.0.2:8000", run="5f3a")
     >>> labels.of(7), labels.version("7:5f3a")
@@ -69,17 +72,17 @@ class Labels:
     """
 
     def __init__(self, server: str, run: str | None = None) -> None:
-        """``server``: for people. ``run``: what tells it from others; empty where weights never change, and several may
-        ask one server."""
+        """Make labels. ``server`` is a name for display. ``run`` distinguishes runs; it is empty if the weights never
+        change, so that several runs may use one server."""
         self._server, self._run = server, secrets.token_hex(4) if run is None else run
 
     def of(self, version: int) -> str:
-        """The label of ``version``."""
+        """Return the label of ``version``."""
         return f"{version}:{self._run}"
 
     def version(self, label: str) -> int:
-        """The version of a label that the server has said. ``ValueError`` for what is no number;
-        :class:`~headrace.base.errors.ComponentDied` for weights that this run has not given it."""
+        """Return the version of a label that the server has reported. Raises ``ValueError`` if it is not a number, and
+        :class:`~headrace.base.errors.ComponentDied` for weights that this run did not load."""
         version, mark, run = label.partition(":")
         if not mark:
             raise ComponentDied(

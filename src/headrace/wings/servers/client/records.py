@@ -1,4 +1,4 @@
-"""What a server tells of a token beside its logprob, checked and as a run keeps it: servers are not believed.
+"""The records of a token besides its logprob, decoded and checked, since a server's data are not trusted.
 
 Shape legend: N tokens, H layers of a model, L mixture-of-experts layers among them, K experts per token and layer.
 """
@@ -19,25 +19,27 @@ from headrace.base.types.recorded import Experts
 from headrace.models.routing import RoutedModel
 
 HEADER_BYTES = 1024
-"""Of a file of numpy's, at most: it is parsed, and a deep one would take its parser down."""
+"""Largest size of the header of a numpy file, in bytes. The header is parsed as Python, and a deeply nested one would
+crash the parser."""
 
 
 class RoutingDecoder:
-    """Of one mixture of experts, of ``num_layers`` layers with and without them."""
+    """A decoder of the experts that a server reports, for one model with ``num_layers`` layers, not all of which have
+    experts."""
 
     def __init__(self, routed: RoutedModel, num_layers: int) -> None:
         self._routed, self._num_layers = routed, num_layers
         self._depths = [layer.depth for layer in routed.layers]
 
-    def of(self, told: npt.NDArray[Any], count: int) -> Experts:
-        """The experts of ``count`` tokens from what a server tells of every layer, in a row or in order.
-        ``ValueError`` where they cannot be those of this model."""
+    def of(self, reported: npt.NDArray[Any], count: int) -> Experts:
+        """Return the experts of ``count`` tokens from ``reported``, which covers every layer and is flat or shaped [N,
+        H, K]. Raises ``ValueError`` if they cannot come from this model."""
         shape = (count, self._num_layers, self._routed.top_k)
-        if told.shape not in (shape, (math.prod(shape),)):
-            raise ValueError(f"experts of shape {told.shape}, expected {shape}")
-        if told.size and not 0 <= told.min() <= told.max() < self._routed.num_experts:
-            raise ValueError(f"experts from {told.min()} to {told.max()} of {self._routed.num_experts}")
-        experts_NHK = told.reshape(shape)
+        if reported.shape not in (shape, (math.prod(shape),)):
+            raise ValueError(f"experts of shape {reported.shape}, expected {shape}")
+        if reported.size and not 0 <= reported.min() <= reported.max() < self._routed.num_experts:
+            raise ValueError(f"experts from {reported.min()} to {reported.max()} of {self._routed.num_experts}")
+        experts_NHK = reported.reshape(shape)
         experts_NLK: Experts = experts_NHK[:, self._depths].astype(self._routed.dtype)
         if problem := self._routed.problem(experts_NLK):
             raise ValueError(problem)
@@ -45,7 +47,7 @@ class RoutingDecoder:
 
 
 def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: int) -> None:
-    """``ValueError`` for sets that tokens ``ids`` cannot have been drawn from."""
+    """Raise ``ValueError`` if the tokens ``ids`` cannot have been drawn from the sets ``kept``."""
     if len(kept) != len(ids):
         raise ValueError(f"{len(kept)} kept-sets for {len(ids)} tokens")
     for token, span in zip(ids, kept, strict=True):
@@ -56,13 +58,13 @@ def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: i
 
 
 def numbers(text: str) -> npt.NDArray[np.int32]:
-    """Whole numbers of 32 bits, in base64. ``ValueError`` for anything else."""
+    """Return the 32-bit integers in ``text``, which is base64. Raises ``ValueError`` for anything else."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.int32)
 
 
 def unpacked(text: str) -> npt.NDArray[Any]:
-    """The numbers in a file of numpy's, in base64. ``ValueError`` for anything else; no more memory is taken than the
-    file has.
+    """Return the array in ``text``, which is a numpy file in base64. Raises ``ValueError`` for anything else. The
+    memory used is bounded by the size of the file.
 
     >>> file = io.BytesIO()
     >>> np.save(file, np.arange(6, dtype=np.uint8).reshape(2, 3))
@@ -73,7 +75,7 @@ def unpacked(text: str) -> npt.NDArray[Any]:
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("an array in a format that is not known")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=HEADER_BYTES)
-    left = file.read()
-    if fortran or dtype.kind not in "ui" or int(np.prod(shape, dtype=object)) * dtype.itemsize != len(left):
-        raise ValueError(f"an array of shape {shape} and dtype {dtype} in {len(left)} bytes")
-    return np.frombuffer(left, dtype).reshape(shape)
+    data = file.read()
+    if fortran or dtype.kind not in "ui" or int(np.prod(shape, dtype=object)) * dtype.itemsize != len(data):
+        raise ValueError(f"an array of shape {shape} and dtype {dtype} in {len(data)} bytes")
+    return np.frombuffer(data, dtype).reshape(shape)

@@ -1,48 +1,65 @@
-"""One server: started by us or found, and whether it is still there."""
+"""One server: its process if an engine started it, and the checks whether it is alive."""
 
 from __future__ import annotations
 
 import asyncio
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.base.clock import Clock
 from headrace.base.environ import program_environment
 from headrace.base.errors import ComponentDied, ConfigError, EngineUnfit, HeadraceError
+from headrace.engine.config import EngineConfig
+from headrace.wings.servers.client.carrier import CallWorkers
 from headrace.wings.servers.client.dialect import ServerDialect, ServerInfo
 from headrace.wings.servers.client.handover import Handover
+from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address, Wire
 
 if TYPE_CHECKING:
     import httpx
 
 HEALTH_S = 20.0
-"""Longest that a server may take to say that it is well."""
-KNOCK_S = 0.25
-"""Between two questions whether it is there."""
+"""Longest wait for the answer to a health check, in seconds."""
+POLL_S = 0.25
+"""Seconds between two attempts to reach a server that is starting."""
 GRACE_S = 10.0
-"""What a server that was started gets to end by itself."""
+"""Seconds that a server that an engine started has to exit before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """How a server is started."""
+    """A command that starts a server."""
 
     argv: Sequence[str]
     variables: Mapping[str, str]
-    """Of its environment, beside what a program of a run has."""
+    """Environment variables in addition to those that every program of a run gets."""
     hint: str = ""
-    """What to look at where it ends before it serves, beside its log."""
+    """Advice, besides the log, for a server that exits before it serves."""
 
     def __str__(self) -> str:
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.argv])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerParts:
+    """The functions and the dialect with which servers of one kind are started and used."""
+
+    dialect: ServerDialect
+    own_address: Callable[[Path], Address]
+    """Returns the address at which a server that an engine starts listens, given a directory of its own."""
+    command: Callable[[EngineConfig, ServeRequirements, Address], Command]
+    """Returns the command that starts a server."""
+    call_workers: CallWorkers | None = None
+    """Calls methods of the server's workers; ``None`` if versions cannot be sent to its machines."""
+
+
 class Server:
-    """What is known of it; its process too where we have started it."""
+    """A server, and its process if this engine started it."""
 
     def __init__(self, dialect: ServerDialect, address: Address, handover: Handover, command: Command) -> None:
         self.dialect, self.address, self.handover, self._command = dialect, address, handover, command
@@ -52,7 +69,7 @@ class Server:
         return f"{self.dialect.name} at {self.address}"
 
     def start(self) -> None:
-        """Start its process. What it prints goes where this process prints."""
+        """Start the server's process. It prints to the output of this process."""
         try:
             self._process = subprocess.Popen(
                 list(self._command.argv),
@@ -65,16 +82,18 @@ class Server:
                 remedy="set engine.server.python to the interpreter of the environment that it is installed in",
             ) from None
 
-    def meet(self, wire: Wire, wait_s: float, clock: Clock) -> ServerInfo:
-        """Who answers, within ``wait_s``. Raises :class:`~headrace.base.errors.ConfigError` if nobody does."""
-        return wire.call(self._meet(wire.client, wait_s, clock), wait_s + HEALTH_S)
+    def wait_until_serving(self, wire: Wire, wait_s: float, clock: Clock) -> ServerInfo:
+        """Return the server's facts once it answers. Raises :class:`~headrace.base.errors.ConfigError` if it does not
+        within ``wait_s``."""
+        return wire.call(self._wait_until_serving(wire.client, wait_s, clock), wait_s + HEALTH_S)
 
     async def refuse_dead(self, client: httpx.AsyncClient, *, ask: bool = True) -> None:
-        """Raise :class:`~headrace.base.errors.ComponentDied` if it is not there any more; ``ask`` it, or look only."""
+        """Raise :class:`~headrace.base.errors.ComponentDied` if the server's process has ended, or, with ``ask``, if it
+        does not answer a health check."""
         import httpx
 
         if words := self._ended():
-            raise ComponentDied(words, remedy="its last words are in the engine's log")
+            raise ComponentDied(words, remedy="look at the end of the engine's log")
         if not ask:
             return
         try:
@@ -86,15 +105,16 @@ class Server:
             await asyncio.sleep(0.5)  # its process may be about to end
             raise ComponentDied(self._ended() or f"{self} {words}", remedy="look at its log")
 
-    def silent(self, what: str) -> EngineUnfit:
-        """It does not tell ``what`` it has to: no answer of it can be used."""
+    def lacks(self, what: str) -> EngineUnfit:
+        """Return the error of a server that does not report ``what`` it must report, so that none of its answers can be
+        used."""
         return EngineUnfit(
             f"{self} tells no {what} of its tokens",
             remedy=f"start it so: {self._command}",
         )
 
     def close(self) -> None:
-        """End what we have started."""
+        """Terminate the process that this engine started."""
         if self._process is None:
             return
         self._process.terminate()
@@ -105,12 +125,14 @@ class Server:
             self._process.wait()
 
     def _ended(self) -> str:
+        """Return a sentence about the end of the server's process; empty while it runs, and for a server that was
+        found."""
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{self.dialect.name} ended with exit code {code}"
 
-    async def _who(self, client: httpx.AsyncClient) -> ServerInfo:
+    async def _identify(self, client: httpx.AsyncClient) -> ServerInfo:
         try:
-            return await self.dialect.meet(client)
+            return await self.dialect.identify(client)
         except HeadraceError:
             raise
         except (ValueError, LookupError, TypeError) as error:
@@ -120,7 +142,7 @@ class Server:
                 remedy="name a server of that kind in engine.server.urls, or its kind in engine.kind",
             ) from None
 
-    async def _meet(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> ServerInfo:
+    async def _wait_until_serving(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> ServerInfo:
         import httpx
 
         until_s, last = clock.now() + wait_s, "nobody has answered"
@@ -128,16 +150,16 @@ class Server:
             if words := self._ended():
                 raise ConfigError(
                     f"{words} before it served: {self._command}",
-                    remedy=f"its last words are in the engine's log{self._command.hint}",
+                    remedy=f"look at the end of the engine's log{self._command.hint}",
                 )
             try:
                 answer = await client.get("/health", timeout=HEALTH_S)
                 if answer.status_code == 200:
-                    return await self._who(client)
+                    return await self._identify(client)
                 last = f"it answers {answer.status_code}"
             except httpx.HTTPError as error:
                 last = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(KNOCK_S)
+            await asyncio.sleep(POLL_S)
         raise ConfigError(
             f"{self.dialect.name} at {self.address} does not answer, after {wait_s:g} s ({last})",
             remedy=f"start it: {self._command}\n  or raise engine.server.wait_s",

@@ -1,8 +1,9 @@
-"""The side of a served engine that lives in the wire's loop: one task for each answer, and the commits between them.
+"""The part of a served engine that runs in the wire's event loop: one task for each answer, and the commits between
+them.
 
-queue ──at most so many──▶ stream ──stop, length──▶ ended
-  ▲                          │ ▲
-  └── held while a commit ───┘ └── halted by a commit that ends streams; goes on behind its tokens, or anew
+queue ──at most max_streams──▶ stream ──stop, length──▶ ended
+  ▲                            │ ▲
+  └── held back by a commit ───┘ └── halted by a commit that ends streams; then continued, or sampled again
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,14 +21,13 @@ import msgspec
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
-from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.episode import StopReason, TokenChunk
+from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.recorded import Experts
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport
 from headrace.wings.servers.client.answer import StreamedAnswer, StreamPart
-from headrace.wings.servers.client.dialect import Ask, PauseMode, ServerDialect
-from headrace.wings.servers.client.outbox import ChunkQueue
+from headrace.wings.servers.client.dialect import PauseMode, ServerDialect, StreamRequest
 from headrace.wings.servers.client.ownership import Labels
 from headrace.wings.servers.client.records import RoutingDecoder, refuse_kept
 from headrace.wings.servers.client.server import Server
@@ -37,102 +39,108 @@ if TYPE_CHECKING:
 ABORT = "abort"
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 _ENDS = frozenset({"", ABORT, *_REASONS})
-_OF_REQUESTS = frozenset({400, 413, 422, 429, 503})
-"""Answers that say something of a request; others may be those of whatever stands at that address now."""
-_RESUMES = frozenset({Interrupt.ABORT_RESUME, Interrupt.SLEEP})
-_BY_ABORT = _RESUMES | {Interrupt.ABORT_RETRY}
-_PATIENT = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
+_REQUEST_ERRORS = frozenset({400, 413, 422, 429, 503})
+"""Statuses that say something about a request. With any other one it is not certain that the server itself answered."""
+_KEEPS_ANSWERS = frozenset({Interrupt.ABORT_RESUME, Interrupt.SLEEP})
+_BY_ABORT = _KEEPS_ANSWERS | {Interrupt.ABORT_RETRY}
+_WAITS_FOR_ANSWERS = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
 HALT_S = 30.0
-"""Longest that a server may take to end its streams once it has said that it stands still."""
+"""Longest time in seconds that a paused server may take to end its streams."""
 WATCH_S = 5.0
-"""How often a server that has answers to give, and gives none, is looked at."""
+"""Seconds without a token after which a server with open streams gets a health check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamTerms:
-    """On which answers are streamed."""
+class StreamConfig:
+    """The settings of the streams."""
 
-    most: int
-    """At once."""
+    max_streams: int
+    """Largest number of streams at once."""
     flush_tokens: int
-    """A reader is told each time there are so many."""
+    """Number of new tokens at which a chunk is sent to the reader."""
     vocab_size: int
-    """Ids run from 0 to one below it."""
-    masks: bool = False
-    """The server tells what each token was drawn from."""
-    routes: RoutingDecoder | None = None
-    """It tells the experts of each token, which are those of this model."""
+    """Number of token ids; ids run from 0 to one below it."""
+    record_kept: bool = False
+    """Whether the server reports the kept-set of each token."""
+    routing: RoutingDecoder | None = None
+    """Decoder of the experts that the server reports; ``None`` if it does not."""
     trained: bool = False
-    """Its weights are this run's, and nobody else's."""
+    """Whether this run trains the server's weights, so that no other run may load any."""
 
 
 class AnswerStreams:
-    """Owned by the loop: every method is called there."""
+    """The streams of one server. Every method must be called in the wire's event loop."""
 
-    def __init__(self, wire: Wire, server: Server, outbox: ChunkQueue, terms: StreamTerms, clock: Clock) -> None:
-        self._wire, self._server, self._outbox, self._terms, self._clock = wire, server, outbox, terms, clock
+    def __init__(self, wire: Wire, server: Server, chunk_queue: ChunkQueue, config: StreamConfig, clock: Clock) -> None:
+        self._wire, self._server, self._chunk_queue, self._config, self._clock = (
+            wire,
+            server,
+            chunk_queue,
+            config,
+            clock,
+        )
         self._dialect: ServerDialect = server.dialect
         self._waiting: list[tuple[tuple[int, int], StreamedAnswer]] = []
-        self._held: list[StreamedAnswer] | None = None
-        """Those that came while nothing new is sent; ``None`` while it is."""
+        self._held_back: list[StreamedAnswer] | None = None
+        """Requests that arrived while none are admitted; ``None`` while they are."""
         self._running: dict[int, StreamedAnswer] = {}
         self._known: dict[int, StreamedAnswer] = {}
-        self._going, self._changed = asyncio.Event(), asyncio.Event()
-        self._going.set()
-        self.labels = Labels(str(server), None if terms.trained else "")
+        self._resumed, self._changed = asyncio.Event(), asyncio.Event()
+        self._resumed.set()
+        self.labels = Labels(str(server), None if config.trained else "")
         self._version = NOT_SAMPLED
         self._asleep = False
-        """The server has given its memory back."""
+        """Whether the server has released its memory."""
         self._busy_since_s = 0.0
-        self._heard_s = clock.now()
+        self._last_token_s = clock.now()
         self.stats = EngineStats()
-        """Replaced, never changed: any thread may read it."""
+        """The engine's counters. The record is replaced and never changed, so any thread may read it."""
         self._watching = wire.spawn(self._watch())
 
     def adopt(self, version: int) -> None:
-        """The server has ``version``."""
+        """Record that the server has ``version``."""
         self._version = version
-        self._count(version=version)
+        self._update_stats(version=version)
 
     def add(self, answer: StreamedAnswer) -> None:
-        """Take it into the queue."""
+        """Add a request to the queue."""
         self._known[answer.request.request_id] = answer
         deadline_s = answer.request.deadline_s
         if deadline_s is not None:
-            asyncio.get_running_loop().call_later(deadline_s, self._late, answer)
+            asyncio.get_running_loop().call_later(deadline_s, self._expire, answer)
         self._queue(answer)
         self._admit()
 
-    def withdraw(self, request_ids: Sequence[int], reason: StopReason) -> list[Chunk]:
-        """Their last chunks; ids that are not known are ignored."""
+    def withdraw(self, request_ids: Sequence[int], reason: StopReason) -> list[TokenChunk]:
+        """End the answers to ``request_ids`` and return their last chunks; unknown ids are ignored."""
         known = [self._known[one] for one in dict.fromkeys(request_ids) if one in self._known]
         for answer in known:
-            self._leave(answer)
+            self._remove(answer)
             if answer.task is not None:
                 answer.task.cancel()
         self._admit()
         return [answer.chunk(reason) for answer in known]
 
-    async def hold(self) -> None:
-        """Stand still until :meth:`go_on`."""
-        self._begin_holding()
-        await self._dialect.hold(self._wire.client, PauseMode())
+    async def pause(self) -> None:
+        """Pause the server until :meth:`resume`."""
+        self._stop_admitting()
+        await self._dialect.pause(self._wire.client, PauseMode())
 
     async def sleep(self) -> None:
-        """The same, without the memory that the server can give back."""
-        self._begin_holding()
-        self._going.clear()
-        await self._dialect.hold(self._wire.client, PauseMode(abort=True))
-        await self._halt()
+        """Pause the server until :meth:`resume`, and have it release its memory."""
+        self._stop_admitting()
+        self._resumed.clear()
+        await self._dialect.pause(self._wire.client, PauseMode(abort=True))
+        await self._wait_until_halted()
         await self._dialect.sleep(self._wire.client)
         self._asleep = True
 
-    async def go_on(self) -> None:
-        """Have work again."""
+    async def resume(self) -> None:
+        """Continue generating and admit requests again."""
         await self._wake()
-        await self._dialect.go_on(self._wire.client)
-        self._going.set()
-        self._end_holding()
+        await self._dialect.resume(self._wire.client)
+        self._resumed.set()
+        self._start_admitting()
 
     async def _wake(self) -> None:
         if self._asleep:
@@ -140,111 +148,113 @@ class AnswerStreams:
             self._asleep = False
 
     async def swap(self, version: int, mode: Interrupt) -> None:
-        """Have the server use ``version``, and report it."""
-        asked_s = self._clock.now()
-        self._begin_holding(later_only=mode is Interrupt.BATCH)
-        if mode in _PATIENT:
-            await self._until(lambda: not self._running)
+        """Have the server load ``version`` in the way of ``mode``, and report the commit."""
+        ordered_s = self._clock.now()
+        self._stop_admitting(later_only=mode is Interrupt.BATCH)
+        if mode in _WAITS_FOR_ANSWERS:
+            await self._wait_for(lambda: not self._running)
         began_s = self._clock.now()
         await self._wake()
         if mode in _BY_ABORT:
-            self._going.clear()
+            self._resumed.clear()
         recompute = mode is Interrupt.INFLIGHT_RECOMPUTE
-        await self._dialect.hold(self._wire.client, PauseMode(abort=mode in _BY_ABORT, recompute=recompute))
+        await self._dialect.pause(self._wire.client, PauseMode(abort=mode in _BY_ABORT, recompute=recompute))
         if mode in _BY_ABORT:
-            await self._halt()
-        there = list(self._running.values())
+            await self._wait_until_halted()
+        running = list(self._running.values())
         handover = self._server.handover
         path, label = handover.path(version), self.labels.of(version)
         await self._dialect.load(self._wire.client, path, label, handover.form.folders)
         self.adopt(version)
-        restarted = there if mode is Interrupt.ABORT_RETRY else []
+        restarted = running if mode is Interrupt.ABORT_RETRY else []
         wasted = sum(answer.restart() for answer in restarted)
-        await self._dialect.go_on(self._wire.client)
-        self._going.set()
+        await self._dialect.resume(self._wire.client)
+        self._resumed.set()
         handover.drop_before(version)
         ended_s = self._clock.now()
-        self._end_holding()
-        self._count(restarted=self.stats.restarted + len(restarted), wasted_tokens=self.stats.wasted_tokens + wasted)
-        forgotten = recompute or mode in _RESUMES
-        self._outbox.report(
+        self._start_admitting()
+        self._update_stats(
+            restarted=self.stats.restarted + len(restarted), wasted_tokens=self.stats.wasted_tokens + wasted
+        )
+        forgotten = recompute or mode in _KEEPS_ANSWERS
+        self._chunk_queue.report(
             SwapReport(
                 version=version,
                 gap_s=ended_s - began_s,
-                carried_over=len(there) - len(restarted),
+                carried_over=len(running) - len(restarted),
                 restarted=len(restarted),
                 mode=mode,
-                waited_s=began_s - asked_s,
+                waited_s=began_s - ordered_s,
                 wasted_tokens=wasted,
-                recomputed_tokens=sum(len(one.prompt) + len(one.ids) for one in there) if forgotten else 0,
+                recomputed_tokens=sum(len(one.prompt) + len(one.ids) for one in running) if forgotten else 0,
             )
         )
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def _queue(self, answer: StreamedAnswer) -> None:
-        if self._held is None:
+        if self._held_back is None:
             heapq.heappush(self._waiting, (answer.key, answer))
         else:
-            self._held.append(answer)
+            self._held_back.append(answer)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._terms.most:
+        while self._waiting and len(self._running) < self._config.max_streams:
             _, answer = heapq.heappop(self._waiting)
             request_id = answer.request.request_id
-            if self._known.get(request_id) is not answer:  # withdrawn meanwhile
+            if self._known.get(request_id) is not answer:  # it was withdrawn while it waited
                 continue
             if not self._running:
-                self._busy_since_s = self._heard_s = self._clock.now()
+                self._busy_since_s = self._last_token_s = self._clock.now()
             self._running[request_id] = answer
             answer.task = self._wire.spawn(self._run(answer))
-        self._count()
+        self._update_stats()
 
-    def _leave(self, answer: StreamedAnswer) -> None:
+    def _remove(self, answer: StreamedAnswer) -> None:
         request_id = answer.request.request_id
         self._known.pop(request_id, None)
         if self._running.pop(request_id, None) is not None and not self._running:
-            self._count(busy_s=self.stats.busy_s + self._clock.now() - self._busy_since_s)
+            self._update_stats(busy_s=self.stats.busy_s + self._clock.now() - self._busy_since_s)
         self._changed.set()
 
-    def _late(self, answer: StreamedAnswer) -> None:
+    def _expire(self, answer: StreamedAnswer) -> None:
         request_id = answer.request.request_id
         if self._known.get(request_id) is answer:
             for chunk in self.withdraw([request_id], StopReason.DEADLINE):
-                self._outbox.put(chunk)
+                self._chunk_queue.put(chunk)
 
-    def _begin_holding(self, *, later_only: bool = False) -> None:
-        if self._held is None:
-            self._held = []
+    def _stop_admitting(self, *, later_only: bool = False) -> None:
+        if self._held_back is None:
+            self._held_back = []
         if not later_only:
-            self._held += [answer for _, answer in self._waiting]
+            self._held_back += [answer for _, answer in self._waiting]
             self._waiting = []
 
-    def _end_holding(self) -> None:
-        held, self._held = self._held or [], None
+    def _start_admitting(self) -> None:
+        held, self._held_back = self._held_back or [], None
         for answer in held:
             self._queue(answer)
         self._admit()
 
-    async def _halt(self) -> None:
-        """Every stream has ended or been told to; those without a token yet may not have reached the server, so they
-        are asked for again."""
+    async def _wait_until_halted(self) -> None:
+        """Wait until the server has ended every stream. A stream without a token is requested again instead, since its
+        request may not have reached the server."""
         for answer in list(self._running.values()):
-            if not answer.halted and len(answer.ids) == answer.stream_begin:
+            if not answer.halted and len(answer.ids) == answer.stream_start:
                 assert answer.task is not None
                 answer.task.cancel()
                 del self._running[answer.request.request_id]
                 self._queue(answer)
         try:
             async with asyncio.timeout(HALT_S):
-                await self._until(lambda: all(answer.halted for answer in self._running.values()))
+                await self._wait_for(lambda: all(answer.halted for answer in self._running.values()))
         except TimeoutError:
             raise ComponentDied(
-                f"{self._dialect.name} stands still, and has not ended its streams for {HALT_S:g} s",
+                f"{self._dialect.name} is paused, and has not ended its streams for {HALT_S:g} s",
                 remedy="look at its log; another sync.interrupt does not need it",
             ) from None
 
-    async def _until(self, reached: Callable[[], bool]) -> None:
+    async def _wait_for(self, reached: Callable[[], bool]) -> None:
         while not reached():
             self._changed.clear()
             await self._changed.wait()
@@ -254,41 +264,41 @@ class AnswerStreams:
     async def _run(self, answer: StreamedAnswer) -> None:
         try:
             while (ended := await self._stream(answer)) == ABORT:
-                if self._going.is_set():
+                if self._resumed.is_set():
                     raise SequenceFailed(
                         f"{self._dialect.name} withdrew request {answer.request.request_id}", remedy="look at its log"
                     )
                 answer.halted = True
                 self._changed.set()
-                await self._going.wait()
+                await self._resumed.wait()
                 answer.halted = False
         except RequestError as error:
-            self._outbox.put(answer.chunk(error=error))
+            self._chunk_queue.put(answer.chunk(error=error))
         else:
-            self._outbox.put(answer.chunk(_REASONS[ended]))
-        self._leave(answer)
+            self._chunk_queue.put(answer.chunk(_REASONS[ended]))
+        self._remove(answer)
         self._admit()
 
     async def _stream(self, answer: StreamedAnswer) -> str:
-        """Until the server ends it; why it did."""
+        """Stream one answer until the server ends the stream; return the reason why it ended."""
         import httpx
 
-        answer.stream_begin = len(answer.ids)
-        ask = Ask(
+        answer.stream_start = len(answer.ids)
+        request = StreamRequest(
             ids=[*answer.prompt, *answer.ids],
             sampling=answer.request.sampling,
-            left=answer.request.sampling.max_new_tokens - len(answer.ids),
+            max_new_tokens=answer.request.sampling.max_new_tokens - len(answer.ids),
             label=self.labels.of(self._version),
-            masks=self._terms.masks,
+            record_kept=self._config.record_kept,
             adapter=self._server.handover.form.adapters[answer.request.agent],
         )
         try:
             async with self._wire.client.stream(
-                "POST", self._dialect.stream_path, json=self._dialect.body(ask)
+                "POST", self._dialect.stream_path, json=self._dialect.body(request)
             ) as reply:
                 if reply.status_code != 200:
                     raise await self._refusal(reply)
-                return await self._listen(answer, reply)
+                return await self._read_stream(answer, reply)
         except httpx.HTTPError as error:
             await self._server.refuse_dead(self._wire.client)
             raise SequenceFailed(
@@ -296,28 +306,28 @@ class AnswerStreams:
             ) from None
 
     async def _refusal(self, reply: httpx.Response) -> RequestError:
-        """What a reply says that is no stream. Raises :class:`~headrace.base.errors.ComponentDied` where nobody is
-        there."""
+        """Return the error in a reply that is not a stream. Raises :class:`~headrace.base.errors.ComponentDied` if the
+        server is dead."""
         status, body = reply.status_code, (await reply.aread())[:500]
-        if status not in _OF_REQUESTS:
+        if status not in _REQUEST_ERRORS:
             await self._server.refuse_dead(self._wire.client)
         problem = f"{self._dialect.name} answered {status}: {body.decode('utf-8', 'replace')}"
         if status in (429, 503):
             return EngineFull(problem, remedy="ask for less at once")
         return RequestError(problem, remedy="look at the request, and at the server's log")
 
-    async def _listen(self, answer: StreamedAnswer, reply: httpx.Response) -> str:
+    async def _read_stream(self, answer: StreamedAnswer, reply: httpx.Response) -> str:
         async for line in reply.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             try:
-                part = self._dialect.part(line.removeprefix("data: "), len(answer.ids) - answer.stream_begin)
+                part = self._dialect.part(line.removeprefix("data: "), len(answer.ids) - answer.stream_start)
                 if part is None:
                     continue
                 spans = self._versions(part)
-                self._take(answer, part)
+                self._append(answer, part)
                 if spans is not None:
-                    answer.certify(spans)
+                    answer.correct_versions(spans)
                 if part.ended in _REASONS and answer.request.sampling.record_routing:
                     answer.experts_NLK = self._experts(answer, part)
             except ValueError as error:
@@ -330,8 +340,9 @@ class AnswerStreams:
         raise SequenceFailed(f"{self._dialect.name} ended an answer without a reason", remedy="look at its log")
 
     def _versions(self, part: StreamPart) -> list[tuple[int, int]] | None:
-        """Of the stream that ends with ``part``, and how many tokens each has sampled; ``None`` where that is not said.
-        Raises :class:`~headrace.base.errors.ComponentDied` for weights that this run has not given the server."""
+        """Return the versions of the stream that ends with ``part``, each with its number of tokens; ``None`` if the
+        server does not report them. Raises :class:`~headrace.base.errors.ComponentDied` for weights that this run did
+        not load."""
         try:
             if part.label is not None:
                 self.labels.version(part.label)
@@ -339,22 +350,24 @@ class AnswerStreams:
                 return None
             return [(self.labels.version(span.version), max(0, span.end - span.start)) for span in part.spans]
         except ComponentDied:
-            self._forget()  # since when it had them is not known
+            self._discard_running()  # it is not known since when the server has had them
             raise
 
-    def _forget(self) -> None:
-        """Nothing that runs is believed any more, nor what comes of it."""
+    def _discard_running(self) -> None:
+        """Discard all running answers, whose versions cannot be trusted any more, and cancel their tasks."""
         for answer in self._running.values():
             answer.restart()
-            self._outbox.put(answer.chunk())
+            self._chunk_queue.put(answer.chunk())
             if answer.task is not None and answer.task is not asyncio.current_task():
                 answer.task.cancel()
 
-    def _take(self, answer: StreamedAnswer, part: StreamPart) -> None:
+    def _append(self, answer: StreamedAnswer, part: StreamPart) -> None:
+        """Check ``part`` and append its tokens; send a chunk if enough tokens are new. Raises ``ValueError`` for an
+        invalid part."""
         if len(part.ids) != len(part.logprobs):
             raise ValueError(f"{len(part.logprobs)} logprobs for {len(part.ids)} tokens")
-        if max(part.ids, default=0) >= self._terms.vocab_size:
-            raise ValueError(f"token {max(part.ids)}, outside the vocabulary of {self._terms.vocab_size}")
+        if max(part.ids, default=0) >= self._config.vocab_size:
+            raise ValueError(f"token {max(part.ids)}, outside the vocabulary of {self._config.vocab_size}")
         if part.ended not in _ENDS:
             raise ValueError(f"an end for the reason {part.ended!r}")
         sampling = answer.request.sampling
@@ -362,36 +375,76 @@ class AnswerStreams:
             raise ValueError(f"more than {sampling.max_new_tokens} tokens")
         if sampling.record_kept and part.ids:
             if part.kept is None:
-                raise self._server.silent("kept-sets")
-            refuse_kept(part.kept, part.ids, self._terms.vocab_size)
-        first = answer.stream_begin == len(answer.ids)
-        answer.take(part, self._version)
-        self._heard_s = self._clock.now()
-        self._count(
+                raise self._server.lacks("kept-sets")
+            refuse_kept(part.kept, part.ids, self._config.vocab_size)
+        first = answer.stream_start == len(answer.ids)
+        answer.append(part, self._version)
+        self._last_token_s = self._clock.now()
+        self._update_stats(
             generated_tokens=self.stats.generated_tokens + len(part.ids),
-            prompt_tokens=self.stats.prompt_tokens + (len(answer.prompt) + answer.stream_begin if first else 0),
+            prompt_tokens=self.stats.prompt_tokens + (len(answer.prompt) + answer.stream_start if first else 0),
             steps=self.stats.steps + 1,
         )
-        due = len(answer.ids) - answer.flushed >= self._terms.flush_tokens
-        if due and not part.ended and not sampling.record_routing:  # experts are told at the end
-            self._outbox.put(answer.chunk())
+        due = len(answer.ids) - answer.flushed >= self._config.flush_tokens
+        if due and not part.ended and not sampling.record_routing:  # experts are reported at the end only
+            self._chunk_queue.put(answer.chunk())
 
     def _experts(self, answer: StreamedAnswer, part: StreamPart) -> Experts:
-        assert self._terms.routes is not None
+        assert self._config.routing is not None
         if part.experts is None:
-            raise self._server.silent("experts")
-        return self._terms.routes.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
+            raise self._server.lacks("experts")
+        return self._config.routing.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
-        """A server that is dead is noticed, whatever it leaves open."""
+        """Check from time to time that the server is alive, and raise if it is not, even if its connections stay
+        open."""
         for _ in itertools.count():
             await asyncio.sleep(WATCH_S)
-            silent_s = self._clock.now() - self._heard_s
-            asked = silent_s >= WATCH_S and bool(self._running) and self._held is None
-            await self._server.refuse_dead(self._wire.client, ask=asked)
+            silent_s = self._clock.now() - self._last_token_s
+            is_silent = silent_s >= WATCH_S and bool(self._running) and self._held_back is None
+            await self._server.refuse_dead(self._wire.client, ask=is_silent)
 
-    def _count(self, **changed: float) -> None:
+    def _update_stats(self, **changed: float) -> None:
         waiting = len(self._known) - len(self._running)
         self.stats = msgspec.structs.replace(
             self.stats, running=len(self._running), waiting=waiting, **changed
         )  # fmt: skip
+
+
+class ChunkQueue:
+    """A queue that passes chunks and commit reports from the wire's event loop to the engine's step loop. The tokens of
+    the open requests bound its size."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[TokenChunk] = deque()
+        self._swaps: deque[SwapReport] = deque()
+        self._filled = threading.Event()
+
+    def put(self, chunk: TokenChunk) -> None:
+        """Add a chunk."""
+        self._chunks.append(chunk)
+        self._filled.set()
+
+    def report(self, swap: SwapReport) -> None:
+        """Add the report of a commit."""
+        self._swaps.append(swap)
+        self._filled.set()
+
+    @property
+    def any(self) -> bool:
+        """Return whether the queue holds anything."""
+        return bool(self._chunks or self._swaps)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the queue holds something, at most ``timeout_s``."""
+        if not self.any:
+            self._filled.wait(timeout_s)
+        self._filled.clear()
+
+    def pop_all(self) -> list[TokenChunk]:
+        """Remove and return all chunks."""
+        return [self._chunks.popleft() for _ in range(len(self._chunks))]
+
+    def pop_swaps(self) -> list[SwapReport]:
+        """Remove and return all reports."""
+        return [self._swaps.popleft() for _ in range(len(self._swaps))]

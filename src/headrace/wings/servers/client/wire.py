@@ -1,6 +1,5 @@
-"""The connections to one server, in an event loop of a thread of its own: the step loop that owns the engine is a plain
-one, and a server is asked many things at once.
-"""
+"""The connections to one server, in an event loop on a thread of its own. The engine's step loop is synchronous, and a
+server handles many requests at once."""
 
 from __future__ import annotations
 
@@ -22,32 +21,33 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 CONNECT_S = 20.0
-"""Longest that a connection may take; how long an answer takes, whoever waits for it says."""
+"""Longest time to open a connection, in seconds. Each caller limits the wait for an answer itself."""
 END_S = 5.0
-"""Longest that the tasks of a loop that is over may take to end."""
+"""Longest time in seconds for the tasks of a loop to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server is."""
+    """The address of a server."""
 
     url: str
-    """Without a path."""
+    """The server's URL without a path."""
     socket: str = ""
-    """Unix socket that it listens at instead; empty: none."""
+    """Path of the Unix socket on which the server listens instead; empty for none."""
     token: str = field(default="", repr=False)
-    """Sent as ``Authorization: Bearer TOKEN``; empty: none is."""
+    """Token that is sent as ``Authorization: Bearer TOKEN``; empty for none."""
     key_file: str = ""
-    """Where a server that we start finds the token, among its options; empty: it wants none, or runs already."""
+    """File with options from which a server that an engine starts reads the token; empty if it needs none, or runs
+    already."""
 
     @property
     def host(self) -> str:
-        """Of the URL."""
+        """Return the host of the URL."""
         return urlsplit(self.url).hostname or ""
 
     @property
     def port(self) -> int:
-        """Of the URL."""
+        """Return the port of the URL."""
         parts = urlsplit(self.url)
         return parts.port or (443 if parts.scheme == "https" else 80)
 
@@ -56,8 +56,8 @@ class Address:
 
 
 class Wire:
-    """Use it in a ``with`` statement. What runs in its loop may raise: it is over then, and :attr:`failure` says
-    why."""
+    """The HTTP client of one server and its event loop, used in a ``with`` statement. If a task of the loop raises, the
+    loop ends and :attr:`failure` holds the error."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -76,13 +76,12 @@ class Wire:
 
     @property
     def client(self) -> httpx.AsyncClient:
-        """For use in the loop."""
+        """Return the HTTP client, which must be used within the loop."""
         return self._client
 
     def call(self, work: Coroutine[Any, Any, A], within_s: float) -> A:
-        """What ``work`` returns or raises in the loop. :class:`~headrace.base.errors.ComponentDied` if it takes longer,
-        or
-        the loop is over."""
+        """Run ``work`` in the loop and return its result, or raise its error. Raises
+        :class:`~headrace.base.errors.ComponentDied` if it takes longer than ``within_s``, or if the loop has ended."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
@@ -99,17 +98,17 @@ class Wire:
             ) from None
 
     def post(self, function: Callable[..., object], *args: object) -> None:
-        """Have it called in the loop; where that has ended, nothing happens."""
+        """Call ``function`` in the loop, without waiting for it; nothing happens if the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task of the loop, which has to be the one that asks."""
+        """Start a task of the loop; must be called within the loop."""
         return self._group.create_task(work)
 
     def over(self) -> ComponentDied:
-        """Why nothing can be asked any more."""
-        self._thread.join(END_S)  # it knows when the last of its tasks has ended
+        """Return the error that says why the loop has ended."""
+        self._thread.join(END_S)  # the failure is set when the last task has ended
         failure = self.failure
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
@@ -123,7 +122,7 @@ class Wire:
             asyncio.run(self._open())
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever owns the wire asks for it
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: the wire's owner reads it
             self.failure = error
         finally:
             self._ready.set()
@@ -135,7 +134,9 @@ class Wire:
         assert task is not None
         self._main, self._loop = task, asyncio.get_running_loop()
         address = self.address
-        local = bool(address.socket) or is_loopback(address.host)  # a proxy of the environment is not meant for it
+        local = bool(address.socket) or is_loopback(
+            address.host
+        )  # the environment's proxy does not apply to this machine
         async with (
             httpx.AsyncClient(
                 base_url=address.url,

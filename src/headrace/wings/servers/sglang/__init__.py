@@ -1,1 +1,30 @@
-"""SGLang: a server that samples, and takes weights through its own API."""
+"""SGLang as an engine: it samples, and takes new weights through its HTTP API."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headrace.base.types.weights import Interrupt
+from headrace.wings.servers import open_server
+from headrace.wings.servers.client.config import SharedFolderConfig
+from headrace.wings.servers.client.kind import BY_ABORT, SERVED, ServerKind
+
+if TYPE_CHECKING:
+    from headrace.wings.servers.client.server import ServerParts
+
+
+def _parts() -> ServerParts:
+    from headrace.wings.servers.client.server import ServerParts
+    from headrace.wings.servers.sglang.command import command, own_address
+    from headrace.wings.servers.sglang.dialect import SglangDialect
+
+    return ServerParts(dialect=SglangDialect(), own_address=own_address, command=command)
+
+
+SGLANG = ServerKind(
+    capabilities=replace(SERVED, interrupts=BY_ABORT | {Interrupt.SLEEP}, routing=True, releases=True),
+    settings=SharedFolderConfig,
+    open=open_server,
+    parts=_parts,
+)

@@ -1,4 +1,4 @@
-"""How SGLang has to be started, by us or by whoever runs it."""
+"""The command that starts SGLang, run by an engine or shown to a user who runs the server."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.models.devices import CPU
+from headrace.wings.servers.client.kind import settings_of
 from headrace.wings.servers.client.launching import ServeRequirements, interpreter
 from headrace.wings.servers.client.server import Command
 from headrace.wings.servers.client.wire import Address
 
 
 def own_address(directory: Path) -> Address:
-    """A port of this machine alone, and a key that only this run knows. The server reads the key in a file: its
-    arguments can be read by everybody on the machine."""
+    """Return a free port of this machine, and a new key. The server reads the key from a file, since its arguments can
+    be read by every user of the machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -26,14 +27,14 @@ def own_address(directory: Path) -> Address:
     return Address(url=f"http://127.0.0.1:{port}", token=token, key_file=str(file))
 
 
-def command(config: EngineConfig, wanted: ServeRequirements, address: Address) -> Command:
-    """For a server at ``address``."""
+def command(config: EngineConfig, required: ServeRequirements, address: Address) -> Command:
+    """Return the command that starts a server at ``address``."""
     settings = {
-        "--model-path": wanted.path,
+        "--model-path": required.path,
         "--host": address.host,
         "--port": address.port,
-        "--dtype": wanted.dtype,
-        "--context-length": wanted.max_context,
+        "--dtype": required.dtype,
+        "--context-length": required.max_context,
         "--max-running-requests": config.max_sequences,
         "--chunked-prefill-size": config.max_step_tokens,
         "--random-seed": secrets.randbelow(2**31),  # engines of one fleet must not draw the same
@@ -42,18 +43,20 @@ def command(config: EngineConfig, wanted: ServeRequirements, address: Address) -
         settings["--device"] = CPU
     if config.cache_share:
         settings["--mem-fraction-static"] = f"{config.cache_share}"
-    found = ["--api-key", "KEY", "--admin-api-key", "KEY"] if address.token else []  # only to be shown
-    key = ["--config", address.key_file] if address.key_file else found
+    shown = (
+        ["--api-key", "KEY", "--admin-api-key", "KEY"] if address.token else []
+    )  # for display: a server that was found has its key
+    key = ["--config", address.key_file] if address.key_file else shown
     argv = [
-        *(interpreter(config.server), "-m", "sglang.launch_server"),
+        *(interpreter(settings_of(config)), "-m", "sglang.launch_server"),
         *(str(part) for pair in settings.items() for part in pair),
         *key,
         *("--incremental-streaming-output", "--enable-cache-report"),
-        *(["--enable-return-routed-experts"] if wanted.record_routing else []),
-        *(["--enable-memory-saver", "--enable-weights-cpu-backup"] if wanted.sleeps else []),
-        *config.server.args,
+        *(["--enable-return-routed-experts"] if required.record_routing else []),
+        *(["--enable-memory-saver", "--enable-weights-cpu-backup"] if required.sleeps else []),
+        *settings_of(config).args,
     ]
     variables = {"SGLANG_USE_MODELSCOPE": "0"}
-    if config.device != CPU and not {"--tp", "--tp-size", "--tensor-parallel-size"} & set(config.server.args):
+    if config.device != CPU and not {"--tp", "--tp-size", "--tensor-parallel-size"} & set(settings_of(config).args):
         variables["CUDA_VISIBLE_DEVICES"] = config.device.partition(":")[2]
     return Command(argv=argv, variables=variables)

@@ -1,8 +1,8 @@
 """The API of SGLang, as far as an engine needs it.
 
-Answers come from ``/generate`` (ids in, ids out). Their events say no span of versions, and an event may be late, so
-every stream is ended at a commit (``/pause_generation`` with ``abort``) and asked for again behind its tokens: what
-one stream brings lies under one version. Logprobs are those after penalties and temperature, and before truncation.
+Answers come from ``/generate`` (ids in, ids out). Its events have no spans of versions, and an event may be late. So
+every stream is ended at a commit (``/pause_generation`` with ``abort``) and a new stream continues the answer: each
+stream has one version. Logprobs are those after penalties and temperature, and before truncation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from headrace.base.errors import ComponentDied
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.taught import TopScores
 from headrace.wings.servers.client.answer import StreamPart, TokenId
-from headrace.wings.servers.client.dialect import Ask, PauseMode, ServerInfo, post
+from headrace.wings.servers.client.dialect import PauseMode, ServerInfo, StreamRequest, post
 from headrace.wings.servers.client.records import numbers
 
 if TYPE_CHECKING:
     import httpx
 
 UNBOUNDED = 2**31 - 1
-"""Of a server that was given no context: that of its model."""
+"""The context of a server that was started without a limit: its model's context applies."""
 
 
 class _Finish(msgspec.Struct):
@@ -42,31 +42,32 @@ class _Meta(msgspec.Struct):
 
 
 class _SglangEvent(msgspec.Struct):
-    """Of a stream, as far as it is read."""
+    """An event of a stream, with the fields that are read."""
 
     meta_info: _Meta | None = None
     error: Any = None
 
 
 class SglangDialect:
-    """See :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
+    """The API of SGLang; see :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
 
     name = "SGLang"
     kind = package = "sglang"
     tested: tuple[str, ...] = ()
     stream_path = "/generate"
 
-    def refusal(self, sampling: Sampling, *, goes_on: bool) -> str:
-        """What its logprobs leave out, and what it would count anew."""
+    def refusal(self, sampling: Sampling, *, continues: bool) -> str:
+        """Return why the server cannot sample with ``sampling``. Its logprobs ignore truncation, and a continued stream
+        would count penalties from zero."""
         if sampling.truncated:
             return f"{self.name} tells logprobs from before top_k, top_p and min_p"
         penalised = sampling.presence_penalty or sampling.frequency_penalty
         return f"{self.name} ends streams at a commit, and would count penalties anew" * bool(penalised)
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.sampling
+    def body(self, request: StreamRequest) -> dict[str, Any]:
+        sampling = request.sampling
         wanted = {
-            "max_new_tokens": ask.left,
+            "max_new_tokens": request.max_new_tokens,
             "temperature": sampling.temperature,
             "repetition_penalty": sampling.repetition_penalty,
             "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
@@ -76,37 +77,39 @@ class SglangDialect:
             "ignore_eos": True,  # stop_ids say what ends an answer
         }
         return {
-            "input_ids": list(ask.ids),
+            "input_ids": list(request.ids),
             "sampling_params": wanted,
             "return_logprob": True,
             "return_routed_experts": sampling.record_routing,
             "stream": True,
         }
 
-    def part(self, event: str, seen: int) -> StreamPart | None:
+    def part(self, event: str, num_seen: int) -> StreamPart | None:
         read = msgspec.json.decode(event, type=_SglangEvent)
         if read.error is not None or read.meta_info is None:
             raise ValueError(str(read.error)[:300])
         meta = read.meta_info
-        new = max(0, meta.completion_tokens - seen)
-        told = meta.output_token_logprobs[-new:] if new else []  # of the whole stream, or of what is new
-        if not told and meta.finish_reason is None:
+        new = max(0, meta.completion_tokens - num_seen)
+        new_tokens = (
+            meta.output_token_logprobs[-new:] if new else []
+        )  # the list covers the whole stream, or the new tokens only
+        if not new_tokens and meta.finish_reason is None:
             return None
         return StreamPart(
-            ids=[one[1] for one in told],
-            logprobs=[math.nan if one[0] is None else one[0] for one in told],
+            ids=[one[1] for one in new_tokens],
+            logprobs=[math.nan if one[0] is None else one[0] for one in new_tokens],
             ended="" if meta.finish_reason is None else meta.finish_reason.type,
             label=meta.weight_version,
             experts=None if meta.routed_experts is None else numbers(meta.routed_experts),
         )
 
-    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
+    async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
         info = (await client.get("/server_info")).json()
-        model = (await client.get("/model_info")).json()["tokenizer_path"]  # its model_path is that of the last update
+        model = (await client.get("/model_info")).json()["tokenizer_path"]  # model_path changes with each update
         return ServerInfo(version=info["version"], model=model, max_context=info["context_length"] or UNBOUNDED)
 
-    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
-        await post(client, "/pause_generation", {"mode": "abort" if how.abort else "in_place"})
+    async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
+        await post(client, "/pause_generation", {"mode": "abort" if mode.abort else "in_place"})
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
         order = {"model_path": str(path), "load_format": "auto", "weight_version": label, "flush_cache": True}
@@ -119,7 +122,7 @@ class SglangDialect:
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
         await post(client, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
-    async def go_on(self, client: httpx.AsyncClient) -> None:
+    async def resume(self, client: httpx.AsyncClient) -> None:
         await post(client, "/continue_generation", {})
 
     async def sleep(self, client: httpx.AsyncClient) -> None:

@@ -1,4 +1,4 @@
-"""How vLLM has to be started, by us or by whoever runs it."""
+"""The command that starts vLLM, run by an engine or shown to a user who runs the server."""
 
 from __future__ import annotations
 
@@ -8,70 +8,71 @@ from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.models.devices import CPU
+from headrace.wings.servers.client.kind import settings_of
 from headrace.wings.servers.client.launching import ServeRequirements, interpreter
 from headrace.wings.servers.client.server import Command
 from headrace.wings.servers.client.wire import Address
 
 INSIDE = Path(__file__).parent / "inside"
-"""On the path of vLLM's Python: what of ours runs there."""
+"""Folder with the modules that run inside vLLM; it is put on the path of vLLM's Python."""
 CPU_CACHE_MB = 1024
 NO_RECORDS = (
     ". On processors vLLM tells neither kept-sets nor experts without Triton's backend for them: set "
     "learner.keep_sampling_mask = false and learner.keep_routing = false, or take engine.kind = 'native'"
 )
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM keeps room for."""
+"""The values that vLLM accepts for ``--max-lora-rank``."""
 
 
 def own_address(directory: Path) -> Address:
-    """A socket that only this user can reach: the routes for weights ask for no key."""
+    """Return a Unix socket that only this user can open: vLLM's routes for weights need no key."""
     return Address(url="http://vllm", socket=str(directory / "api.sock"))
 
 
-def command(config: EngineConfig, wanted: ServeRequirements, address: Address) -> Command:
-    """For a server at ``address``."""
+def command(config: EngineConfig, required: ServeRequirements, address: Address) -> Command:
+    """Return the command that starts a server at ``address``."""
     on_cpu = config.device == CPU
     where = ["--uds", address.socket] if address.socket else ["--host", address.host, "--port", str(address.port)]
-    cache = config.server.cache_mb or (CPU_CACHE_MB if on_cpu else None)
+    cache = settings_of(config).cache_mb or (CPU_CACHE_MB if on_cpu else None)
     share = ["--gpu-memory-utilization", f"{config.cache_share}"] if config.cache_share else []
     settings = {
-        "--dtype": wanted.dtype,
-        "--max-model-len": wanted.max_context,
+        "--dtype": required.dtype,
+        "--max-model-len": required.max_context,
         "--max-num-seqs": config.max_sequences,
         "--max-num-batched-tokens": config.max_step_tokens,
-        "--logprobs-mode": "processed_logprobs",  # of what a token was drawn from
+        "--logprobs-mode": "processed_logprobs",  # logprobs of the distribution that tokens are drawn from
         "--generation-config": "vllm",  # no defaults from the model's directory
         "--weight-transfer-config": json.dumps({"backend": "headrace"}),
         "--worker-extension-cls": "headrace_in_vllm.Extension",
         "--seed": secrets.randbelow(2**31),  # engines of one fleet must not draw the same
     }
-    if wanted.lora is not None:
+    if required.lora is not None:
         settings |= {
-            "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= wanted.lora.rank),
-            "--max-loras": 1 + len(wanted.lora.agents),
+            "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= required.lora.rank),
+            "--max-loras": 1 + len(required.lora.agents),
         }
     argv = [
-        *(interpreter(config.server), "-m", "vllm.entrypoints.cli.main", "serve", wanted.path, *where),
+        *(interpreter(settings_of(config)), "-m", "vllm.entrypoints.cli.main", "serve", required.path, *where),
         *(str(part) for pair in settings.items() for part in pair),
         *("--enable-scale-out", "--enable-prefix-caching", "--uvicorn-log-level", "warning"),
-        *(["--enable-lora"] if wanted.lora is not None else []),
-        *(["--return-sampling-mask"] if wanted.record_kept else []),
-        *(["--enable-return-routed-experts"] if wanted.record_routing else []),
+        *(["--enable-lora"] if required.lora is not None else []),
+        *(["--return-sampling-mask"] if required.record_kept else []),
+        *(["--enable-return-routed-experts"] if required.record_routing else []),
         *(["--kv-cache-memory-bytes", str(cache << 20)] if cache else share),
         *(["--enforce-eager"] if on_cpu else []),
-        *(["--enable-sleep-mode"] if wanted.sleeps else []),
-        *config.server.args,
+        *(["--enable-sleep-mode"] if required.sleeps else []),
+        *settings_of(config).args,
     ]
     variables = {
         "PYTHONPATH": str(INSIDE),
         "VLLM_SERVER_DEV_MODE": "1",
-        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if wanted.lora is not None else {}),
+        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if required.lora is not None else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
     if on_cpu:
         variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    elif not {"--tensor-parallel-size", "-tp"} & set(config.server.args):
+    elif not {"--tensor-parallel-size", "-tp"} & set(settings_of(config).args):
         variables["CUDA_VISIBLE_DEVICES"] = config.device.partition(":")[2]
-    records = wanted.record_kept or wanted.record_routing
+    records = required.record_kept or required.record_routing
     return Command(argv=argv, variables=variables, hint=NO_RECORDS if on_cpu and records else "")

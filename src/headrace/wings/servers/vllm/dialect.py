@@ -24,7 +24,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.taught import TopScores
 from headrace.wings.servers.client.answer import StreamPart, TokenId, VersionSpan
-from headrace.wings.servers.client.dialect import Ask, PauseMode, ServerInfo, post
+from headrace.wings.servers.client.dialect import PauseMode, ServerInfo, StreamRequest, post
 from headrace.wings.servers.client.forms import FILE
 from headrace.wings.servers.client.records import unpacked
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     import httpx
 
 NOT_FINITE = -9998.0
-"""vLLM writes −9999 where a logprob is NaN or −∞."""
+"""Logprobs below this are not finite: vLLM writes −9999 for NaN and −∞."""
 UNBOUNDED = 2**31 - 1
-"""As a top-k: of any vocabulary."""
+"""A top-k that keeps any vocabulary whole."""
 SCORE_S = 60.0
-"""Longest wait for the logprobs of given tokens."""
+"""Longest wait for the logprobs of given tokens, in seconds."""
 
 
 class _Logprob(msgspec.Struct):
@@ -57,32 +57,33 @@ class _Choice(msgspec.Struct):
 
 
 class _VllmEvent(msgspec.Struct):
-    """Of a stream, as far as it is read."""
+    """An event of a stream, with the fields that are read."""
 
     choices: list[_Choice] = []
     error: Any = None
 
 
 class VllmDialect:
-    """See :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
+    """The API of vLLM; see :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
 
     name = "vLLM"
     kind = package = "vllm"
     tested: tuple[str, ...] = ("0.32",)
     stream_path = "/inference/v1/generate"
 
-    def refusal(self, sampling: Sampling, *, goes_on: bool) -> str:
-        """Penalties count the tokens of an answer, and what has begun is a prompt to vLLM."""
+    def refusal(self, sampling: Sampling, *, continues: bool) -> str:
+        """Return why the server cannot sample with ``sampling``. Penalties count the tokens of an answer, and vLLM
+        takes the tokens of a continued answer for its prompt."""
         penalised = sampling.presence_penalty or sampling.frequency_penalty
         return f"{self.name} cannot continue an answer under presence or frequency penalties" * bool(
-            penalised and goes_on
+            penalised and continues
         )
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.sampling
+    def body(self, request: StreamRequest) -> dict[str, Any]:
+        sampling = request.sampling
         wanted = {
-            "max_tokens": ask.left,
-            **_drawn(sampling, masks=ask.masks),
+            "max_tokens": request.max_new_tokens,
+            **_drawn(sampling, record_kept=request.record_kept),
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
@@ -97,24 +98,24 @@ class VllmDialect:
             "logprobs": 0,
         }
         return {
-            "token_ids": list(ask.ids),
+            "token_ids": list(request.ids),
             "sampling_params": wanted,
             "stream": True,
-            "cache_salt": ask.label,  # the prefix cache is keyed by version
-            **_asked(ask.adapter),
+            "cache_salt": request.label,  # the prefix cache is keyed by version
+            **_model_field(request.adapter),
         }
 
-    def part(self, event: str, seen: int) -> StreamPart | None:
-        told = msgspec.json.decode(event, type=_VllmEvent)
-        if told.error is not None:
-            raise ValueError(str(told.error)[:300])
-        if not told.choices:
+    def part(self, event: str, num_seen: int) -> StreamPart | None:
+        event_data = msgspec.json.decode(event, type=_VllmEvent)
+        if event_data.error is not None:
+            raise ValueError(str(event_data.error)[:300])
+        if not event_data.choices:
             return None
-        choice = told.choices[0]
+        choice = event_data.choices[0]
         ids, spans, ended = choice.token_ids or [], choice.weight_versions, choice.finish_reason or ""
         content = choice.logprobs.content if choice.logprobs is not None else None
         logprobs = [math.nan if one.logprob < NOT_FINITE else one.logprob for one in content or ()]
-        if ended and spans is None and seen + len(ids):
+        if ended and spans is None and num_seen + len(ids):
             raise ValueError("no versions of the weights came with the end of an answer")
         return StreamPart(
             ids=ids,
@@ -125,7 +126,7 @@ class VllmDialect:
             experts=None if choice.routed_experts is None else unpacked(choice.routed_experts),
         )
 
-    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
+    async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
         version = (await client.get("/version")).json()["version"]
         listed = (await client.get("/v1/models")).json()["data"][0]
         answer = await client.get("/weight_info")
@@ -138,9 +139,9 @@ class VllmDialect:
             version=version, model=listed.get("root") or listed["id"], max_context=listed["max_model_len"]
         )
 
-    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
-        mode, clear = ("abort", True) if how.abort else ("keep", how.recompute)
-        await post(client, f"/pause?mode={mode}&clear_cache={str(clear).lower()}")
+    async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
+        running, clear = ("abort", True) if mode.abort else ("keep", mode.recompute)
+        await post(client, f"/pause?mode={running}&clear_cache={str(clear).lower()}")
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
         if not adapters:
@@ -151,16 +152,16 @@ class VllmDialect:
         served = {model["id"] for model in (await client.get("/v1/models")).json()["data"]}
         for name in adapters:
             if name in served:
-                await ask_workers(client, "take_adapter", name, str(path / name))
+                await call_workers(client, "replace_adapter", name, str(path / name))
             else:
                 await post(client, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name)})
-                await ask_workers(client, "name_adapter", name)
+                await call_workers(client, "register_adapter", name)
         await self.name_weights(client, label)
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
         await post(client, "/update_weight_version", {"new_version": label})
 
-    async def go_on(self, client: httpx.AsyncClient) -> None:
+    async def resume(self, client: httpx.AsyncClient) -> None:
         await post(client, "/resume")
 
     async def sleep(self, client: httpx.AsyncClient) -> None:
@@ -171,33 +172,34 @@ class VllmDialect:
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
         wanted = {"max_tokens": 1, "prompt_logprobs": top_k, "top_k": 1, "detokenize": False}
-        asked = {"token_ids": list(ids), "sampling_params": wanted, **_asked(adapter)}
-        answer = await post(client, self.stream_path, asked)
+        order = {"token_ids": list(ids), "sampling_params": wanted, **_model_field(adapter)}
+        answer = await post(client, self.stream_path, order)
         rows = answer["prompt_logprobs"]
         logprobs_T = np.zeros(len(ids), np.float32)
         ids_TK, logs_TK = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
         for at in range(1, len(ids)):
-            row = {int(token): told["logprob"] for token, told in rows[at].items()}
+            row = {int(token): entry["logprob"] for token, entry in rows[at].items()}
             best = sorted(row, key=lambda token: -row[token])[:top_k]
             logprobs_T[at] = row[ids[at]]
             ids_TK[at], logs_TK[at] = best, [row[token] for token in best]
         return TopScores(logprobs_T=logprobs_T, ids_TK=ids_TK, logs_TK=logs_TK)
 
 
-def _drawn(sampling: Sampling, *, masks: bool) -> dict[str, float]:
-    """A server that tells masks wants to know a bound of their size, and refuses a temperature of 0."""
-    if not masks:
+def _drawn(sampling: Sampling, *, record_kept: bool) -> dict[str, float]:
+    """Return temperature and top-k. With ``record_kept`` vLLM needs a bound on the kept-sets and refuses temperature 0,
+    so top-k 1 replaces it."""
+    if not record_kept:
         return {"temperature": sampling.temperature, "top_k": sampling.top_k}
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
     return {"temperature": sampling.temperature, "top_k": sampling.top_k or UNBOUNDED}
 
 
-def _asked(adapter: str) -> dict[str, str]:
+def _model_field(adapter: str) -> dict[str, str]:
     return {"model": adapter} if adapter else {}
 
 
-async def ask_workers(client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
-    """What each worker returns, asked for one of ``headrace_in_vllm.Extension``."""
+async def call_workers(client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
+    """Call a method of ``headrace_in_vllm.Extension`` in every worker, and return their results."""
     results: list[Any] = (await post(client, "/collective_rpc", {"method": method, "args": arguments}))["results"]
     return results

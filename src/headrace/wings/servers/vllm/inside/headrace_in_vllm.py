@@ -1,8 +1,8 @@
-"""What of Headrace runs inside vLLM: how its workers take new weights.
+"""The extension that runs inside vLLM's workers and loads new weights.
 
-It is named with ``--worker-extension-cls headrace_in_vllm.Extension`` and ``--weight-transfer-config
-'{"backend": "headrace"}'``, and imports nothing of Headrace, which need not be installed there. vLLM's own layerwise
-reloading splits a checkpoint's tensors over its workers and packs them for its kernels.
+It is chosen with ``--worker-extension-cls headrace_in_vllm.Extension`` and ``--weight-transfer-config '{"backend":
+"headrace"}'``, and imports nothing of Headrace, which need not be installed there. vLLM's own layerwise reloading
+splits a checkpoint's tensors over its workers and packs them for its kernels.
 """
 
 # gate: getattr - the layers are vLLM's
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_carried import Carried  # type: ignore[import-not-found]
+from headrace_receiver import VersionReceiver  # type: ignore[import-not-found]
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
     WeightTransferEngine,
@@ -30,41 +30,41 @@ from vllm.platforms import current_platform  # type: ignore[import-not-found]
 BACKEND = "headrace"
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-"""How the names of what a head may be tied to end."""
+"""Endings of the names of the embeddings that an output head may share its weights with."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed on."""
+    """The settings of the transfer, which are empty."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where a version is."""
+    """The location of a version."""
 
     path: str
-    """A safetensors file that this worker can read."""
+    """Path of a safetensors file that this worker can read."""
 
 
 class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Takes each version from one file."""
+    """A weight-transfer engine that loads each version from one file."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """There is nothing to open."""
+        """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Layers take tensors in the format of checkpoints again."""
+        """Make the layers accept tensors in the format of checkpoints again."""
         if current_platform.is_cpu():
             for layer in self.model.modules():
                 if hasattr(layer, "quant_method") and hasattr(layer.quant_method, "moe_kernel"):
-                    layer.quant_method.moe_kernel = None  # else what is loaded is not packed for processors
+                    layer.quant_method.moe_kernel = None  # otherwise the loaded weights are not packed for the CPU
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load them all; ``ValueError`` names the parameters that the file has nothing for."""
+        """Load all tensors of the file. Raises ``ValueError`` with the names of parameters that are missing in it."""
         expected = dict(self.model.named_parameters())
         with safe_open(update_info.path, framework="pt") as file:
             names = list(file.keys())
@@ -79,61 +79,61 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             raise ValueError(f"{update_info.path} holds nothing for {', '.join(missing[:5])} ({len(missing)} in all)")
 
     def finish_weight_update(self) -> None:
-        """Pack what was loaded for the kernels."""
+        """Pack the loaded weights for the kernels."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no connection to close."""
 
 
 class Extension:
-    """What a worker can do besides. Its being imported registers :class:`SharedFile`, in every worker.
+    """The methods that are added to each worker. Importing this module registers :class:`SharedFile`.
 
     An adapter that is loaded in place through vLLM's own route is read from its files again in every step, as its
     requests go on asking for that. So the route loads it once, and from then on the workers exchange it.
     """
 
-    def name_adapter(self, name: str) -> None:
-        """The adapter that was loaded last is called ``name`` from now on."""
+    def register_adapter(self, name: str) -> None:
+        """Name the adapter that was loaded last ``name``."""
         self._numbers()[name] = max(self._worker().list_loras())
 
-    def take_adapter(self, name: str, path: str) -> None:
-        """Put the adapter in the directory ``path`` in the place of the one called ``name``."""
+    def replace_adapter(self, name: str, path: str) -> None:
+        """Replace the adapter ``name`` by the one in the directory ``path``."""
         number = self._numbers()[name]
         self._worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
 
-    def carries(self, run: str) -> str | None:
-        """Of the one worker of each machine that takes in what is carried there: whose run has it already
-        (:meth:`headrace_carried.Carried.taken_by`)."""
-        return self._carried().taken_by(run) if self._takes_in() else None
+    def other_source(self, run: str) -> str | None:
+        """Return the address of another run that sends versions to this machine; empty if there is none, ``None`` in
+        workers that do not receive (:meth:`headrace_receiver.VersionReceiver.other_source`)."""
+        return self._version_receiver().other_source(run) if self._is_receiver() else None
 
-    def bring(self, order: str) -> None:
-        """Begin to take a version in (:meth:`headrace_carried.Carried.bring`)."""
-        if self._takes_in():
-            self._carried().bring(order)
+    def start_receiving(self, order: str) -> None:
+        """Start to receive a version (:meth:`headrace_receiver.VersionReceiver.start_receiving`)."""
+        if self._is_receiver():
+            self._version_receiver().start_receiving(order)
 
-    def brought(self) -> dict[str, Any] | None:
-        """What has become of that."""
-        told: dict[str, Any] | None = self._carried().brought() if self._takes_in() else None
-        return told
+    def receive_status(self) -> dict[str, Any] | None:
+        """Return the state of the latest order; ``None`` in workers that do not receive."""
+        status: dict[str, Any] | None = self._version_receiver().receive_status() if self._is_receiver() else None
+        return status
 
-    def leave(self) -> None:
-        """Nothing more will be brought."""
-        self._carried().leave()
+    def stop_receiving(self) -> None:
+        """Leave the process group and delete the received files."""
+        self._version_receiver().stop_receiving()
 
-    def _takes_in(self) -> bool:
+    def _is_receiver(self) -> bool:
         first: bool = self._worker().local_rank == 0
         return first
 
-    def _carried(self) -> Any:
-        return self.__dict__.setdefault("carried_of_headrace", Carried(self._worker().device))
+    def _version_receiver(self) -> Any:
+        return self.__dict__.setdefault("version_receiver_of_headrace", VersionReceiver(self._worker().device))
 
     def _numbers(self) -> dict[str, int]:
         numbers: dict[str, int] = self.__dict__.setdefault("adapters_of_headrace", {})
         return numbers
 
     def _worker(self) -> Any:
-        """Itself: vLLM makes this a base of its worker's class."""
+        """Return this object as the worker: vLLM makes this class a base of its worker's class."""
         return self
 
 

@@ -1,14 +1,23 @@
 // The frame: which page of which run, kept in the address; and the line on which the server tells of changes.
 
-import { ask, follow, query } from "./api.js";
+import { ask, follow, isFile, query } from "./api.js";
 import { h, put } from "./dom.js";
 import { count, plural } from "./format.js";
+import * as compare from "./pages/compare.js";
+import * as episodes from "./pages/episodes.js";
+import * as flow from "./pages/flow.js";
+import * as overview from "./pages/overview.js";
+import * as steps from "./pages/steps.js";
+import * as system from "./pages/system.js";
+import * as timeline from "./pages/timeline.js";
 import { trouble } from "./parts.js";
 
 const PAGES = [
-  ["overview", "Overview"], ["timeline", "Timeline"], ["flow", "Flow"], ["episodes", "Episodes"],
-  ["steps", "Steps"], ["system", "System"], ["compare", "Compare"],
+  ["overview", "Overview", overview], ["timeline", "Timeline", timeline], ["flow", "Flow", flow], ["episodes", "Episodes", episodes],
+  ["steps", "Steps", steps], ["system", "System", system], ...(isFile ? [] : [["compare", "Compare", compare]]),
 ];
+const MARK = document.querySelector("link[rel=icon]").href;
+const THEME = "headrace-theme";
 const EVERY_MS = 900; // a page is drawn again at most so often, however fast a run writes
 
 const top = document.getElementById("top");
@@ -44,7 +53,7 @@ async function open() {
     if (mine !== state.opening) return;
     if (here.run >= state.runs.length) here.run = 0;
     frame();
-    const { open: build } = await import(`./pages/${here.page}.js`);
+    const [, , { open: build }] = PAGES.find(([name]) => name === here.page);
     const root = h("div", {});
     const page = await build(root, context(here));
     if (mine !== state.opening) return page?.close?.();
@@ -79,7 +88,7 @@ function frame() {
   const done = now.steps_total ? `${count(now.steps_done)} of ${count(now.steps_total)} steps` : plural(now.steps_done, "step");
   const focused = top.contains(document.activeElement) ? document.activeElement.tagName : null;
   put(top,
-    h("a", { class: "brand", href: to(run, "overview") }, h("img", { src: "/static/mark.svg", alt: "headrace" }), h("span", { "aria-hidden": "true" }, "headrace")), names,
+    h("a", { class: "brand", href: to(run, "overview") }, h("img", { src: MARK, alt: "headrace" }), h("span", { "aria-hidden": "true" }, "headrace")), names,
     h("span", { class: "pill", data: { state: now.state } }, `${now.state} · ${done}`),
     h("span", { class: "gap" }),
     h("span", { class: "line", role: "status" }, state.linked ? "" : "not connected: figures stand still"),
@@ -100,7 +109,9 @@ function theme(name) {
 
 function retheme() {
   theme(themed() === "dark" ? "light" : "dark");
-  localStorage.setItem("headrace-theme", themed());
+  try {
+    localStorage.setItem(THEME, themed());
+  } catch { /* a browser that keeps nothing for a file: the choice lasts as long as the page */ }
   frame();
   state.page?.refresh?.();
 }
@@ -125,9 +136,17 @@ async function changed(runs) {
   state.drawing = false;
 }
 
+function chosen() {
+  try {
+    return localStorage.getItem(THEME);
+  } catch {
+    return null;
+  }
+}
+
 const dark = matchMedia("(prefers-color-scheme: dark)");
-theme(localStorage.getItem("headrace-theme") ?? (dark.matches ? "dark" : "light"));
-dark.addEventListener("change", () => { if (!localStorage.getItem("headrace-theme")) { theme(dark.matches ? "dark" : "light"); state.page?.refresh?.(); } });
+theme(chosen() ?? (dark.matches ? "dark" : "light"));
+dark.addEventListener("change", () => { if (!chosen()) { theme(dark.matches ? "dark" : "light"); state.page?.refresh?.(); } });
 addEventListener("hashchange", open);
 document.addEventListener("visibilitychange", () => { if (!document.hidden && state.stale) changed(null); });
 await open();

@@ -5,11 +5,11 @@ import { duration, number, percent, plain } from "../format.js";
 import { scale, ticks } from "./scale.js";
 import { rows, Tip } from "./tip.js";
 
-const NAMES = 118;
+const NAMES = 130;
 const ROW = 34;
 const STRIP_ROW = 9;
 const AXIS = 26;
-const TINTS = { engine: "blue", learner: "orange", scoring: "green", sync: "sky", rollout: "slate" };
+const TINTS = { engine: "blue", learner: "orange", controller: "plum", environment: "brown", scoring: "green", sync: "sky", ledger: "olive", teachers: "teal", rollout: "slate" };
 const OWN = { "learner snapshot": "purple", "learner save": "faint", "engine commit": "red", "sync commit": "red", "learner optim_step": "red", "engine prefill": "pale" };
 const INNER = new Set(["pack", "forward", "backward"]); // inside forward_backward
 
@@ -129,6 +129,15 @@ export class Lanes {
       context.fillStyle = color("line");
       context.fillRect(x, 0, 1, y);
     }
+    for (const life of this.data.lives) {
+      const x = toX(life.at);
+      if (x < NAMES || x > width) continue;
+      context.fillStyle = color("ink");
+      context.fillRect(x - 1, 0, 2, y);
+      context.textAlign = x > width - 70 ? "right" : "left";
+      context.fillText("resumed", x + (x > width - 70 ? -5 : 5), y + 14);
+      context.textAlign = "center";
+    }
     context.fillStyle = color("faint");
     for (const at of ticks(this.window[0], this.window[1], Math.max(2, width / 150))) {
       const x = toX(at);
@@ -154,6 +163,8 @@ export class Lanes {
         context.restore();
       }
     });
+    context.fillStyle = color("ink");
+    for (const life of this.whole.lives) context.fillRect(toX(life.at) - 0.75, 0, 1.5, height);
     context.fillStyle = color("faint");
     context.font = "11.5px system-ui, sans-serif";
     context.textBaseline = "middle";
@@ -272,10 +283,10 @@ function name(context, lane, y, height, busy) {
   context.textBaseline = "middle";
   context.fillStyle = color("ink");
   context.font = "600 13px system-ui, sans-serif";
-  context.fillText(lane.lane.slice(0, 12), 0, y + height / 2, 72);
+  context.fillText(lane.lane.slice(0, 12), 0, y + height / 2, 84);
   context.fillStyle = color("faint");
   context.font = "12px system-ui, sans-serif";
-  context.fillText(percent(busy), 76, y + height / 2);
+  context.fillText(percent(busy), 88, y + height / 2);
 }
 
 function clock(seconds, length) {

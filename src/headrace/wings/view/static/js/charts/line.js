@@ -12,8 +12,8 @@ const RIGHT = 8;
 
 /**
  * A figure. `options`: title, unit, what, level (of the heading), height, named (whether a single line has a legend too), zero (whether the axis begins there), low,
- * high, xLabel, format (of a value), xFormat. `draw({ x, series, band })`, with series [{ name, values, color, width,
- * dash, dots, loose, quiet }] and band { low, high, color }, draws or redraws it. `loose` values are points that no line joins.
+ * high, xLabel, format (of a value), xFormat. `draw({ x, series, band, lives })`, with series [{ name, values, color, width,
+ * dash, dots, loose, quiet }] band { low, high, color } and lives (where the run was resumed), draws or redraws it. `loose` values are points that no line joins.
  */
 export class LineChart {
   constructor(options) {
@@ -71,6 +71,7 @@ export class LineChart {
       drawing.append(s("text", { x: (LEFT + width) / 2, y: height / 2, "text-anchor": "middle" }, "nothing measured yet"));
     }
     if (band) drawing.append(this.#band(x, band));
+    for (const life of this.data.lives ?? []) drawing.append(...this.#life(life, height));
     for (const each of series) drawing.append(...this.#line(x, each));
     this.cursor = s("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
     drawing.append(this.cursor);
@@ -88,7 +89,7 @@ export class LineChart {
       return [s("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }),
         s("text", { x: LEFT - 7, y: y + 4, "text-anchor": "end" }, format(value))];
     });
-    const marks = x.length > 1 ? ticks(x[0], x.at(-1), Math.max(2, Math.floor(width / 110))) : x;
+    const marks = x.length > 1 ? ticks(x[0], x.at(-1), Math.max(3, Math.floor(width / 110))) : x;
     for (const value of marks) {
       made.push(s("text", { x: this.toX(value), y: height - 5, "text-anchor": "middle" }, xFormat(value)));
     }
@@ -113,6 +114,12 @@ export class LineChart {
     });
     return [s("path", { class: "series", d: path, stroke: each.color, "stroke-width": each.width,
       "stroke-dasharray": each.dash, opacity: each.opacity }), ...dots];
+  }
+
+  #life(at, height) {
+    const x = this.toX(at);
+    return [s("line", { class: "life", x1: x, x2: x, y1: TOP, y2: height - BOTTOM }, s("title", {}, "the run was resumed")),
+      this.options.height < 200 ? null : s("text", { class: "life", x: x + 4, y: TOP + 9 }, "resumed")].filter(Boolean);
   }
 
   #band(x, { low, high, color }) {

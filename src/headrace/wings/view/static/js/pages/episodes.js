@@ -1,9 +1,9 @@
 // The list of episodes: filters, order, search; or one of them.
 
-import { query } from "../api.js";
+import { isFile, query } from "../api.js";
 import { h, oneLine, put, visible } from "../dom.js";
 import { count, isNumber, moment, number, plural } from "../format.js";
-import { empty, fate, select, table } from "../parts.js";
+import { empty, fate, notice, select, table } from "../parts.js";
 import { openEpisode } from "./episode.js";
 
 const STATUS = [["", "any fate"], ["trained", "trained"], ["waiting", "waiting to be trained"], ["dropped", "group dropped"], ["failed", "failed"],
@@ -19,12 +19,15 @@ export async function open(root, context) {
   const at = Number(offset) || 0;
   const change = (name, value) => refilter({ ...filters, offset: "", [name]: value });
   const list = h("div", {});
-  put(root, h("h1", { style: { marginBottom: "10px" } }, "Episodes"), bar(wanted, words, change, refilter), list);
+  put(root, h("h1", { style: { marginBottom: "10px" } }, "Episodes"), isFile ? null : bar(wanted, words, change, refilter), list);
 
   async function refresh() {
     if (words) return;
     const asked = { ...wanted, step: wanted.step ? Number(wanted.step) - 1 : "", offset: String(at), limit: String(PAGE) };
     const page = await ask(`episodes?${query(asked)}`);
+    if (page.problem) return put(list, notice(page.problem));
+    if (isFile) return put(list, notice(`This file holds the latest ${count(page.rows.length)} of ${plural(page.total, "episode")}. headrace view shows all of them, with filters and search.`),
+      page.rows.length ? rows(page.rows, context, {}) : null);
     put(list, h("p", { class: "sub" }, `${plural(page.total, "episode")}${page.running ? `, and ${count(page.running)} that are still running` : ""}`),
       page.rows.length ? rows(page.rows, context, { filters: wanted }) : empty(page.total ? "This page is empty." : "No episode matches, or none has ended yet."), pager(page, at, (next) => refilter({ ...filters, offset: String(next) })));
   }

@@ -66,7 +66,7 @@ function fates(now) {
       ["submitted", ...units.map((unit) => count(now.fates[unit].submitted))],
       ...parts(units[0]).map((part, at) => [[h("span", { class: "key", style: { background: part.color, display: "inline-block", marginRight: "8px" } }), visible(part.name)],
         ...units.map((unit) => count(parts(unit)[at].value))]),
-      ["unaccounted for", ...units.map((unit) => count(now.fates[unit].balance ?? 0))]], "fates")),
+      ["unaccounted for", ...units.map((unit) => count(now.fates[unit].balance))]], "fates")),
   ];
 }
 

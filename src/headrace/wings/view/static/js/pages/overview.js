@@ -33,15 +33,16 @@ export async function open(root, { ask }) {
     const [now, series] = await Promise.all([ask("overview"), ask(`series?names=${NAMES.join(",")}`)]);
     put(head, header(now));
     put(tail, below(now));
+    const { lives } = series;
     drawReward(reward, series, now.evaluations);
     learning.forEach((chart, at) => drawLearning(chart, series, LEARNING[at]));
     drawSpeed(speed, series);
     const { columns } = series;
-    learner.draw({ x: series.step, series: [
+    learner.draw({ x: series.step, lives, series: [
       { name: "waiting for a batch", values: columns.wait_s, color: "var(--slate)" },
       { name: "training", values: columns.seconds, color: "var(--orange)" },
       { name: "stopped for the sync", values: columns.exposed_sync_s, color: "var(--red)" }] });
-    length.draw({ x: series.step, series: [{ name: "mean length", values: columns.length_mean, color: "var(--purple)" }] });
+    length.draw({ x: series.step, lives, series: [{ name: "mean length", values: columns.length_mean, color: "var(--purple)" }] });
   }
   await refresh();
   return { refresh };
@@ -54,12 +55,13 @@ function header(now) {
   const [bound, ...rest] = now.verdict.split(": ");
   return [
     h("h1", {}, now.name),
-    h("p", { class: "sub" }, [now.about, now.directory, living && now.phase ? now.phase : null, now.cause].filter(Boolean).map(visible).join(" · ")),
+    h("p", { class: "sub" }, [now.about, now.directory, living && now.phase ? now.phase : null].filter(Boolean).map(visible).join(" · ")),
     living && now.steps_total ? h("div", { class: "progress", role: "progressbar", "aria-label": "steps", "aria-valuemin": 0,
       "aria-valuemax": now.steps_total, "aria-valuenow": now.steps_done }, h("div", { style: { width: `${100 * done}%` } })) : null,
     h("section", { class: "card verdict", "aria-label": "verdict" }, h("p", {}, now.verdict
       ? [h("b", {}, bound), rest.length ? `: ${visible(rest.join(": "))}` : ""]
       : "No verdict yet: it needs a few steps, and their trace.")),
+    now.cause ? notice(`The run ${now.state}: ${now.cause}`, "bad") : null,
     ...now.warnings.map((words) => notice(words, "warn")),
     ...now.notes.map((words) => notice(words)),
     cards([
@@ -96,13 +98,13 @@ function below(now) {
   ];
 }
 
-function drawLearning(chart, { step, columns }, [, , color, metrics]) {
+function drawLearning(chart, { step, columns, lives }, [, , color, metrics]) {
   const there = Object.entries(metrics).filter(([name]) => columns[name].some(isNumber));
-  chart.draw({ x: step, series: there.map(([name, words], at) => ({ name: words, values: columns[name], color: color || TINTS[at] })) });
+  chart.draw({ x: step, lives, series: there.map(([name, words], at) => ({ name: words, values: columns[name], color: color || TINTS[at] })) });
 }
 
 /** The rewards of the batches; the held-out ones stand where their version was committed, the first before all steps. */
-function drawReward(chart, { step, columns }, evaluations) {
+function drawReward(chart, { step, columns, lives }, evaluations) {
   const window = Math.max(1, Math.floor(step.length / 15));
   const x = [...new Set([...step, ...evaluations.map(([version]) => version)])].sort((one, two) => one - two);
   const spreadOut = (at, values) => x.map((place) => values[at.get(place)] ?? null);
@@ -113,7 +115,7 @@ function drawReward(chart, { step, columns }, evaluations) {
   const heldOut = spreadOut(new Map(evaluations.map(([version], at) => [version, at])), evaluations.map(([, value]) => value));
   const edge = (sign) => smooth.map((value, at) => (isNumber(value) && isNumber(spread[at]) ? value + sign * spread[at] : null));
   const few = evaluations.length < JOINED;
-  chart.draw({ x, band: window > 1 ? inside(edge(-1), edge(1)) : undefined, series: [
+  chart.draw({ x, lives, band: window > 1 ? inside(edge(-1), edge(1)) : undefined, series: [
     { name: "each step", values: means, color: "var(--blue)", opacity: window > 1 ? 0.4 : 1, width: 1.2, quiet: window > 1, bridge: true },
     ...(window > 1 ? [{ name: `mean of ${window}`, values: smooth, color: "var(--blue)", width: 2.4, bridge: true }] : []),
     ...(evaluations.length ? [{ name: "held out", values: heldOut, color: "var(--orange)", dots: true, loose: few, bridge: true, dash: "4 4" }] : [])] });
@@ -133,7 +135,7 @@ function drawSpeed(chart, series) {
     const passed = wall[at] - start;
     return passed > 0 && isNumber(tokens[at]) ? Math.max(0, (tokens[at] - before) / passed) : null;
   });
-  chart.draw({ x: step, series: [
+  chart.draw({ x: step, lives: series.lives, series: [
     { name: "generated", values: rate(columns.generated_tokens), color: "var(--blue)" },
     { name: "trained", values: rate(trained), color: "var(--orange)" }] });
 }

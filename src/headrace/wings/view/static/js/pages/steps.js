@@ -43,7 +43,7 @@ export async function open(root, context) {
       const some = names.slice(at, at + BATCH);
       const series = await ask(`series?names=${some.map(encodeURIComponent).join(",")}`);
       for (const name of some) {
-        charts.get(name)?.draw({ x: series.step, series: [{ name: plain(name), values: series.columns[name], color: "var(--blue)", bridge: true, dots: series.columns[name].filter(Number.isFinite).length < 12 }] });
+        charts.get(name)?.draw({ x: series.step, lives: series.lives, series: [{ name: plain(name), values: series.columns[name], color: "var(--blue)", bridge: true, dots: series.columns[name].filter(Number.isFinite).length < 12 }] });
       }
     }
   }

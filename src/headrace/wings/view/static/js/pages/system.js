@@ -40,6 +40,8 @@ export async function open(root, { ask }) {
       now.waits.length && living ? card("Who waits for whom", h("pre", { tabindex: 0 }, visible(now.waits.join("\n")))) : null,
       h("div", { class: "grid" }, Object.entries(now.parts).filter(([, facts]) => facts && typeof facts === "object").map(([role, facts]) =>
         card(role, table([["", true], ["", true]], Object.entries(facts).map(([name, value]) => [plain(name), fact(name, value)]), role)))),
+      Object.keys(now.summary).length ? h("details", { class: "card" }, h("summary", {}, "Every number of the summary"),
+        table([["", true], ["", true]], Object.entries(now.summary).map(([name, value]) => [plain(name), visible(said(value))]), "summary")) : null,
       h("details", { class: "card" }, h("summary", {}, "Settings"), h("pre", { tabindex: 0 }, visible(JSON.stringify(now.config, null, 2)))));
   }
 
@@ -61,6 +63,13 @@ export async function open(root, { ask }) {
   }
   await refresh();
   return { refresh };
+}
+
+function said(value) {
+  if (value === null || value === "") return "–";
+  if (Array.isArray(value)) return value.map(said).join("; ") || "–";
+  if (typeof value === "object") return Object.entries(value).map(([name, inner]) => `${name}: ${said(inner)}`).join(", ") || "–";
+  return isNumber(value) ? number(value, 4) : String(value);
 }
 
 function fact(name, value) {

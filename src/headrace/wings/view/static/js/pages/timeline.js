@@ -28,6 +28,7 @@ export async function open(root, { ask, to }) {
     h("button", { type: "button", onclick: () => lanes.zoom(0.5) }, "Zoom in"), h("button", { type: "button", onclick: () => lanes.zoom(2) }, "Zoom out"),
     h("button", { type: "button", onclick: () => move(-0.5) }, "← Earlier"), h("button", { type: "button", onclick: () => move(0.5) }, "Later →"),
     h("button", { type: "button", onclick: () => lanes.show(...whole.extent) }, "Whole run"),
+    h("button", { type: "button", onclick: () => lanes.show(middle(whole) - steps(whole, 2.5), middle(whole) + steps(whole, 2.5)) }, "Five steps of the middle"),
     h("button", { type: "button", onclick: () => lanes.show(lastStep(whole) - steps(whole, 5), lastStep(whole)) }, "Last five steps"));
 
   function show(data) {
@@ -62,6 +63,11 @@ export async function open(root, { ask, to }) {
 /** When the last step ended. */
 function lastStep({ steps: marks, extent }) {
   return marks.at(-1)?.at ?? extent[1];
+}
+
+/** Half of the time between the first step's end and the last's. */
+function middle({ steps: marks, extent }) {
+  return marks.length ? (marks[0].at + marks.at(-1).at) / 2 : extent[1] / 2;
 }
 
 /** About how long the last few steps took. */

@@ -1,0 +1,173 @@
+"""Settings whose value is an entry of a registry: a table with a ``kind``, or a name alone.
+
+A section that may hold one of several tables declares them as a union, annotated with the registry::
+
+    LOSSES = Kinds(AnyLoss, group="headrace.losses", setting="algo.loss", contract=LossSection)
+    LossConfig = Annotated[AnyLoss, LOSSES]
+
+Pydantic's discriminated union validates the tables of the union. For any other kind, the class that an installed
+package offers under that name is imported and validates the table: each package brings its own settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, get_args
+
+import pydantic
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
+
+from headrace.base.config.section import Section
+from headrace.base.errors import ConfigError, nearest
+from headrace.base.plugins import Registry
+
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """The classes of settings that one table of a run file can have, by their ``kind``."""
+
+    union: Any
+    """The classes of the core, each with a field ``kind: Literal["name"] = "name"``."""
+    group: str
+    """The group of entry points, for example ``headrace.losses``."""
+    setting: str
+    """The dotted name of the table in a run file, for error messages."""
+    contract: type[Section]
+    """The base class of every class of settings in this registry."""
+
+    @cached_property
+    def registry(self) -> Registry[type[Section]]:
+        """Return the classes by name: those of the core and those of installed packages."""
+        return Registry(
+            group=self.group,
+            setting=f"{self.setting}.kind",
+            rows={name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in self.own.items()},
+            check=self._problem,
+        )
+
+    @cached_property
+    def own(self) -> Mapping[str, type[Any]]:
+        """The classes of the core by their kind."""
+        return {str(kind.model_fields["kind"].default): kind for kind in get_args(self.union)}
+
+    def find(self, kind: str) -> type[Any]:
+        """Return the class of settings for ``kind``. Raises :class:`ConfigError` for an unknown kind and for a
+        package that cannot be used."""
+        offer = self.registry.offer(kind)
+        if kind in self.own:
+            return self.own[kind]
+        found = self.registry.load(kind)
+        if _tags(found) != (kind,):
+            raise ConfigError(
+                f"{self.setting}.kind={kind!r}, which the package {offer.package} offers as {offer.target}, has no "
+                f"field kind: Literal[{kind!r}] = {kind!r}",
+                remedy=f"report it to the authors of {offer.package}",
+            )
+        return found
+
+    def of(self, table: Any) -> type[Any] | None:
+        """Return the class of settings for a table or a record; ``None`` if it names no known kind."""
+        kind = _kind_of(table)
+        return self.find(kind) if kind is not None and kind in self.registry else None
+
+    def _problem(self, made: Any) -> str | None:
+        if isinstance(made, type) and issubclass(made, self.contract):
+            return None
+        return f"is not a class that inherits {self.contract.__module__}.{self.contract.__name__}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema that validates tables of the core with pydantic's union, and tables of packages with
+        their own classes."""
+        ours = handler.generate_schema(Annotated[source, pydantic.Field(discriminator="kind")])
+        return core_schema.no_info_wrap_validator_function(
+            self._validate, ours, serialization=core_schema.simple_ser_schema("any")
+        )
+
+    def _validate(self, value: Any, handler: Any) -> Any:
+        kind = _kind_of(value)
+        if kind is None:
+            return handler(value)
+        if kind not in self.registry:
+            known = ", ".join(map(repr, self.registry.names()))
+            raise PydanticKnownError(
+                "union_tag_invalid", {"discriminator": "'kind'", "tag": kind, "expected_tags": known}
+            )
+        found = self.find(kind)
+        if kind in self.own:
+            return handler(value)
+        try:
+            return found.model_validate(value)
+        except pydantic.ValidationError as error:
+            raise _below(kind, error) from None
+
+
+def classes_of(form: Any) -> Iterator[type[pydantic.BaseModel]]:
+    """Yield the sections that a setting annotated with ``form`` may hold. Sections of packages are included once a
+    run file has named them."""
+    if isinstance(form, Kinds):
+        yield from (form.find(name) for name in form.registry if name not in form.own and _is_imported(form, name))
+    elif isinstance(form, type) and issubclass(form, pydantic.BaseModel):
+        yield form
+    else:
+        for part in get_args(form):
+            yield from classes_of(part)
+
+
+def _is_imported(kinds: Kinds, name: str) -> bool:
+    return kinds.registry.offer(name).target.partition(":")[0] in sys.modules
+
+
+@dataclass(frozen=True, eq=False)
+class NameOf:
+    """An annotation of a ``str`` setting whose value is a name of a registry."""
+
+    registry: Registry[Any]
+    also: tuple[str, ...] = ()
+    """Names that are allowed beside those of the registry, with a meaning of their own."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return every allowed name."""
+        return (*self.also, *self.registry.names())
+
+    def own(self) -> tuple[str, ...]:
+        """Return the names of Headrace itself: of the core and of its wings."""
+        return (*self.also, *self.registry.own_names())
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema that validates the value as text, and then as a name of the registry."""
+        return core_schema.no_info_after_validator_function(self._validate, handler(source))
+
+    def _validate(self, name: str) -> str:
+        if name in self.also:
+            return name
+        if name not in self.registry:
+            raise PydanticCustomError("unknown_name", "does not exist", {"remedy": nearest(name, self.names())})
+        self.registry.offer(name)
+        return name
+
+
+def _kind_of(value: Any) -> str | None:
+    if isinstance(value, pydantic.BaseModel):
+        value = dict(value)
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
+
+
+def _below(kind: str, error: pydantic.ValidationError) -> pydantic.ValidationError:
+    """Return the same errors with ``kind`` put before their locations, as a discriminated union reports them."""
+    details = [
+        {
+            "type": PydanticCustomError(each["type"], each["msg"], each.get("ctx")),
+            "loc": (kind, *each["loc"]),
+            "input": each["input"],
+        }
+        for each in error.errors(include_url=False)
+    ]
+    return pydantic.ValidationError.from_exception_data(error.title, details)  # type: ignore[arg-type]

@@ -1,0 +1,189 @@
+"""Registries: the objects that a run file can name by ``kind``, from Headrace itself and from installed packages.
+
+A package offers a loss, a transport, an engine, a command and so on with one line of its ``pyproject.toml``::
+
+    [project.entry-points."headrace.losses"]
+    huber = "my_package.huber:HUBER"
+
+Headrace registers its own wings in the same way. Names are read from the metadata of the installed packages; a package
+is imported when a run names what it offers, and not before, so that a broken package stops only the runs that use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from headrace.base.errors import ConfigError, nearest
+
+log = logging.getLogger("headrace")
+
+OWN_PACKAGE = "headrace"
+"""The distribution name of Headrace. A name that it registers cannot be taken over by another package."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """One name that a package offers for one registry."""
+
+    name: str
+    """The name as a run file writes it."""
+    target: str
+    """The object as ``package.module:object``; without ``:object`` it is the module itself."""
+    package: str
+    """The distribution that offers it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registry(Generic[T]):
+    """Everything that one setting can name.
+
+    >>> CODECS = Registry[object](group="headrace.example", setting="sync.codec", rows={"full": "json:loads"})
+    >>> CODECS.names()
+    ('full',)
+    >>> CODECS.load("full")('[1]')
+    [1]
+    """
+
+    group: str
+    """The group of entry points, for example ``headrace.losses``."""
+    setting: str
+    """The setting whose value is a name of this registry, for error messages, or a phrase with a space, such as
+    ``the verb``."""
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """The entries of the core: the object of each name, as ``module:object``. They take precedence over every
+    package, so that installing a package does not change what a run file means."""
+    check: Callable[[Any], str | None] | None = None
+    """A function that returns what is wrong with an object that was loaded, as the end of a sentence, or ``None``."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return every registered name, sorted."""
+        return tuple(sorted(self._offers))
+
+    def own_names(self) -> tuple[str, ...]:
+        """Return the names that Headrace itself registers: those of the core in the order of ``rows``, then those of
+        its wings."""
+        ours = [name for name, offers in self._offers.items() if any(each.package == OWN_PACKAGE for each in offers)]
+        return tuple(dict.fromkeys([*self.rows, *sorted(ours)]))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._offers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def offer(self, name: str) -> Registered:
+        """Return the package and object that ``name`` stands for, without importing it."""
+        offers = self._offers.get(name, [])
+        if not offers:
+            stale = "install Headrace again (pip install -e . in a clone): what is installed is older than its source"
+            raise ConfigError(
+                f"{self._named(name)} is not known", remedy=nearest(name, self._offers) if self._offers else stale
+            )
+        own = [offer for offer in offers if offer.package == OWN_PACKAGE]
+        if own:
+            for offer in offers:
+                if offer.package != OWN_PACKAGE:
+                    _warn_once(
+                        f"the package {offer.package} offers {self._named(name)}, which is Headrace's own: "
+                        "Headrace's is used"
+                    )
+            return own[0]
+        if len(offers) > 1:
+            packages = " and ".join(sorted(offer.package for offer in offers))
+            raise ConfigError(
+                f"{self._named(name)} is offered by the packages {packages}",
+                remedy="uninstall all of them but one, or have one give it another name",
+            )
+        return offers[0]
+
+    def load(self, name: str) -> T:
+        """Import and return the object that ``name`` stands for.
+
+        Raises :class:`~headrace.base.errors.ConfigError` as :meth:`offer` does, and for a package that cannot be
+        imported or whose object breaks its contract. The error names the package.
+        """
+        offer = self.offer(name)
+        made: T = _load(offer.target, offer.package, self._named(name))
+        problem = self.check(made) if self.check is not None else None
+        if problem is not None:
+            raise ConfigError(
+                f"{self._named(name)}, which the package {offer.package} offers as {offer.target}, {problem}",
+                remedy=f"report it to the authors of {offer.package}, or name another one",
+            )
+        return made
+
+    def _named(self, name: str) -> str:
+        return f"{self.setting} {name!r}" if " " in self.setting else f"{self.setting}={name!r}"
+
+    @cached_property
+    def _offers(self) -> Mapping[str, list[Registered]]:
+        offers: dict[str, list[Registered]] = defaultdict(list)
+        for name, target in self.rows.items():
+            offers[name].append(Registered(name=name, target=target, package=OWN_PACKAGE))
+        for entry in entry_points_of(self.group):
+            package = entry.dist.name if entry.dist is not None else entry.value.partition(":")[0]
+            offer = Registered(name=entry.name, target=entry.value, package=package)
+            # an editable installation beside an older one lists a package twice
+            if offer not in offers[entry.name]:
+                offers[entry.name].append(offer)
+        return dict(offers)
+
+
+def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for ``package`` that imports a public name when it is first used.
+
+    ``homes`` maps each name to its module; a module that begins with a dot is a submodule of ``package``. ``headrace
+    --help`` imports the packages of all verbs: it must not pay for imports that only a run of a verb needs.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return vars(importlib.import_module(homes[name], package))[name]
+
+    return find
+
+
+def entry_points_of(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of one group in all installed packages."""
+    return _entry_points().get(group, ())
+
+
+@cache
+def _entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of Headrace's groups. They are read once per process, from files of all installed
+    packages."""
+    found = entry_points()
+    return {group: tuple(found.select(group=group)) for group in found.groups if group.startswith("headrace.")}
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
+
+
+def _load(target: str, package: str, named: str) -> Any:
+    module, _, attribute = target.partition(":")
+    try:
+        made: Any = importlib.import_module(module)
+        for part in filter(None, attribute.split(".")):
+            made = getattr(made, part)
+    except ConfigError:
+        raise
+    # importing a stranger's package can raise anything
+    except Exception as error:
+        raise ConfigError(
+            f"{named} is offered by the package {package} as {target}, which cannot be imported: "
+            f"{type(error).__name__}: {error}",
+            remedy=f"mend or uninstall {package}; if it needs a package that is not installed, install that",
+        ) from error
+    return made

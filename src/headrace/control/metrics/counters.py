@@ -1,0 +1,135 @@
+"""The counters of a run: totals over this life of the run, counts since the last step, and groups that are running."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.base.types.episode import EpisodeGraph
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.metrics import as_label
+from headrace.base.types.observation import Recovery
+from headrace.base.types.trace import Span
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTotals:
+    """Running totals of this life of the run."""
+
+    tokens_trained: int = 0
+    """Number of tokens that carried loss."""
+    eval_tokens: int = 0
+    """Number of tokens that were sampled for evaluations during training; the engine's counters include them."""
+    learner_busy_s: float = 0.0
+    """Seconds in which the learner trained, copied or saved."""
+    exposed_sync_s: float = 0.0
+    """Seconds in which the learner waited for the weight sync."""
+    ages: Counter[int] = field(default_factory=Counter)
+    """Number of trained tokens, by age in versions."""
+    commit_gaps_s: list[float] = field(default_factory=list)
+    """Seconds for which the engine stood still, for each commit."""
+    restarted: int = 0
+    """Number of sequences that began again because of a weight update."""
+    rewards: list[float | None] = field(default_factory=list)
+    """Mean reward of every step; ``None`` for a step without rewards."""
+    set_aside: Counter[str] = field(default_factory=Counter)
+    """Number of episodes that were left out of groups or masked, by reason."""
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    """Number of tokens of trained groups that could carry no loss, by reason."""
+    wasted_tokens: Counter[str] = field(default_factory=Counter)
+    """Number of tokens of scored episodes and groups that will not be trained, by reason."""
+    versions: list[int] = field(default_factory=list)
+    """The committed versions, in order."""
+    recoveries: list[Recovery] = field(default_factory=list)
+    """The latest parts that died and serve again."""
+    mismatch_kl: float | None = None
+    """KL(μ‖π) between engine and learner at equal weights; ``None`` where it was not measured."""
+    mismatch_abs: float | None = None
+    """Mean |log μ − log π| of the same tokens; ``None`` where it was not measured."""
+    evals: dict[int, float] = field(default_factory=dict)
+    """Mean held-out reward by the version that was committed when the evaluation began."""
+    eval_before: float | None = None
+    """The held-out mean reward before training; ``None``: there was no evaluation."""
+    reward_first: float | None = None
+    """The mean reward of the run's first batch."""
+    steps_done: int = 0
+    """Optimizer steps that the learner's weights have behind them, earlier lives of the run included."""
+    recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=4096))
+    """(time, tokens generated, tokens trained) at the latest updates of the view, for the live throughputs."""
+    last_sample: str = ""
+    """The completion that was scored last."""
+    last_sample_reward: float | None = None
+    """The reward of that completion; ``None``: it has none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SinceStep:
+    """The counts since the last step. The record of a step takes them, and new ones begin."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sums that are metrics of the step, under their names in ``metrics.jsonl``."""
+    rewards: list[float] = field(default_factory=list)
+    """The rewards that were given, including those of dropped groups."""
+    lengths: list[int] = field(default_factory=list)
+    """Number of sampled tokens of each episode that ended, including those of dropped groups."""
+    held_back_s: float = 0.0
+    """Seconds in which no more groups were allowed to run although no request waited for the engine."""
+    eval_version: int | None = None
+    """The version of an evaluation that ended; ``None``: none has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterSnapshot:
+    """The values of the counters that only grow, at one moment: the end of the last step, or the start of training."""
+
+    clock_s: float = 0.0
+    """The moment, on the clock."""
+    engine: EngineStats = field(default_factory=EngineStats)
+    """The engine's counters."""
+    learner_busy_s: float = 0.0
+    """The value of :attr:`RunTotals.learner_busy_s`."""
+    tokens_trained: int = 0
+    """The value of :attr:`RunTotals.tokens_trained`."""
+
+
+class Attempts:
+    """The environments of running groups, until these are trained, and the episodes that have ended without a span in
+    the trace.
+
+    Episodes end thousands of times a second, so spans are made for many of them together.
+    """
+
+    def __init__(self, env_column: str) -> None:
+        self._env_column = env_column
+        self._envs: dict[int, str] = {}
+        """The environment of each group whose task names one, by group number."""
+        self._ended: list[tuple[EpisodeGraph, float, float]] = []
+        """The episodes without a span, each with its start and end."""
+
+    def begin(self, number: int, row: Mapping[str, Any]) -> None:
+        """Note that group ``number`` starts, for the task of ``row``."""
+        named = row.get(self._env_column)
+        if named is not None:
+            self._envs[number] = as_label(str(named))
+
+    def ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
+        """Note that an episode has come to its end."""
+        episode.ended_s = end_s
+        self._ended.append((episode, start_s, end_s))
+
+    def spans(self) -> list[Span]:
+        """Return a span for each episode that has ended since the last call."""
+        ended, self._ended = self._ended, []
+        return [
+            Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=episode.key)
+            for episode, start_s, end_s in ended
+        ]
+
+    def envs(self, numbers: Iterable[int], alive: Container[int]) -> list[str]:
+        """Return the environments of the groups of a batch, empty for a task that names none. Forget groups that are
+        not ``alive`` any more."""
+        found = [self._envs.pop(number, "") for number in numbers]
+        self._envs = {number: env for number, env in self._envs.items() if number in alive}
+        return found

@@ -1,0 +1,116 @@
+"""A request that may be served by several engines in turn: it records the tokens that its reader has received, so that
+any engine can continue after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import ComponentDied, SequenceFailed
+from headrace.base.types.episode import TokenChunk
+from headrace.base.types.messages.engine import ForkRequest, RequestOptions
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.engine.fleet.router import RouteRequest, prefix_keys
+
+MAX_DEATHS_WITHOUT_TOKEN = 5
+"""The number of engines that may die one after the other with a request, without a token from any of them, before the
+request itself is taken for the cause."""
+
+MIN_DEADLINE_S = 1e-3
+"""The time that a request is given if its deadline has passed while it was moved to another engine. It then ends at
+once, with the tokens that it has."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RoutedRequest:
+    """A request and its progress through the engines of a fleet."""
+
+    number: int
+    """The number by which the reader knows it, whichever engine serves it."""
+    prompt_ids_T: IntColumn
+    sampling: Sampling
+    options: RequestOptions
+    arrived_s: float
+    ended: bool = False
+    """Whether a chunk with a stop reason has arrived."""
+    avoid: set[str] = field(default_factory=set)
+    """The names of engines that refused it because they are full."""
+    _streamed: list[IntColumn] = field(default_factory=list)
+    """The tokens that its reader has received since it began or was restarted."""
+    _restarted: bool = False
+    """Whether it was restarted, which makes the answer that it came with invalid."""
+    _version: int = NOT_SAMPLED
+    """The version of its newest token."""
+    _sent_routing: bool = False
+    """Whether its reader has received the routing of the prompt."""
+    _moved: bool = False
+    """Whether an engine has died with it."""
+    _deaths_without_token: int = 0
+    """The number of engines that died with it since its last token."""
+
+    def route_request(self, only: str = "", *, only_engine: bool = False) -> RouteRequest:
+        """Return the constraints and preferences for routing it. ``only`` names the one engine that can serve it;
+        ``only_engine`` says that there is only one engine, so that prefixes do not matter."""
+        is_pinned = self.options.pinned and self._version != NOT_SAMPLED
+        return RouteRequest(
+            session=self.options.session,
+            prefixes=() if only_engine else prefix_keys(self.prompt_ids_T),
+            only=only,
+            version=self._version if is_pinned else None,
+        )
+
+    def next_options(self, now_s: float, fork: ForkRequest | None) -> RequestOptions:
+        """Return the options for the next engine. ``fork`` has the parent's number on that engine."""
+        if not self._moved and fork is None:
+            return self.options
+        answer = list(self._streamed)
+        if self.options.answer_ids_T is not None and not self._restarted:
+            answer.insert(0, self.options.answer_ids_T)
+        limit_s = self.options.deadline_s
+        return msgspec.structs.replace(
+            self.options,
+            fork=fork,
+            answer_ids_T=np.concatenate(answer) if answer else None,
+            deadline_s=None if limit_s is None else max(MIN_DEADLINE_S, limit_s - (now_s - self.arrived_s)),
+        )
+
+    def on_chunk(self, chunk: TokenChunk) -> TokenChunk:
+        """Record a chunk, and return it as its reader gets it."""
+        if chunk.lost:
+            self._streamed.clear()
+            self._restarted, self._sent_routing = True, False
+        if len(chunk.tokens):
+            self._streamed.append(chunk.tokens.ids_T)
+            self._version, self._deaths_without_token = int(chunk.tokens.versions_T[-1]), 0
+        routing = None if self._sent_routing else chunk.prompt_routing
+        self._sent_routing |= routing is not None
+        self.ended = chunk.stop_reason is not None
+        return msgspec.structs.replace(chunk, request_id=self.number, prompt_routing=routing)
+
+    def on_engine_death(self, death: ComponentDied) -> None:
+        """Prepare to continue on another engine after its engine has died. Raises
+        :class:`~headrace.base.errors.SequenceFailed` if no other engine can continue it."""
+        self._moved = True
+        self._deaths_without_token += 1
+        if self.options.fork is not None:
+            raise SequenceFailed(
+                f"it was a fork, and what it began with is gone with its engine: {death.problem}",
+                remedy="send the tokens of its parent as a prompt",
+            )
+        if self._deaths_without_token >= MAX_DEATHS_WITHOUT_TOKEN:
+            raise SequenceFailed(
+                f"{MAX_DEATHS_WITHOUT_TOKEN} engines died one after the other with this request and not one token of "
+                f"it; the last: {death.problem}",
+                remedy="look at the logs of the engines: the request may be what kills them",
+            )
+
+    def pinned_error(self) -> SequenceFailed:
+        """Return the error for a request that none of the serving engines can continue."""
+        return SequenceFailed(
+            f"it is pinned to version {self._version}, its engine is gone, and no other has these weights",
+            remedy="do not pin what must outlive its engine",
+        )

@@ -1,0 +1,162 @@
+"""Two settings that tune themselves during a run: ``flow.capacity = "auto"`` and ``flow.max_age = "auto"``.
+
+**Capacity**: the number of groups that are generated at once is found from the engine's statistics, by additive
+increase and multiplicative decrease (Chiu and Jain 1989), as with the window of a TCP connection: the engine's cache is
+the link, and a preempted sequence is a lost packet.
+
+    sequences were preempted, or the cache is full        cut by a quarter, then wait until the cut has taken effect
+    more than half of what runs waits to be admitted      a step down
+    the cap is reached, nothing waits, the cache has room a step up; doubled until there was a first sign of pressure
+    otherwise                                             no change
+
+The cap never falls below one batch, so that a step is always possible, and never rises above what the lead allows.
+
+**Age**: the staleness bound follows the cost of staleness. Every step reports how far the trained policy has drifted
+from the policy that sampled: the effective sample size of π/μ as a fraction, and KL(μ‖π) of stale tokens in excess of
+that of fresh ones. A bad step lowers the bound by one at once; a number of good steps in a row that reached the bound
+raises it by one. After a change, as many steps as the bound has versions are ignored, because their tokens were sampled
+under the earlier bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import Field, model_validator
+
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
+from headrace.base.types.messages.controller import EngineStats
+
+FULL = 0.95
+"""The cache is full if running sequences hold a larger fraction of it than this."""
+RISE_BELOW = 0.85
+"""The cap rises only while running sequences hold a smaller fraction of the cache than this."""
+CUT = 0.75
+"""The factor by which a cut multiplies the cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concurrency:
+    """The state of the tuning of ``flow.capacity``, an immutable record with one transition."""
+
+    floor: int
+    """Number of groups of one batch, below which the cap never falls."""
+    capacity: int
+    """The cap: the greatest number of groups that are generated or scored at once."""
+    last_stats: EngineStats
+    """The engine's statistics at the last call of :meth:`observe`."""
+    searching: bool = True
+    """Whether there was no sign of pressure yet, so that the cap is doubled."""
+
+    def observe(self, stats: EngineStats, *, num_running: int, limit: int) -> tuple[Concurrency, str]:
+        """Return the state after new statistics of the engine, and a sentence that says what changed and why, which is
+        empty if the cap stays. ``num_running`` groups are generated or scored now, and the lead allows ``limit``.
+
+        >>> cap = Concurrency(floor=4, capacity=16, last_stats=EngineStats())
+        >>> cap, why = cap.observe(EngineStats(preempted=3), num_running=16, limit=32)
+        >>> cap.capacity, why
+        (12, 'capacity 16 → 12 groups: 3 sequences had to leave the cache')
+        """
+        limit = max(limit, self.floor)
+        now = replace(self, last_stats=stats, capacity=min(self.capacity, limit))
+        step = max(1, self.floor // 4)
+        in_effect = num_running <= now.capacity
+        preempted = stats.preempted - self.last_stats.preempted
+        used = stats.cache_blocks_used / stats.cache_blocks if stats.cache_blocks else 0.0
+        if preempted > 0 or used > FULL:
+            why = f"{preempted} sequences had to leave the cache" if preempted > 0 else f"the cache is {used:.0%} full"
+            cut = int(CUT * now.capacity) if in_effect else now.capacity
+            return replace(now, searching=False)._with_capacity(cut, limit, why)
+        if stats.waiting > stats.running // 2 and stats.running > 0:
+            why = f"{stats.waiting} requests wait beside {stats.running} that run"
+            return replace(now, searching=False)._with_capacity(
+                now.capacity - step if in_effect else now.capacity, limit, why
+            )
+        if num_running < now.capacity or stats.waiting or used > RISE_BELOW:
+            return now, ""
+        why = "all of it is in use and nothing waits" + (f" (cache {used:.0%} used)" if stats.cache_blocks else "")
+        return now._with_capacity(2 * now.capacity if self.searching else now.capacity + step, limit, why)
+
+    def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
+        new = min(limit, max(self.floor, capacity))
+        if new == self.capacity:
+            return self, ""
+        return replace(self, capacity=new), f"capacity {self.capacity} → {new} groups: {why}"
+
+
+class AgeTuning(Section):
+    """The settings of a staleness bound that tunes itself."""
+
+    start: int = Field(default=1, ge=1)
+    """The bound at the beginning of the run, in versions."""
+    limit: int = Field(default=4, ge=1)
+    """The greatest value to which the bound is raised, in versions."""
+    min_ess: float = Field(default=0.9, gt=0, le=1)
+    """A step with an effective sample size below this fraction of its tokens is bad."""
+    max_kl: float = Field(default=5e-3, gt=0)
+    """A step whose stale tokens have a KL(μ‖π) more than this above that of fresh ones is bad; less than half of it is
+    good."""
+    patience: int = Field(default=8, ge=1)
+    """Number of good steps in a row that raise the bound."""
+
+    @model_validator(mode="after")
+    def _start_is_allowed(self) -> AgeTuning:
+        if self.start > self.limit:
+            raise ConfigError(
+                f"flow.age_tuning.start={self.start} is more than flow.age_tuning.limit={self.limit}",
+                remedy=f"set flow.age_tuning.start <= {self.limit}",
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgeTuner:
+    """The state of the tuning of ``flow.max_age``, an immutable record with one transition."""
+
+    settings: AgeTuning
+    max_age: int
+    """The bound that holds now, in versions."""
+    good: int = 0
+    """Number of good steps in a row that reached the bound."""
+    ignored_steps: int = 0
+    """Number of coming steps that are ignored because their tokens were sampled under an earlier bound."""
+
+    def after_step(self, metrics: Mapping[str, float | None], oldest_age: int) -> tuple[AgeTuner, str]:
+        """Return the state after a step with ``metrics`` that trained tokens up to ``oldest_age``, and a sentence that
+        says what changed and why, which is empty if the bound stays.
+
+        >>> tuner = AgeTuner(settings=AgeTuning(), max_age=2)
+        >>> tuner, why = tuner.after_step({"ess": 0.5, "stale_k3": 0.001}, oldest_age=2)
+        >>> tuner.max_age, why
+        (1, 'max_age 2 → 1: effective sample size 0.5 < 0.9')
+        """
+        if self.ignored_steps:
+            return replace(self, ignored_steps=self.ignored_steps - 1), ""
+        ess, kl = _number(metrics, "ess"), _number(metrics, "staleness_k3", "stale_k3")
+        if oldest_age == 0 or (ess is None and kl is None):
+            return self, ""  # the step says nothing about staleness
+        ess, kl = 1.0 if ess is None else ess, 0.0 if kl is None else kl
+        if ess < self.settings.min_ess:
+            return self._with_bound(-1, f"effective sample size {ess:.3g} < {self.settings.min_ess:g}")
+        if kl > self.settings.max_kl:
+            return self._with_bound(-1, f"KL of stale tokens {kl:.2g} > {self.settings.max_kl:g}")
+        good = kl < self.settings.max_kl / 2 and oldest_age >= self.max_age
+        tuner = replace(self, good=self.good + 1 if good else 0)
+        if tuner.good < self.settings.patience:
+            return tuner, ""
+        why = f"{tuner.good} good steps in a row reached it; the last: effective sample size {ess:.3g}, KL {kl:.2g}"
+        return tuner._with_bound(1, why)
+
+    def _with_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
+        new = min(self.settings.limit, max(1, self.max_age + by))
+        if new == self.max_age:
+            return replace(self, good=0), ""
+        words = f"max_age {self.max_age} → {new}: {why}"
+        return replace(self, max_age=new, good=0, ignored_steps=max(new, self.max_age)), words
+
+
+def _number(metrics: Mapping[str, float | None], *names: str) -> float | None:
+    """Return the first of the metrics that exists."""
+    return next((value for name in names if (value := metrics.get(name)) is not None), None)

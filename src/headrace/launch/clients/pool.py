@@ -1,0 +1,521 @@
+"""A pool of worker processes: it distributes calls to its workers, watches them, and replaces those that end.
+
+Two pools are built on it: scoring.py calls reward functions, environment.py runs episodes. Each defines a call, a sign
+of life, and the meaning of an answer. Everything else is here.
+
+The life of a worker:
+
+    begin ──▶ starting ──Ready──▶ up, with calls ──────▶ ended ──▶ another one is started in its slot
+                 │                  ├─ its process dies: any of its calls may be the cause
+                 │                  ├─ watch() sees that it does not go on: it is killed
+                 │                  ├─ replace(): it is killed because of one of its calls
+                 │                  └─ retire(): it gets no more calls, and is killed when its last one has ended
+                 └─ not ready within start_timeout_s, or MAX_IDLE_DEATHS in a row: the run ends with that cause
+
+The life of a call:
+
+    waits until the pool has capacity ──▶ attempt in the shared worker that has the fewest calls ──▶ answer
+                                             ▲                │ its worker ended
+                                             └── INNOCENT ────┤
+                                                              └── DIED, CROWDED: the policy for suspects (suspects.py)
+                                                                  tries it again until there is an answer, or until
+                                                                  it is the CULPRIT, which ends every worker it is in
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from headrace.base.errors import EnvError
+from headrace.launch.clients.peer import Peer
+
+MAX_IDLE_DEATHS = 8
+"""Number of workers that may die in a row without a call that can be the cause."""
+
+
+class WorkerProcess(Protocol):
+    """The process of a worker, as the pool uses it."""
+
+    peer: Peer
+
+    async def computed_s(self) -> float:
+        """Return the seconds of processor time that the process has used or waited for; 0 if that cannot be found
+        out."""
+        ...
+
+    async def halted(self) -> str:
+        """Describe what keeps the process from going on, as in ``is stopped (SIGSTOP)``; return an empty text if
+        nothing is known to."""
+        ...
+
+    async def died(self) -> str:
+        """Wait for the end of the process, and return the cause in words."""
+        ...
+
+    async def kill(self) -> None:
+        """Kill the process now."""
+        ...
+
+    def close(self) -> None:
+        """Release the resources of the process after its end, and cancel the answers that are still expected."""
+        ...
+
+
+class MachineGone(Exception):
+    """Raised when no worker can be started on a machine any more."""
+
+
+class CallLoss(Enum):
+    """The reason why a call has no answer after its worker ended."""
+
+    INNOCENT = auto()
+    """The worker was ended for the sake of another call, or was stopped from outside."""
+    DIED = auto()
+    """The worker died: any of its calls may be the cause."""
+    CROWDED = auto()
+    """The worker was replaced, and any of the calls that had begun there may have kept the others from returning."""
+    CULPRIT = auto()
+    """The call ended its worker when it was alone there."""
+
+
+@dataclass(slots=True, eq=False)
+class PoolCall:
+    """One call, over all attempts to make it in a worker."""
+
+    deaths: int = 0
+    """Number of workers that died while they had this call."""
+    cause: str = ""
+    """The cause of the latest such death."""
+
+
+C = TypeVar("C", bound=PoolCall)
+A = TypeVar("A")
+W = TypeVar("W", bound="Worker[Any]")
+
+
+@dataclass(slots=True, eq=False)
+class Worker(ABC, Generic[C]):
+    """One worker, from its start to its end."""
+
+    process: WorkerProcess
+    group: WorkerGroup
+    calls: dict[int, C] = field(default_factory=dict)
+    """The calls that the worker has now, by number."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the worker has become ready, or has ended before that."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the worker's slot is free, because it has ended or gets no more calls."""
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last of its calls has ended, until it gets another one."""
+    replaced: bool = False
+    """Whether the pool ended the worker because of one of its calls or because of its machine."""
+    cause: str = ""
+    """The cause of its end, in one line."""
+
+    @abstractmethod
+    def count_death(self) -> int:
+        """Count the worker's death if no call can be the cause; return the number of such deaths in a row."""
+
+    async def replace(self) -> None:
+        """Kill the worker because of one of its calls; the others are made again."""
+        self.replaced = True
+        await self.process.kill()
+
+    async def retire(self) -> None:
+        """Stop giving calls to the worker, and kill it when its last call has ended."""
+        self.left.set()
+        if self.calls:
+            await self.emptied.wait()
+        await self.replace()
+
+
+@dataclass(slots=True, eq=False)
+class WorkerGroup:
+    """The workers of one machine."""
+
+    start_worker: Callable[[], Awaitable[WorkerProcess]]
+    """Starts a worker. Raises :class:`MachineGone` once the machine has left or is lost."""
+    num_workers: int
+    programs: str = ""
+    """The ``HOST:PORT`` on that machine at which programs reach their episodes; empty: the endpoint's own address."""
+    tasks: asyncio.TaskGroup | None = None
+    """The tasks of the workers, while the machine belongs to a pool."""
+    workers: set[Worker[Any]] = field(default_factory=set)
+    """The workers that have not ended."""
+    idle_deaths: int = 0
+    """Number of workers that have died in a row without a call that can be the cause."""
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no worker and no call may begin on the machine any more."""
+
+    def lose(self) -> None:
+        """Note that the machine is lost with everything that ran there, so that none of its calls is blamed."""
+        self.leaving.set()
+        for worker in self.workers:
+            worker.replaced = True
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSlot(Generic[W]):
+    """A place for one worker, which is empty while a new worker starts."""
+
+    group: WorkerGroup
+    worker: W | None = None
+    """The worker in the slot; ``None`` while the slot is empty."""
+    needed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the slot is to have a worker."""
+
+    @property
+    def up(self) -> bool:
+        """Whether the worker in the slot takes calls."""
+        worker = self.worker
+        return worker is not None and not (worker.replaced or worker.left.is_set())
+
+
+class Capacity:
+    """The number of calls that the shared workers may make at the same time. It changes as machines join and leave."""
+
+    def __init__(self) -> None:
+        self.free = 0
+        """Number of calls that may begin now. A negative number means that so many calls too many are running, since a
+        machine has left."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def add(self, by: int) -> None:
+        """Raise the capacity by ``by`` calls, or lower it if ``by`` is negative. Calls that are running go on until
+        they end or lose their worker."""
+        self.free += by
+        while self.free > 0 and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self.free -= 1
+                turn.set_result(None)
+
+    @asynccontextmanager
+    async def held(self, *, first: bool = False) -> AsyncIterator[None]:
+        """Wait for capacity for one call, and hold it during the body; with ``first`` before all calls that wait."""
+        if self.free > 0:
+            self.free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            (self._waiting.appendleft if first else self._waiting.append)(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():
+                    self.add(1)
+                raise
+        try:
+            yield
+        finally:
+            self.add(1)
+
+
+class SuspectPolicy(Protocol[C]):
+    """Decides how calls are made whose worker has died, until the call that kills its workers is known."""
+
+    def stays(self, call: C, loss: CallLoss) -> bool:
+        """Return whether the call is simply made again in the shared workers."""
+        ...
+
+    def died(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
+        """Note that a worker has died with its calls. This is called before the calls fail."""
+        ...
+
+    async def clear(self, pool: WorkerPool[Any, C, Any], call: C, loss: CallLoss) -> Any:
+        """Make a suspected call until there is an answer, which is returned, or until it is
+        :attr:`CallLoss.CULPRIT`."""
+        ...
+
+    def forget(self, call: C) -> None:
+        """Release the records of a call that is not made any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """The number of workers of a pool, and the time limit of their start."""
+
+    num_workers: int
+    """Number of workers on this machine; 0: all workers are on other machines."""
+    concurrency: int
+    """Number of calls that each worker makes at the same time."""
+    start_timeout_s: float
+    """Seconds that a worker may take to start."""
+
+
+class WorkerPool(ABC, Generic[W, C, A]):
+    """A pool of workers that make calls. ``W`` is the class of its workers, ``C`` of its calls, ``A`` of their
+    answers."""
+
+    worker_name: ClassVar[str]
+    """The name of a worker in messages, as in ``scoring worker``."""
+    lost_calls: ClassVar[str]
+    """The part of a warning that says what is done with the ``{num}`` calls of a worker that has died."""
+    slow_start: ClassVar[str]
+    """A hint, as a question, at what may keep a worker from starting in time."""
+    death_remedy: ClassVar[str] = "look at logs/{name}.log in the run directory"
+    """The remedy when workers die without a call; ``{name}`` is the latest of them."""
+
+    def __init__(
+        self,
+        start_worker: Callable[[], Awaitable[WorkerProcess]],
+        config: PoolConfig,
+        suspects: SuspectPolicy[C],
+        *,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._pool_config = config
+        self._suspects = suspects
+        self._warn = warn
+        self._own = WorkerGroup(start_worker, config.num_workers)
+        self._slots: list[WorkerSlot[W]] = []
+        self._capacity = Capacity()
+        self._arrived = asyncio.Event()
+
+    @abstractmethod
+    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
+        """Return a worker whose process has been started."""
+
+    @abstractmethod
+    async def attempt(self, worker: W, call: C, number: int) -> A | CallLoss:
+        """Make a call in a worker, under ``number``; return the answer, or the reason why there is none."""
+
+    @abstractmethod
+    async def watch(self, worker: W) -> str:
+        """Wait until a worker must be killed because it does not go on; return the warning that says so."""
+
+    def on_ready(self, facts: dict[str, str | int | float]) -> None:
+        """Note the facts that a worker reports when it is ready."""
+
+    # -- for the users of a pool ------------------------------------------------------------------------------------
+
+    @property
+    def keeps_some_here(self) -> bool:
+        """Whether some workers of the pool are on this machine."""
+        return self._own.num_workers > 0
+
+    def send_warnings_to(self, warn: Callable[[str], None]) -> None:
+        """Send all later warnings for users to ``warn``."""
+        self._warn = warn
+
+    def warn(self, text: str) -> None:
+        """Send a warning for users."""
+        self._warn(text)
+
+    async def keep(self) -> None:
+        """Keep every slot filled. This ends only by cancellation, or by an error that ends the run: workers that do not
+        start, or that die without a call."""
+        async with asyncio.TaskGroup() as self._own.tasks:
+            self._add_slots(self._own)
+            await asyncio.Event().wait()
+
+    async def started(self) -> None:
+        """Wait until every worker of this machine is up. If this machine has none, wait for one of another machine."""
+        while not self._is_up():
+            await self._arrived.wait()
+
+    def _is_up(self) -> bool:
+        if not self.keeps_some_here:
+            return any(slot.up for slot in self._slots)
+        own = [slot for slot in self._slots if slot.group is self._own]
+        return bool(own) and all(slot.up for slot in own)
+
+    async def use_machine(self, group: WorkerGroup) -> None:
+        """Use the workers of another machine until it leaves or is lost; return when the last of them has ended.
+
+        Raises the :class:`~headrace.base.errors.HeadraceError` that makes the machine unusable.
+        """
+        try:
+            async with asyncio.TaskGroup() as group.tasks:
+                keeping = self._add_slots(group)
+                await group.leaving.wait()
+                self._remove_slots(group)
+                if not self._slots:
+                    self._warn(f"no {self.worker_name} is left: episodes wait until a machine joins")
+                for task in keeping:
+                    task.cancel()
+                await asyncio.gather(*(worker.retire() for worker in list(group.workers)))
+        except BaseExceptionGroup as errors:
+            error: BaseException = errors
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+        finally:
+            self._remove_slots(group)
+            group.lose()
+            await asyncio.gather(*(worker.process.kill() for worker in group.workers))
+            for worker in group.workers:
+                worker.process.close()
+
+    async def make(self, call: C) -> A | CallLoss:
+        """Make a call until there is an answer, or until it is found to end its workers, :attr:`CallLoss.CULPRIT`."""
+        try:
+            found = await self.in_shared(call)
+            return await self._suspects.clear(self, call, found) if isinstance(found, CallLoss) else found
+        finally:
+            self._suspects.forget(call)
+
+    # -- for policies for suspects ------------------------------------------------------------------------------------
+
+    async def in_shared(self, call: C) -> A | CallLoss:
+        """Make a call in the shared workers, and make it again while the policy lets it stay there. It holds its
+        capacity in the meantime, so that calls that have not begun do not overtake it."""
+        found: A | CallLoss | None = None
+        while found is None or (isinstance(found, CallLoss) and self._suspects.stays(call, found)):
+            async with self._capacity.held(first=found is not None):
+                found = await self._attempt_in_shared(call)
+        return found
+
+    async def _attempt_in_shared(self, call: C) -> A | CallLoss:
+        while True:
+            found = await self.attempt_in(await self.worker(), call)
+            again = isinstance(found, CallLoss) and self._suspects.stays(call, found)
+            if not again or self._capacity.free < 0:  # a machine has left: the other workers have no capacity for it
+                return found
+
+    async def worker(self, slot: WorkerSlot[W] | None = None) -> W:
+        """Wait until a worker takes calls, and return it: the worker of ``slot`` or, without one, the shared worker
+        with the fewest calls."""
+        while not (
+            up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
+        ):
+            await self._arrived.wait()
+        return min(up, key=lambda worker: len(worker.calls))
+
+    async def attempt_in(self, worker: W, call: C) -> A | CallLoss:
+        """Make a call in a worker once; return the answer, or the reason why there is none."""
+        number = worker.process.peer.next_call()
+        worker.calls[number] = call
+        worker.emptied.clear()
+        try:
+            found = await self.attempt(worker, call, number)
+        finally:
+            del worker.calls[number]
+            if not worker.calls:
+                worker.emptied.set()
+        if found is CallLoss.DIED:
+            call.deaths, call.cause = call.deaths + 1, worker.cause
+        return found
+
+    async def some_group(self) -> WorkerGroup:
+        """Wait for a machine on which workers can be started. It is this machine if it may have workers."""
+        if self.keeps_some_here:
+            return self._own
+        while not self._slots:
+            await self._arrived.wait()
+        return self._slots[0].group
+
+    async def begin(self, slot: WorkerSlot[W]) -> W:
+        """Start a worker in a slot. Raises :class:`MachineGone`."""
+        group = slot.group
+        worker = self.new_worker(await group.start_worker(), group)
+        if not self.in_background(self._supervise(slot, worker), group):
+            await worker.process.kill()
+            worker.process.close()
+            raise MachineGone
+        group.workers.add(worker)
+        return worker
+
+    async def keep_filled(self, slot: WorkerSlot[W]) -> None:
+        """Keep a worker in a slot while one is needed there and its machine is there."""
+        while not slot.group.leaving.is_set():
+            await slot.needed.wait()
+            try:
+                worker = await self.begin(slot)
+            except MachineGone:
+                return
+            await worker.left.wait()
+
+    def in_background(self, work: Coroutine[Any, Any, None], group: WorkerGroup | None = None) -> bool:
+        """Start a task that ends with the workers of a machine (by default, this one). Return ``False`` if they are
+        being ended already, so that no task may begin."""
+        tasks = (group or self._own).tasks
+        assert tasks is not None
+        return start_in(tasks, work) is not None
+
+    # -- slots and workers --------------------------------------------------------------------------------------------
+
+    def _add_slots(self, group: WorkerGroup) -> list[asyncio.Task[None]]:
+        """Add the slots of a machine; return the tasks that keep them filled."""
+        assert group.tasks is not None
+        slots: list[WorkerSlot[W]] = [WorkerSlot(group) for _ in range(group.num_workers)]
+        self._slots += slots
+        self._capacity.add(group.num_workers * self._pool_config.concurrency)
+        for slot in slots:
+            slot.needed.set()
+        self._wake()  # in case a worker is to be started on any machine
+        return [group.tasks.create_task(self.keep_filled(slot)) for slot in slots]
+
+    def _remove_slots(self, group: WorkerGroup) -> None:
+        """Remove the slots of a machine, so that no call and no worker begins there."""
+        left = [slot for slot in self._slots if slot.group is not group]
+        self._capacity.add((len(left) - len(self._slots)) * self._pool_config.concurrency)
+        self._slots = left
+
+    def _wake(self) -> None:
+        """Wake all tasks that wait for a worker or a machine."""
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+
+    async def _supervise(self, slot: WorkerSlot[W], worker: W) -> None:
+        """Receive a worker's messages and watch it, from its start to its end."""
+        process, peer = worker.process, worker.process.peer
+        async with asyncio.TaskGroup() as tasks:
+            listening = tasks.create_task(peer.listen())
+            dying = tasks.create_task(process.died())
+            if await peer.wait_until_ready(dying, self._pool_config.start_timeout_s, self.slow_start):
+                self.on_ready(peer.ready.result().facts)
+                slot.worker = worker
+                worker.settled.set()
+                self._wake()
+            watching = tasks.create_task(self._kill_when_stuck(worker))
+            cause = await dying
+            worker.cause = peer.protocol_violation or cause.partition("\n")[0]
+            if slot.worker is worker:  # a retired worker's slot has another one already
+                slot.worker = None
+            watching.cancel()
+            listening.cancel()
+        num_lost = len(worker.calls)
+        if not worker.replaced:
+            self._suspects.died(self, slot, worker)
+        process.close()
+        worker.group.workers.discard(worker)
+        worker.left.set()
+        worker.settled.set()
+        if not worker.replaced:
+            self._note_death(worker, cause, num_lost)
+
+    async def _kill_when_stuck(self, worker: W) -> None:
+        if warning := await self.watch(worker):
+            self._warn(warning)
+            await asyncio.shield(worker.process.kill())  # its end cancels this task
+
+    def _note_death(self, worker: W, cause: str, num_lost: int) -> None:
+        """Warn that a worker has died. Raises the error that it reported, or an :class:`~headrace.base.errors.EnvError`
+        if too many have died without a call."""
+        if worker.process.peer.reported_error is not None:
+            raise worker.process.peer.reported_error
+        idle_deaths = worker.count_death()
+        if idle_deaths >= MAX_IDLE_DEATHS:
+            raise EnvError(
+                f"{idle_deaths} {self.worker_name}s died one after the other; the last: {cause}",
+                remedy=self.death_remedy.format(name=worker.process.peer.name),
+            )
+        article = "an" if self.worker_name[0] in "aeiou" else "a"
+        self._warn(f"{article} {self.worker_name} died ({cause}); {self.lost_calls.format(num=num_lost)}")
+
+
+def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Start a task in a group; return ``None`` if the group is ending and takes no more tasks."""
+    try:
+        return tasks.create_task(work)
+    except RuntimeError:
+        work.close()
+        return None

@@ -1,0 +1,51 @@
+"""The loop of every worker process: it reports that it is ready, handles orders until it is shut down, and then kills
+itself with all processes that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from headrace.base.environ import forget_token, run_token
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Ready
+from headrace.launch.channel import PartChannel
+
+WAIT_S = 60.0
+"""Seconds of one wait for orders."""
+
+
+async def serve(
+    channel: PartChannel,
+    handle: Callable[[Any, asyncio.TaskGroup], None],
+    *,
+    facts: dict[str, str | int | float] | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Report that this worker is ready, with its ``facts``; then call ``handle`` for every order, with a task group for
+    the task that carries it out. ``on_ready`` is called before the first order; nothing else may be sent before."""
+    channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts or {}))
+    forget_token()
+    on_ready()
+    async with asyncio.TaskGroup() as calls:
+        async for order in _orders(channel):
+            if isinstance(order, Shutdown):
+                end_now()
+            handle(order, calls)
+
+
+async def _orders(channel: PartChannel) -> AsyncIterator[Any]:
+    receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
+    while True:
+        for order in await asyncio.get_running_loop().run_in_executor(receiver, channel.receive, WAIT_S):
+            yield order
+
+
+def end_now() -> None:
+    """Kill this process and everything it has started. User code that never returns must not keep it alive."""
+    os.killpg(0, signal.SIGKILL)

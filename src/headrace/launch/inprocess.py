@@ -1,0 +1,180 @@
+"""An engine in a thread of this process. It uses the host and the client of an engine that has a process of its own,
+over a channel in memory.
+
+    event loop                              step-loop thread                       stager thread
+    EngineClient ── orders in memory ────▶  EngineHost: between two steps          stage: verify an
+    streams, answers ◀── one callback ────  the orders, then a step                update meanwhile
+
+The step-loop thread owns the core: no other thread calls it, except for :meth:`EngineCore.stage`. The thread ends when
+the engine is closed or the core raises. Every caller that waits then gets the cause as
+:class:`~headrace.base.errors.ComponentDied`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
+
+from headrace.base.clock import Clock
+from headrace.base.errors import ComponentDied
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Ready
+from headrace.base.types.messages.engine import Abort
+from headrace.engine.base import EngineCore
+from headrace.launch.clients.engine import EngineClient
+from headrace.launch.hosts.engine import EngineHost, EngineHostConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEngineConfig:
+    """The limits of an engine that runs in a thread."""
+
+    max_requests: int = 4096
+    """Number of requests that may wait or run at the same time; one more raises
+    :class:`~headrace.base.errors.EngineFull`."""
+    deadline_s: float = 600.0
+    """Seconds that a stage, a commit, a score or another answer may take."""
+
+
+class MemoryChannel:
+    """A channel between an event loop and a thread of one process, which passes messages as objects. This object is the
+    thread's end; :class:`MemoryOrders` is the client's end."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._orders: deque[Any] = deque()
+        self._arrived = threading.Event()
+        self.deliver: Callable[[Any], None] | None = None
+        """Receives the thread's messages in the event loop; it is set before the thread starts."""
+
+    def order(self, message: Any) -> None:
+        """Queue an order for the thread, without waiting."""
+        self._orders.append(message)
+        self._arrived.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether an order is there or comes within ``timeout_s``."""
+        if not self._orders:
+            self._arrived.wait(timeout_s)
+        self._arrived.clear()
+        return bool(self._orders)
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        """Wait up to ``timeout_s`` for an order; return all that are there."""
+        self.wait(timeout_s)
+        return [self._orders.popleft() for _ in range(len(self._orders))]
+
+    def send(self, message: Any) -> None:
+        """Pass ``message`` to the client, in its event loop. If the loop has ended, the thread is ordered to end
+        too."""
+        assert self.deliver is not None
+        self.call(self.deliver, message)
+
+    def send_to_self(self, message: Any) -> None:
+        """Queue ``message`` as if it were an order to the thread."""
+        self.order(message)
+
+    def call(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Call ``callback`` in the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            self.order(Shutdown())
+
+
+class MemoryOrders:
+    """The client's end of a :class:`MemoryChannel`."""
+
+    local_orders = ""
+    """Always empty: other parts cannot send orders to an engine in a thread."""
+
+    def __init__(self, channel: MemoryChannel) -> None:
+        self._channel = channel
+
+    def send(self, message: Any) -> None:
+        """Queue an order for the engine, without waiting."""
+        self._channel.order(message)
+
+    async def receive(self) -> list[Any]:
+        """Return no messages, since the engine passes its messages to the client directly."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing, since the channel holds no resources."""
+
+
+class LocalEngine(EngineClient):
+    """The :class:`~headrace.engine.Engine` contract over ``core``, for use in one event loop::
+
+    async with LocalEngine(core, clock=RealClock()) as engine:
+        async for chunk in engine.generate(prompt_ids_T, Sampling(max_new_tokens=8)):
+            ...
+    """
+
+    def __init__(
+        self, core: EngineCore, *, clock: Clock, config: LocalEngineConfig | None = None, name: str = "engine"
+    ) -> None:
+        config = config or LocalEngineConfig()
+        self._memory = MemoryChannel(asyncio.get_running_loop())
+        super().__init__(
+            name,
+            MemoryOrders(self._memory),
+            token="",
+            on_spans=lambda _: None,
+            deadline_s=config.deadline_s,
+            max_requests=config.max_requests,
+        )
+        self._memory.deliver = self._route
+        self._core = core
+        self._clock = clock
+        self._dead = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._stats = self._core.stats()
+        self._route(Ready(token="", pid=0, facts={}))
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.name}-stage")
+        self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.end(ComponentDied(f"{self.name} was closed", remedy="keep it open while requests run"))
+        self._memory.order(Shutdown())
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._stager.shutdown, cancel_futures=True)
+
+    @property
+    def death(self) -> ComponentDied | None:
+        """The reason why the engine can serve no more requests; ``None`` while it can."""
+        return self._closed
+
+    async def died(self) -> ComponentDied:
+        """Wait until the engine is closed or broken, and return the reason."""
+        await self._dead.wait()
+        assert self._closed is not None
+        return self._closed
+
+    def end(self, why: ComponentDied) -> None:
+        """Fail all calls that wait, and every later call, with ``why``."""
+        super().end(why)
+        self._dead.set()
+
+    def withdraw_all(self) -> None:
+        """Abort every request. Each keeps the tokens that it has, and its last chunk has the stop reason
+        :attr:`StopReason.ABORTED`."""
+        self._flush()
+        self.send(Abort(request_ids=tuple(self._streams)))
+
+    def _serve(self) -> None:
+        try:
+            EngineHost(self._core, self._memory, self._stager, EngineHostConfig(clock=self._clock)).serve()
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: the callers that wait must hear of it
+            words = f"{self.name} died in its step loop: {type(error).__name__}: {error}"
+            death = ComponentDied(words, remedy="start it again; if it dies again, report this")
+            death.__cause__ = error
+            self._memory.call(self.end, death)

@@ -1,0 +1,329 @@
+"""The starter for this machine, and the processes that it starts.
+
+Each process leads a session (process group) of its own, so that it can be killed together with everything it started.
+It lives only as long as the other end of a pipe, its lifeline, is open in the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+
+from headrace.base.clock import off_loop
+from headrace.base.config.addresses import LOOPBACK
+from headrace.base.environ import (
+    child_environment,
+    part_environment,
+    shared_memory_root,
+    thread_times_ns,
+    write_token,
+)
+from headrace.base.errors import RunError
+from headrace.base.types.messages import controller
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.child import Process, ProcessSpec, Rendezvous
+from headrace.launch.clients.peer import Peer
+from headrace.launch.forking import EXIT_UNKNOWN, ForkServer, ForkServerLost
+from headrace.launch.leases import Lease
+from headrace.launch.starts import (
+    Briefing,
+    EngineStart,
+    EnvironmentStart,
+    LearnerStart,
+    ResourceLimits,
+    ScorerStart,
+    Start,
+    extra_environment,
+    write_briefing,
+)
+from headrace.rollout.scoring.sandbox.run import LAUNCHER
+
+KEEPER_S = 2.0
+"""Seconds that a keeper process gets to end the process that it watches, before both are killed."""
+
+
+STOPPED = {
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP; kill -CONT {pid} lets it go on)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+}
+"""Process states in which the operating system gives a process no time, with their description for users."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessResources:
+    """The directory, log file, token and cores that a process gets on its machine."""
+
+    directory: Path
+    """The directory with the process's briefing; only this user can enter it."""
+    log: Path
+    """The file that receives the standard output and error of the process."""
+    token: str
+    """The run's secret, by which the parts of a run recognise each other."""
+    num_threads: int
+    """The number of cores that the libraries of the process may compute with."""
+
+
+class SpawnedProcess(Protocol):
+    """The operating-system process, reduced to what is needed to wait for its end."""
+
+    @property
+    def pid(self) -> int:
+        """The process id on this machine."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; ``None`` while the process runs."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait until the process has ended, and return its exit code."""
+        ...
+
+
+class LocalStarter:
+    """Starts processes on this machine. They communicate over sockets in the run's directory. Engines and learners are
+    forked from the fork server where there is one."""
+
+    host_address = LOOPBACK
+
+    def __init__(self, forks: ForkServer | None = None) -> None:
+        self._forks = forks
+
+    async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
+        """See :class:`~headrace.launch.child.Starter`."""
+        channel = ControllerChannel(site.directory, spec.name, controller.Message)
+        peer = spec.make_peer(channel)
+        log = site.logs / f"{spec.name}.log"
+        resources = ProcessResources(directory=site.directory, log=log, token=site.token, num_threads=spec.num_threads)
+        try:
+            briefing = Briefing(start=spec.start, addresses=channel.addresses)
+            return peer, await start_process(spec.name, briefing, resources, self._forks)
+        except OSError as error:
+            peer.close()
+            raise RunError(
+                f"the process {spec.name} cannot be started: {error}",
+                remedy=f"is there room in {site.directory} and {site.logs}, may more processes start (ulimit)?",
+            ) from None
+        except BaseException:
+            peer.close()
+            raise
+
+
+class LocalProcess:
+    """A process of this machine; see :class:`~headrace.launch.child.Process`."""
+
+    node = ""
+
+    def __init__(
+        self, process: SpawnedProcess, lifeline: int, *, kept: bool = False, memory: Lease | None = None
+    ) -> None:
+        self._process = process
+        self._lifeline = lifeline
+        self._kept = kept
+        self._memory = memory
+        self._working_pid = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def working_pid(self) -> int:
+        if not self._kept:
+            return self.pid
+        if not self._working_pid:
+            with contextlib.suppress(psutil.Error, IndexError):  # it is not there yet, or not any more
+                self._working_pid = psutil.Process(self.pid).children()[0].children()[0].pid
+        return self._working_pid or self.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def accepts_shutdown(self) -> bool:
+        return not self._kept
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        if self._kept and self.returncode is None:
+            await self._ask_keeper()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group has ended
+            os.killpg(self.pid, signal.SIGKILL)
+        await self.wait()
+
+    async def computed_s(self) -> float:
+        return computed_s(self.working_pid)
+
+    async def halted(self) -> str:
+        found = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
+        return found.get(self.working_pid) or found.get(self.pid, "")
+
+    def ending(self) -> str:
+        assert self.returncode is not None
+        return exit_words(self.returncode)
+
+    def last_lines(self, log: Path) -> list[str]:
+        return lines_of(log)
+
+    def close(self) -> None:
+        os.close(self._lifeline)
+        if self._memory is not None:
+            self._memory.end()
+
+    async def _ask_keeper(self) -> None:
+        """Order the keeper to end the process with everything it started, and then itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEEPER_S):
+                await self.wait()
+
+
+async def start_process(
+    name: str, briefing: Briefing, resources: ProcessResources, forks: ForkServer | None = None
+) -> LocalProcess:
+    """Start a process of this machine that does what its briefing says. Raises ``OSError`` if the operating system
+    refuses."""
+    start, memory = briefing.start, None
+    if isinstance(start, EngineStart) and start.own_weights:
+        memory = Lease.file(shared_memory_root())
+        start = msgspec.structs.replace(start, memory=str(memory.path))
+    try:
+        write_briefing(resources.directory / f"{name}.json", msgspec.structs.replace(briefing, start=start))
+        process, lifeline = await _spawn(name, start, resources, forks)
+    except BaseException:
+        if memory is not None:
+            memory.end()
+        raise
+    return LocalProcess(process, lifeline, kept=_is_kept(_keep(start)), memory=memory)
+
+
+async def _spawn(
+    name: str, start: Start, resources: ProcessResources, forks: ForkServer | None
+) -> tuple[SpawnedProcess, int]:
+    """Start the process as a fork or as a new interpreter. Return it with our end of its lifeline."""
+    with resources.log.open("ab") as output:
+
+        async def new(lifeline: int) -> SpawnedProcess:
+            environment = {**child_environment(resources.num_threads), **extra_environment(start)}
+            return await asyncio.create_subprocess_exec(
+                *_program(resources.directory, name, _keep(start), lifeline),
+                stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(lifeline,),
+                start_new_session=True, env=environment,
+            )  # fmt: skip
+
+        if forks is not None and not forks.lost and isinstance(start, EngineStart | LearnerStart):
+            server, more = forks, {**part_environment(resources.num_threads), **extra_environment(start)}
+
+            async def fork(lifeline: int) -> SpawnedProcess:
+                return await server.fork(name, str(resources.directory), more, (lifeline, output.fileno()))
+
+            with contextlib.suppress(ForkServerLost):
+                return await _spawn_with_lifeline(fork, resources.token)
+        return await _spawn_with_lifeline(new, resources.token)
+
+
+async def _spawn_with_lifeline(
+    make: Callable[[int], Awaitable[SpawnedProcess]], token: str
+) -> tuple[SpawnedProcess, int]:
+    """Call ``make`` with one end of a new pipe, and return the process and the other end. The process lives only while
+    that end is open. The run's token is the first thing that goes through the pipe, and the process removes it by
+    reading."""
+    theirs, ours = os.pipe()
+    try:
+        write_token(ours, token)
+        return await make(theirs), ours
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+
+
+def _keep(start: Start) -> ResourceLimits | None:
+    return start.keep if isinstance(start, ScorerStart | EnvironmentStart) else None
+
+
+def _is_kept(keep: ResourceLimits | None) -> bool:
+    return keep is not None and sys.platform == "linux"
+
+
+def _program(directory: Path, name: str, keep: ResourceLimits | None, lifeline: int) -> list[str]:
+    """Return the command line of the process itself or, where it has resource limits, of its keeper."""
+    program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
+    if keep is None or not _is_kept(keep):
+        return program
+    limits = {**msgspec.structs.asdict(keep), "memory_bytes": keep.memory_bytes or psutil.virtual_memory().total // 2}
+    order = {"jailed": False, "argv": program, "line": lifeline, "limits": limits}
+    return [sys.executable, "-I", "-S", "-B", str(LAUNCHER), msgspec.json.encode(order).decode()]
+
+
+def lines_of(log: Path) -> list[str]:
+    """Return the lines of a log; no lines if the file cannot be read."""
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def computed_s(pid: int) -> float:
+    """Return the seconds of processor time that a process has used and, on Linux, those that its threads have waited
+    for a processor; 0 for a process that has ended."""
+    threads = thread_times_ns(pid).values()
+    if any(used + waited for used, waited in threads):
+        return sum(used + waited for used, waited in threads) / 1e9
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:  # it has just ended
+        return 0.0
+    return float(times.user + times.system)
+
+
+def halted_below(pids: Collection[int]) -> dict[int, str]:
+    """Find the processes of this machine that a signal or a debugger has stopped. Return, for each of ``pids`` that is
+    stopped itself or has started a stopped process, a description that follows its name."""
+    parents: dict[int, int] = {}
+    stopped: dict[int, str] = {}
+    for process in psutil.process_iter(["ppid", "status"]):
+        parents[process.pid] = process.info["ppid"]
+        if process.info["status"] in STOPPED:
+            stopped[process.pid] = process.info["status"]
+    found: dict[int, str] = {}
+    for pid in stopped:
+        above = pid
+        while above and above not in pids:
+            above = parents.get(above, 0)
+        if above and (above == pid or above not in found):
+            words = STOPPED[stopped[pid]].format(pid=pid)
+            found[above] = f"is {words}" if above == pid else f"has started process {pid}, which is {words}"
+    return found
+
+
+def exit_words(code: int) -> str:
+    """Describe an exit code, in words that follow the name of the process.
+
+    >>> exit_words(-9)
+    'was killed by SIGKILL (by hand, or because memory ran out)'
+    """
+    if code == EXIT_UNKNOWN:
+        return "ended; how is not known, for the fork server that could have told was lost before"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = " (by hand, or because memory ran out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

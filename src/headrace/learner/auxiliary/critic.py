@@ -1,0 +1,277 @@
+"""The critic: a second model whose values turn rewards into an advantage for every token.
+
+    batch, with rewards ──▶ the policy's micro-batches, each:
+        trunk ──▶ hidden state before every loss token ──▶ head ──▶ V ──▶ GAE of whole samples ──▶ returns
+              ──▶ ½·(V − return)² / loss tokens of the batch ──▶ backward
+    ──▶ advantages, normalised over the batch ──▶ the policy's own passes
+    the policy is updated ──▶ the critic's AdamW ──▶ further passes over the batch and updates, if configured
+
+One pass gives values and gradient: no sample is cut, so its returns are known as soon as its values are. The values are
+those of the weights before the update for this batch. A turn at the beginning of several samples carries loss in one of
+them, and is a step of that sample only.
+
+Shape legend: N tokens of the batch, L of them that carry loss, M tokens of a micro-batch, P of them that carry loss,
+K samples of a micro-batch, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from transformers import PreTrainedModel
+
+from headrace.algo.advantages import GaeAdvantage, Outcomes
+from headrace.algo.advantages.outcomes import Floats
+from headrace.algo.advantages.tokens import CriticEstimate
+from headrace.algo.base import Metrics, Ratio
+from headrace.algo.returns import value_loss
+from headrace.base.errors import ConfigError, ModelError, RunError
+from headrace.base.types.batch import Batch
+from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
+from headrace.learner.packing import Index, MicroBatch
+from headrace.learner.parallel.config import OptimizerConfig
+from headrace.learner.parallel.load import keep_inputs_only
+from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.learner.parallel.view import view_of
+from headrace.learner.work import StepWork
+from headrace.models.config import ModelConfig
+from headrace.models.load import called, load_model
+from headrace.models.weights import weight_tensors
+
+NAME = "critic"
+HEAD = "value_head"
+"""Name of the head among the critic's weights."""
+
+_WEIGHT, _UPDATES = "weight", "updates"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PastBatch:
+    """A batch that further updates train on; its columns are 0 for tokens without loss."""
+
+    batch: Batch
+    values_N: Tensor
+    """Values before the first update, without gradient."""
+    returns_N: Tensor
+
+
+class Critic(AuxiliaryModel):
+    """A value model beside the policy, with its own optimizer.
+
+    A batch arrives with the reward of each sample in the column of advantages; :meth:`prepare` replaces it by
+    advantages.
+    """
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, parts: LearnerParts, advantage: GaeAdvantage) -> None:
+        """Load the value model. Raises :class:`~headrace.base.errors.ConfigError` or
+        :class:`~headrace.base.errors.ModelError` if no critic can be made for this policy."""
+        assert parts.ranks.config.world == 1  # refused at load
+        self._config = parts.config.critic
+        self._advantage = advantage
+        self._forward = parts.forward
+        self._ranks = parts.ranks
+        self._offload = parts.config.memory.offload_activations
+        self._max_norm = parts.config.max_grad_norm
+        self.model = value_model(self._config.path or str(parts.context.model_dir), parts.model)
+        self._head = self.model.get_submodule(HEAD)
+        if parts.config.memory.recompute:
+            keep_inputs_only(self.model)
+        own = {"lr": self._config.lr, "optimizer": OptimizerConfig()}
+        self._optimizer = ShardOptimizer(self.model, parts.config.model_copy(update=own), parts.ranks)
+        self._past_batches: list[_PastBatch] = []
+
+    def prepare(self, work: StepWork) -> StepWork:
+        """Compute advantages and the gradient of the critic. Raises :class:`~headrace.base.errors.RunError` if its
+        gradient is not finite."""
+        batch, mask_N = work.batch, work.batch.mask_N
+        values_N, estimate_N = np.zeros(batch.num_tokens), np.zeros((3, batch.num_tokens))
+        for micro in self._forward.cut(batch, mask_N):
+            values_P = self._values(batch, micro)
+            places_P = micro.places_M[mask_N[micro.places_M]]
+            values_N[places_P] = values_P.detach().cpu().double().numpy()
+            estimate = self._estimate(batch, micro, values_N[places_P])
+            estimate_N[:, places_P] = estimate
+            self._learn(values_P, values_P.detach(), torch.from_numpy(estimate.returns_N), batch.num_loss_tokens)
+        norm = self._optimizer.norm()
+        self._refuse_infinite(norm, batch.step)
+        if self._config.updates > 1:
+            column_N = torch.from_numpy(values_N), torch.from_numpy(estimate_N[1])
+            self._past_batches.append(_PastBatch(batch=batch, values_N=column_N[0], returns_N=column_N[1]))
+        estimate_L = CriticEstimate(*estimate_N[:, mask_N])
+        advantages_N = np.zeros(batch.num_tokens, np.float32)
+        advantages_N[mask_N] = self._advantage.scaled(
+            estimate_L.advantages_N, np.ones(len(estimate_L.advantages_N), bool)
+        )
+        metrics = {**_measured(values_N[mask_N], estimate_L), "critic_grad_norm": Ratio(norm, 1.0)}
+        credited = msgspec.structs.replace(batch, advantages_N=advantages_N)
+        return replace(work, batch=credited, metrics={**work.metrics, **metrics})
+
+    def discard_gradient(self) -> None:
+        """Discard the gradient and the batches for further updates."""
+        self._optimizer.zero_grad()
+        self._past_batches.clear()
+
+    def allocate(self) -> None:
+        """Allocate the memory that the optimizer's update will need."""
+        self._optimizer.allocate()
+
+    def after_update(self, version: int) -> None:
+        """Make the update of the critic, and further ones over the same batches. Raises
+        :class:`~headrace.base.errors.RunError` if the gradient of a further update is not finite."""
+        self._step(version)
+        for _ in range(self._config.updates - 1):
+            for past in self._past_batches:
+                self._train_again(past)
+            self._step(version)
+        self._past_batches.clear()
+
+    def state(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield weights, moments and float32 copies, and the number of updates."""
+        for name, tensor in weight_tensors(self.model).items():
+            yield f"{_WEIGHT}|{name}", tensor
+        for one in self._optimizer.trained:
+            for key, tensor in self._optimizer.state(one).items():
+                yield f"{key}|{one.name}", tensor
+        yield _UPDATES, torch.tensor(self._optimizer.updates)
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the state that :meth:`state` yielded."""
+        take_weights(self.model, state)
+        updates = int(state[_UPDATES])
+        held: dict[str, dict[str, Tensor]] = {}
+        for label, tensor in state.items():
+            key, _, name = label.partition("|")
+            if key not in (_WEIGHT, _UPDATES):
+                held.setdefault(name, {})[key] = tensor
+        for one in self._optimizer.trained:
+            one.refresh_master()
+            self._optimizer.set_state(one, held.get(one.name, {}), updates)
+
+    def _values(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        """Return the values V ``[P]`` of the loss tokens, in float32 or wider, from the hidden states of the tokens
+        before them."""
+        view = view_of(micro, np.flatnonzero(batch.mask_N[micro.places_M]), self._ranks)
+        before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
+        with save_on_cpu() if self._offload else nullcontext():
+            hidden = self.model(**view.inputs(batch.ids_N), use_cache=False).last_hidden_state[0]
+            hidden_PD = hidden.index_select(0, before_P)
+            values_P: Tensor = self._head(hidden_PD.to(self._head.weight.dtype))[:, 0]
+        return values_P
+
+    def _estimate(self, batch: Batch, micro: MicroBatch, values_P: Floats) -> CriticEstimate:
+        """Return advantages and returns of the loss tokens. The reward of a sample belongs to its last loss token."""
+        mask_M = batch.mask_N[micro.places_M]
+        lengths_K: Index = np.bincount(micro.local_samples_M()[mask_M], minlength=len(micro.lengths_K))
+        last_K = micro.places_M[mask_M][np.cumsum(lengths_K) - 1]
+        outcomes = Outcomes(
+            rewards_E=batch.advantages_N[last_K].astype(np.float64),
+            groups_E=np.zeros(len(lengths_K), np.int64),
+            lengths_E=lengths_K,
+            values_N=values_P,
+        )
+        return self._advantage.estimate(outcomes)
+
+    def _learn(self, values_P: Tensor, old_P: Tensor, returns_P: Tensor, count: int) -> None:
+        """Add the gradient of these tokens' share in the mean loss over ``count`` tokens."""
+        old_P, returns_P = (column_P.to(values_P) for column_P in (old_P, returns_P))
+        (value_loss(values_P, old_P, returns_P, self._config.clip).sum() / count).backward()
+        self._optimizer.collect()
+
+    def _train_again(self, past: _PastBatch) -> None:
+        batch = past.batch
+        for micro in self._forward.cut(batch, batch.mask_N):
+            places_P = micro.places_M[batch.mask_N[micro.places_M]]
+            old_P, returns_P = past.values_N[places_P], past.returns_N[places_P]
+            self._learn(self._values(batch, micro), old_P, returns_P, batch.num_loss_tokens)
+
+    def _step(self, version: int) -> None:
+        self._refuse_infinite(self._optimizer.clip_norms(self._max_norm)[""], version - 1)
+        if self._config.lr > 0:
+            self._optimizer.step(self._config.lr)
+        self._optimizer.zero_grad()
+
+    def _refuse_infinite(self, norm: float, step: int) -> None:
+        if not math.isfinite(norm):
+            self.discard_gradient()
+            raise RunError(
+                f"step {step}: the gradient norm of the critic is {norm}",
+                remedy="lower learner.critic.lr, or set model.dtype='float32'; the run resumes from its last snapshot",
+            )
+
+
+def _measured(values_L: Floats, estimate_L: CriticEstimate) -> Metrics:
+    """Return metrics of the values before the update. ``explained_variance`` is missing if all rewards are equal."""
+    count = float(len(values_L))
+    error_L = values_L - estimate_L.returns_N
+    variance = float(estimate_L.outcomes_N.var())
+    measured = {
+        "value_loss": Ratio(float((error_L**2).sum()) / 2, count),
+        "value_mean": Ratio(float(values_L.sum()), count),
+    }
+    if variance > 0:
+        rest = float((estimate_L.outcomes_N - values_L).var())
+        measured["explained_variance"] = Ratio(variance - rest, variance)
+    return measured
+
+
+def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
+    """Return the critic's model: the trunk of the model in ``path``, on the device and in the number format of
+    ``policy``, with a head of one output. The head is 0, or loaded from the directory if it is a snapshot with a
+    critic.
+
+    Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` for fewer tokens
+    than the policy's.
+    """
+    dtype: Any = str(policy.dtype).removeprefix("torch.")
+    with called("learner.critic.path"):
+        model = load_model(ModelConfig(path=path, dtype=dtype), str(policy.device))
+    if model.base_model_prefix not in model._modules:
+        raise ModelError(
+            f"learner.critic.path={path!r} is a {type(model).__name__}, which does not come apart into trunk and head",
+            remedy="choose another model for the critic, or another algo.advantage",
+        )
+    trunk: PreTrainedModel = model.get_submodule(model.base_model_prefix)
+    known, needed = (one.get_input_embeddings().num_embeddings for one in (trunk, policy))
+    if known < needed:
+        raise ConfigError(
+            f"learner.critic.path={path!r} knows {known} tokens, and the policy has {needed}",
+            remedy="choose a model with the policy's tokenizer",
+        )
+    head = nn.utils.skip_init(nn.Linear, int(trunk.config.hidden_size), 1, device=policy.device)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    trunk.add_module(HEAD, head)
+    earlier = Path(path) / f"{NAME}.safetensors"
+    if earlier.is_file():
+        try:
+            take_weights(trunk, load_file(earlier))
+        except (KeyError, ValueError) as error:
+            raise ModelError(
+                f"{earlier} is a critic of another shape than the model beside it: {error}",
+                remedy="set learner.critic.path to the model that critic began with",
+            ) from None
+    return trunk
+
+
+@torch.no_grad()
+def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """Copy the weights of a critic's ``state`` into ``model``. Raises ``KeyError`` or ``ValueError`` for the state of
+    another model."""
+    for name, tensor in weight_tensors(model).items():
+        saved = state[f"{_WEIGHT}|{name}"]
+        if saved.shape != tensor.shape:
+            raise ValueError(f"{name} is {tuple(saved.shape)}, not {tuple(tensor.shape)}")
+        tensor.copy_(saved)

@@ -1,0 +1,246 @@
+"""Copies of the trained weights, with which the model computes for a while.
+
+    kind         after an update that makes version v                    lent for the batch of version v
+    frozen       nothing                                                 the first weights, or those of a directory
+    ema          w̄ ← decay·w̄ + (1 − decay)·w   (float32)                w̄, in the model's number format
+    refreshed    if v is a multiple of ``every``: copy                   the last copy
+    lagged       (before it: the weights of v − 1 replace the oldest)    those of v − ``versions``
+
+A copy holds this rank's parts of the parameters that require gradients. For a model with an adapter these are the
+adapter's, so a frozen copy stands for the base model at the price of an adapter. Lending swaps the contents in place,
+tensor by tensor, so other references to a parameter stay valid: tied names, torch's sharding, the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, Refreshed
+from headrace.learner.parallel.optim import TrainedWeight
+from headrace.learner.parallel.shards import like, local, part_of
+from headrace.learner.parallel.split import reshard
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+class Copy:
+    """A copy of the parameters in ``trained``."""
+
+    def __init__(
+        self, model: nn.Module, trained: Sequence[TrainedWeight], device: str, dtype: torch.dtype | None = None
+    ):
+        self._model = model
+        self._trained = trained
+        where = None if device == "model" else torch.device(device)
+        self._parts = [
+            local(one.weight.detach()).to(device=where, dtype=dtype, copy=True) for one in trained
+        ]  # fmt: skip
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the current weights."""
+        for one, part in zip(self._trained, self._parts, strict=True):
+            part.copy_(local(one.weight.detach()))
+
+    @torch.no_grad()
+    def blend(self, decay: float) -> None:
+        """Move the copy towards the current weights as an exponential moving average. It reads the optimizer's float32
+        weights where they exist."""
+        for one, part in zip(self._trained, self._parts, strict=True):
+            part.lerp_(one.master.detach().to(part.device, part.dtype), 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the copy with the current weights."""
+        for one, part in zip(self._trained, self._parts, strict=True):
+            _exchange(local(one.weight.detach()), part)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the model compute with this copy, without gradients, inside the ``with`` block; the weights are unchanged
+        afterwards."""
+        pairs = [(local(one.weight.detach()), part) for one, part in zip(self._trained, self._parts, strict=True)]
+        waiting: list[Tensor] = []
+        with torch.no_grad():
+            reshard(self._model)
+            try:
+                waiting.extend(_lend(*pair) for pair in pairs)
+                yield
+            finally:
+                reshard(self._model)
+                for pair, held in zip(pairs[: len(waiting)], waiting, strict=True):
+                    _give_back(*pair, held)
+
+    def state(self) -> Named:
+        """Yield the tensors of the copy by parameter name, sharded over the ranks like the parameters."""
+        for one, part in zip(self._trained, self._parts, strict=True):
+            yield one.name, like(part.to(local(one.weight).device), one.weight)
+
+    @torch.no_grad()
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy whole tensors into this copy. Raises ``KeyError`` for a missing tensor and ``ValueError`` for another
+        shape."""
+        for one, part in zip(self._trained, self._parts, strict=True):
+            full = state[one.name]
+            if full.shape != one.weight.shape:
+                raise ValueError(f"{one.name} is {list(full.shape)}, expected {list(one.weight.shape)}")
+            part.copy_(part_of(full, one.weight))
+
+
+def _lend(weight: Tensor, part: Tensor) -> Tensor:
+    """Put ``part`` into ``weight``, and return the tensor that holds the weight's own numbers meanwhile. This is
+    ``part`` itself if both have the same number format, so that nothing is lost and no memory is needed."""
+    if part.dtype == weight.dtype:
+        _exchange(weight, part)
+        return part
+    own = weight.clone()
+    weight.copy_(part)
+    return own
+
+
+def _give_back(weight: Tensor, part: Tensor, waiting: Tensor) -> None:
+    if waiting is part:
+        _exchange(weight, part)
+    else:
+        weight.copy_(waiting)
+
+
+def _exchange(one: Tensor, other: Tensor) -> None:
+    held = one.clone()
+    one.copy_(other)
+    other.copy_(held)
+
+
+class KeptWeights(Protocol):
+    """The rule that decides which copy is lent, and how an update changes the copies."""
+
+    has_state: bool
+    """Whether a snapshot must contain the copies; not if they come from a directory each time."""
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Let the model compute with the copy; see :meth:`Copy.lent`."""
+        ...
+
+    def before_update(self) -> None:
+        """Prepare for an update: the weights are still those of the version before."""
+        ...
+
+    def after_update(self, version: int) -> None:
+        """Follow an update: the weights are now those of ``version``."""
+        ...
+
+    def state(self) -> Named:
+        """Yield the tensors that a snapshot contains."""
+        ...
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the tensors that :meth:`state` yielded."""
+        ...
+
+
+class OneCopy:
+    """A copy that updates do not change."""
+
+    def __init__(self, copy: Copy, *, has_state: bool = True) -> None:
+        self._copy = copy
+        self.has_state = has_state
+
+    def lent(self) -> AbstractContextManager[None]:
+        return self._copy.lent()
+
+    def before_update(self) -> None:
+        return
+
+    def after_update(self, version: int) -> None:
+        return
+
+    def state(self) -> Named:
+        return self._copy.state()
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        self._copy.set_state(state)
+
+
+class Averaged(OneCopy):
+    """A copy that is a moving average of the weights."""
+
+    def __init__(self, copy: Copy, decay: float) -> None:
+        super().__init__(copy)
+        self._decay = decay
+
+    def after_update(self, version: int) -> None:
+        self._copy.blend(self._decay)
+
+
+class Renewed(OneCopy):
+    """A copy that is made again at every multiple of ``every``."""
+
+    def __init__(self, copy: Copy, every: int) -> None:
+        super().__init__(copy)
+        self._every = every
+
+    def after_update(self, version: int) -> None:
+        if version % self._every == 0:
+            self._copy.take()
+
+
+class Ring:
+    """A queue of copies of the last versions, the oldest first."""
+
+    has_state = True
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._spare = list(copies)
+        self._ring: deque[Copy] = deque(maxlen=len(copies))
+
+    def lent(self) -> AbstractContextManager[None]:
+        return self._ring[0].lent() if self._ring else nullcontext()  # at version 0: the weights themselves
+
+    def before_update(self) -> None:
+        copy = self._spare.pop() if self._spare else self._ring.popleft()
+        copy.take()
+        self._ring.append(copy)
+
+    def after_update(self, version: int) -> None:
+        return
+
+    def state(self) -> Named:
+        for place, copy in enumerate(self._ring):
+            for name, tensor in copy.state():
+                yield f"{place}|{name}", tensor
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        self._spare += self._ring
+        self._ring.clear()
+        places = len({label.partition("|")[0] for label in state})
+        if places > len(self._spare):
+            raise ValueError(f"it holds {places} versions, and {len(self._spare)} are kept")
+        for place in range(places):
+            prefix = f"{place}|"
+            named = {label.removeprefix(prefix): tensor for label, tensor in state.items() if label.startswith(prefix)}
+            copy = self._spare.pop()
+            copy.set_state(named)
+            self._ring.append(copy)
+
+
+def keep(config: KeptConfig, model: nn.Module, trained: Sequence[TrainedWeight]) -> KeptWeights:
+    """Return the kept weights that ``config`` describes, with copies of the current weights."""
+
+    def copy(dtype: torch.dtype | None = None) -> Copy:
+        return Copy(model, trained, config.device, dtype)
+
+    match config:
+        case Frozen():
+            return OneCopy(copy(), has_state=config.path is None)
+        case Ema():
+            return Averaged(copy(torch.float32), config.decay)
+        case Refreshed():
+            return Renewed(copy(), config.every)
+        case Lagged():
+            return Ring([copy() for _ in range(config.versions)])

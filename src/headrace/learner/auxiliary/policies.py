@@ -1,0 +1,219 @@
+"""Auxiliary models that compute log-probabilities of another policy: the reference, the teacher, a kept π_old.
+
+    learner.reference ──▶ log π_ref of each token                       penalties, and the metric kl_ref
+    learner.old       ──▶ log π_old of each token                       ratios and their clips (algo.old = "kept")
+    learner.teachers  ──▶ its K likeliest entries, with log ν           losses that read "top_k"
+                      └─▶ log ν of each token: A + β (log ν − log μ)    the advantage "reverse_kl"
+
+A teacher with a separate engine has computed both before the batch was made (external_teacher.py).
+
+All are computed at the temperature of the sampling, and log-probabilities of sampled tokens within their kept-sets, as
+log π is. Each policy chooses its own experts; only for π_old they are those that the engine recorded, as for π.
+
+Shape legend: N tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.algo.base import Ratio
+from headrace.base.errors import CheckpointError, ConfigError
+from headrace.base.types.batch import Batch
+from headrace.base.types.taught import Taught
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED
+from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
+from headrace.learner.auxiliary.config import Frozen, KeptConfig, OtherModel, PolicyConfig, TeacherConfig
+from headrace.learner.auxiliary.external_teacher import credited
+from headrace.learner.auxiliary.kept import Copy, KeptWeights, OneCopy, keep
+from headrace.learner.forward import Forward
+from headrace.learner.head import TopRequest
+from headrace.learner.parallel.files import Snapshot
+from headrace.learner.parallel.load import load_for
+from headrace.learner.work import StepWork
+from headrace.models.config import ModelConfig
+from headrace.models.load import called, refuse_other_vocabulary
+
+
+class Source(Protocol):
+    """The weights of a policy, and how to compute with them."""
+
+    kept: KeptWeights | None
+    """The copies that updates change and snapshots contain; ``None`` if there are none."""
+
+    def computing(self) -> Any:
+        """Return a context manager that yields the :class:`Forward` of this policy."""
+        ...
+
+
+class OfThisModel:
+    """A policy with kept weights, which are lent to the trained model."""
+
+    def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
+        self._forward = parts.forward
+        trained = parts.optimizer.trained
+        if isinstance(config, Frozen) and config.path is not None:
+            self.kept: KeptWeights | None = OneCopy(_read(parts, config, config.path, setting), has_state=False)
+        else:
+            self.kept = keep(config, parts.model, trained)
+
+    @contextmanager
+    def computing(self) -> Iterator[Forward]:
+        assert self.kept is not None
+        with self.kept.lent():
+            yield self._forward
+
+
+class OfAnother:
+    """A policy that is a separate model."""
+
+    kept: KeptWeights | None = None
+
+    def __init__(self, parts: LearnerParts, config: OtherModel, setting: str) -> None:
+        dtype: Any = str(parts.model.dtype).removeprefix("torch.")
+        with called(f"{setting}.path"):
+            refuse_other_vocabulary(config.path, str(parts.context.model_dir), f"{setting}.path")
+            model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
+        self._forward = Forward(
+            model,
+            parts.config,
+            temperature=parts.context.temperature,
+            entropy_gradient=False,
+            ranks=parts.ranks,
+        )
+
+    @contextmanager
+    def computing(self) -> Iterator[Forward]:
+        with torch.no_grad():
+            yield self._forward
+
+
+def source(parts: LearnerParts, config: PolicyConfig | TeacherConfig, setting: str) -> Source:
+    """Return the source of the policy that ``config`` describes. ``setting`` is its name in the run file, for
+    errors."""
+    if isinstance(config, OtherModel):
+        return OfAnother(parts, config, setting)
+    return OfThisModel(parts, config, setting)
+
+
+class QueriedModel(AuxiliaryModel):
+    """An auxiliary model that computes log-probabilities with another policy."""
+
+    setting: ClassVar[str]
+    """The field of the learner's settings that describes the policy."""
+
+    def __init__(self, parts: LearnerParts, config: PolicyConfig | TeacherConfig) -> None:
+        self._objective = parts.objective
+        self._source = source(parts, config, f"learner.{self.setting}")
+        self._kept = self._source.kept
+
+    @property
+    def lends_weights(self) -> bool:
+        return self._kept is not None
+
+    @property
+    def has_state(self) -> bool:
+        return self._kept is not None and self._kept.has_state
+
+    def before_update(self) -> None:
+        if self._kept is not None:
+            self._kept.before_update()
+
+    def after_update(self, version: int) -> None:
+        if self._kept is not None:
+            self._kept.after_update(version)
+
+    def state(self) -> Iterable[tuple[str, Tensor]]:
+        return () if self._kept is None else self._kept.state()
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        assert self._kept is not None
+        self._kept.set_state(state)
+
+    def _logprobs(self, work: StepWork, batch: Batch) -> Tensor:
+        with self._source.computing() as forward:
+            forward.refuse(batch)
+            return torch.from_numpy(forward.logprobs(batch, work.mask_N))
+
+
+class Reference(QueriedModel):
+    """The reference policy, to which KL penalties are computed."""
+
+    name = setting = "reference"
+    columns = frozenset({"log_ref"})
+
+    def prepare(self, work: StepWork) -> StepWork:
+        return replace(work, log_ref_N=self._logprobs(work, _unrouted(work.batch)))
+
+
+class OldPolicy(QueriedModel):
+    """The policy π_old of ratios, if it is computed with kept weights."""
+
+    name = setting = "old"
+
+    def prepare(self, work: StepWork) -> StepWork:
+        return replace(work, log_old_N=self._logprobs(work, work.batch)) if work.old == "kept" else work
+
+
+class TeacherModel(QueriedModel):
+    """The teacher policy of distillation, computed by the learner."""
+
+    name = "teacher"
+    setting = "teachers[0]"
+    columns = frozenset({"top_k"})
+
+    def __init__(self, parts: LearnerParts, config: TeacherConfig) -> None:
+        super().__init__(parts, config)
+        self._config = config
+        vocab_size = parts.model.get_input_embeddings().num_embeddings
+        self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
+
+    def prepare(self, work: StepWork) -> StepWork:
+        batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
+        if version is not None:
+            count = int(work.mask_N.sum())
+            work = replace(work, metrics={**work.metrics, "teacher_version": Ratio(float(version * count), count)})
+        if "top_k" in self._objective.columns:
+            with self._source.computing() as forward:
+                forward.refuse(batch)
+                work = replace(work, top=forward.top_entries(batch, work.mask_N, self._top_request))
+        if self._objective.teaching is None:
+            return work
+        log_nu_N = self._logprobs(work, batch).numpy()
+        taught_N = Taught(
+            logprobs_T=np.where(work.mask_N, log_nu_N, np.float32(np.nan)),
+            versions_T=np.where(work.mask_N, FROZEN if version is None else version, NOT_SAMPLED).astype(np.int32),
+            ids_TK=np.zeros((batch.num_tokens, 0), np.int32),
+            logs_TK=np.zeros((batch.num_tokens, 0), np.float32),
+        )
+        return credited(replace(work, taught_N=taught_N), self._objective, log_nu_N.astype(np.float64))
+
+
+def _unrouted(batch: Batch) -> Batch:
+    return msgspec.structs.replace(batch, routing=None)
+
+
+def _read(parts: LearnerParts, config: Frozen, path: str, setting: str) -> Copy:
+    """Return a copy of the weights in a directory. The weights of the model are unchanged afterwards."""
+    copy = Copy(parts.model, parts.optimizer.trained, config.device)
+    try:
+        Snapshot(parts.model, parts.optimizer, parts.ranks).restore_weights(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{setting}.path={path!r} cannot be kept beside this model: {error.problem}",
+            remedy=f"give the directory of a model (or adapter) of the same architecture, or set {setting}.kind = "
+            "'model' for another with the same vocabulary",
+        ) from error
+    copy.swap()
+    for one in parts.optimizer.trained:
+        one.refresh_master()
+    return copy

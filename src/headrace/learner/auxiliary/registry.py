@@ -1,0 +1,48 @@
+"""The auxiliary models of a learner, built from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.algo.objective import Objective
+from headrace.base.errors import ConfigError
+from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
+from headrace.learner.auxiliary.critic import Critic
+from headrace.learner.auxiliary.external_teacher import ExternalTeacher
+from headrace.learner.auxiliary.policies import OldPolicy, Reference, TeacherModel
+from headrace.learner.config import COLUMNS, SETTINGS
+
+
+def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
+    """Return the auxiliary models that the settings and the objective need, in the order in which they prepare a
+    batch."""
+    config, found = parts.config, list[AuxiliaryModel]()
+    if config.reference is not None:
+        found.append(Reference(parts, config.reference))
+    if config.old is not None:
+        found.append(OldPolicy(parts, config.old))
+    if (teacher := config.own_teacher) is not None:
+        found.append(TeacherModel(parts, teacher))
+    elif config.teachers:
+        found.append(ExternalTeacher(parts))
+    if parts.objective.critic is not None:
+        found.append(Critic(parts, parts.objective.critic))
+    return tuple(found)
+
+
+def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column that neither the learner nor one
+    of its auxiliary models computes."""
+    held = COLUMNS.union(*(model.columns for model in found))
+    names = {model.name for model in found}
+    missing: list[str] = sorted(objective.columns - held)
+    if objective.old == "kept" and "old" not in names:
+        missing.append("log_old of kept weights")
+    if objective.teaching is not None and "teacher" not in names:
+        missing.append("log_nu")
+    if missing:
+        said = sorted({SETTINGS[name] for name in missing if name in SETTINGS})
+        raise ConfigError(
+            f"the objective reads {', '.join(missing)}, which this learner does not compute",
+            remedy=" or ".join([*(f"set {setting}" for setting in said), "choose a loss and corrections without it"]),
+        )

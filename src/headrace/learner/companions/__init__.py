@@ -1,1 +1,0 @@
-"""What stands beside the model in training: a reference, a teacher, a kept π_old, a critic."""

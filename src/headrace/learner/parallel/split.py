@@ -1,0 +1,141 @@
+"""Computation of log π with a sharded model.
+
+    model's own forward pass, its head on one row      ──▶ hidden states, captured on the way
+    head's own forward pass, opened: chunk by chunk    ──▶ log π
+
+Torch's sharding is attached to the forward passes of the whole model and of its head: before a pass, parameters are
+gathered; after its backward pass, gradients are summed over the ranks. So the trunk runs inside the model's pass, and
+all chunks run inside one pass of the head: its parameters are gathered once, however many chunks there are.
+
+Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
+D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from headrace.learner.logits import TrunkAndHead
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+MakeLogprobs = Callable[[TrunkAndHead], Callable[..., tuple[Tensor, ...]]]
+
+
+class ShardedLogprobs:
+    """The computation of :class:`~headrace.learner.logits.TokenLogprobs` for a model whose parameters are sharded over
+    ranks.
+
+    Every rank must call it equally often, in the same order; tokens and rows may differ.
+    """
+
+    def __init__(self, model: PreTrainedModel, make: MakeLogprobs) -> None:
+        self._model = model
+        self._trunk: nn.Module = model.get_submodule(model.base_model_prefix)
+        self._head: nn.Module = model.get_output_embeddings()
+        self._logprobs = make(_HeadAlone(model, self._head))
+
+    def __call__(self, inputs: dict[str, Any], before_P: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """Return the same tensors as :meth:`TokenLogprobs.__call__`."""
+        hidden_PD = self._hidden(inputs)[before_P]
+        rows_P = torch.arange(len(before_P), device=hidden_PD.device)
+        found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *rest), hidden_PD)
+        if not torch.is_grad_enabled():
+            reshard(self._model)
+        return found
+
+    def _columns(self, hidden_PD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        found = self._logprobs({"hidden": hidden_PD}, *rest)
+        return tuple(column_P.clone() for column_P in found)  # a view would lose torch's hooks if it were changed
+
+    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
+        taken: list[Tensor] = []
+        handle = self._trunk.register_forward_hook(lambda _module, _args, out: taken.append(out.last_hidden_state))
+        try:
+            self._model(**inputs, use_cache=False, logits_to_keep=1)
+        finally:
+            handle.remove()
+        return taken[0][0]
+
+    def _inside_head(self, work: Callable[[Tensor], tuple[Tensor, ...]], hidden_PD: Tensor) -> tuple[Tensor, ...]:
+        had = self._head.__dict__.get("forward")
+        self._head.forward = work
+        try:
+            found: tuple[Tensor, ...] = self._head(hidden_PD)
+        finally:
+            del self._head.__dict__["forward"]
+            if had is not None:
+                self._head.forward = had
+        return found
+
+
+class _HeadAlone:
+    """The :class:`TrunkAndHead` of a model without its trunk, for use inside the head's forward pass."""
+
+    def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
+        self._given = _GatheredTrunkOutput()
+        replaced = {id(head): _Inner(head), id(model.get_submodule(model.base_model_prefix)): self._given}
+        children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
+        self._model = _bare(model, children)
+
+    def hidden(self, inputs: dict[str, Any]) -> Tensor:
+        hidden_PD: Tensor = inputs["hidden"]
+        return hidden_PD
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        self._given.hidden = hidden_CD[None]
+        try:
+            logits_CV: Tensor = self._model(input_ids=None, use_cache=False).logits[0]
+        finally:
+            self._given.hidden = None
+        return logits_CV
+
+
+class _GatheredTrunkOutput(nn.Module):
+    """A module that replaces the trunk and returns given hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class _Inner(nn.Module):
+    """The head's computation without the hooks of its sharding."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self._forward = head.forward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._forward(hidden)
+        return logits
+
+
+def _bare(model: PreTrainedModel, children: dict[str, Any]) -> nn.Module:
+    """Return ``model`` with other children and without the hooks of its sharding."""
+    kind = type(model)
+    if issubclass(kind, FSDPModule):  # fully_shard made a class (FSDPModule, Original); it cannot be copied
+        kind = kind.__mro__[2]
+    bare: nn.Module = object.__new__(kind)
+    bare.__dict__.update(model.__dict__)
+    bare.__dict__.update({name: OrderedDict() for name in _HOOKS}, _modules=children)
+    return bare
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters: after a forward pass without a backward pass some are kept, and would be stale after an
+    update."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

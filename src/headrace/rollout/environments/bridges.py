@@ -1,0 +1,111 @@
+"""Bridges: environments and tools of other libraries, each bridge in one file.
+
+run file: env.kind = "bridge", env.entry = "LIBRARY/WHAT", env.options = {...}
+  ─▶ at load: is there such a bridge, and is its library installed?          the library is not imported
+  ─▶ in an environment worker: make(WHAT, options) ─▶ a headrace.Env for every episode, or a rollout function
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from headrace.base.config.user_code import find_in_file
+from headrace.base.errors import ConfigError, EnvError, HeadraceError, nearest
+from headrace.base.plugins import Registry
+from headrace.rollout.environments.entry import Rollout, as_rollout, load_entry
+from headrace.rollout.environments.interface import Env
+from headrace.rollout.environments.policy import EpisodePolicy
+from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
+
+Found = Callable[[], Env] | Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Any]]
+"""A constructor of an environment for every episode, or an ``async def rollout(task, policy)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bridge:
+    """The description of a bridge and its library, which can be read without importing the library. The bridge has the
+    name of its entry point."""
+
+    make: Callable[[str, dict[str, Any]], Found]
+    """``make(what, options)``: the part of ``env.entry`` after the name, and ``env.options``. The library is imported
+    in this call, not with the file of the bridge."""
+    example: str
+    """An example of ``env.entry``, for error messages."""
+    package: str = ""
+    """The package that has to be installed, by its import name; empty where none is needed."""
+    install: str = ""
+    """The arguments of ``pip install``."""
+    names_file: bool = False
+    """Whether the part after the name is a ``file.py:name`` of the user."""
+
+
+BRIDGES = Registry[Bridge](
+    group="headrace.bridges",
+    setting="the bridge",
+    check=lambda made: None if isinstance(made, Bridge) else f"is a {type(made).__name__}, and not a Bridge",
+)
+"""All bridges by name. Atropos is not among them: there the environments are in control, and a separate program serves
+them."""
+
+
+def load_environment(
+    kind: str, entry: str, options: Mapping[str, Any], executor: Executor, *, own_namespace: bool = True
+) -> Rollout:
+    """Import the environment of ``env.kind``, ``env.entry`` and ``env.options`` in the worker that runs it, and return
+    a function that attempts a row. ``own_namespace`` applies to programs.
+
+    Raises :class:`~headrace.base.errors.EnvError` or :class:`~headrace.base.errors.ConfigError` if it cannot be used.
+    """
+    if kind == "bridge":
+        return load_bridge(entry, options, executor)
+    if kind in ENVIRONMENTS and kind not in BUILT_IN:
+        return as_rollout(partial(ENVIRONMENTS.load(kind), **options), executor)
+    return load_entry(kind, entry, executor, own_namespace=own_namespace)
+
+
+def find_bridge(entry: str) -> tuple[Bridge, str]:
+    """Return the bridge that ``LIBRARY/WHAT`` names, and the part after the slash; the library is not imported.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if there is no such bridge or its library is not installed.
+    """
+    name, _, what = entry.partition("/")
+    if name not in BRIDGES:
+        raise ConfigError(f"env.entry={entry!r}: there is no bridge to {name!r}", remedy=nearest(name, BRIDGES))
+    bridge = BRIDGES.load(name)
+    if not what:
+        raise ConfigError(
+            f"env.entry={entry!r} does not say what of {name} it is", remedy=f"write env.entry = {bridge.example!r}"
+        )
+    if bridge.package and find_spec(bridge.package) is None:
+        raise ConfigError(
+            f"env.entry={entry!r} needs the package {bridge.package}, which is not installed",
+            remedy=f"pip install {bridge.install}",
+        )
+    if bridge.names_file:
+        find_in_file(what, "env.entry")
+    return bridge, what
+
+
+def load_bridge(entry: str, options: Mapping[str, Any], executor: Executor) -> Rollout:
+    """Import the environment that ``entry`` names in the worker that runs it, and return a function that attempts a
+    row.
+
+    Raises :class:`~headrace.base.errors.EnvError` if its library refuses the entry or the options.
+    """
+    bridge, what = find_bridge(entry)
+    try:
+        return as_rollout(bridge.make(what, dict(options)), executor)
+    except HeadraceError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the boundary of a foreign library: its refusal is told in words
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        name = entry.partition("/")[0]
+        raise EnvError(
+            f"env.entry={entry!r} with env.options={dict(options)!r}: {text}",
+            remedy=f"mend them: the options are those of {name} and of its bridge (docs/bridges.md)",
+        ) from None

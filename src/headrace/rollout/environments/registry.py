@@ -1,0 +1,26 @@
+"""The environments that installed packages offer, by the names of ``env.kind``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from headrace.base.plugins import Registry
+from headrace.rollout.environments.interface import Env
+
+BUILT_IN = ("single_turn", "env", "rollout", "program", "bridge")
+"""The kinds that Headrace has itself: all but the first run ``env.entry`` or ``env.command``."""
+
+
+def _problem(made: Any) -> str | None:
+    if isinstance(made, type) and issubclass(made, Env):
+        return None
+    if inspect.iscoroutinefunction(made) and len(inspect.signature(made).parameters) >= 2:
+        return None
+    return "is neither a class that inherits headrace.Env nor an async function of (task, policy)"
+
+
+ENVIRONMENTS = Registry[Callable[..., Any]](group="headrace.environments", setting="env.kind", check=_problem)
+"""Classes and functions of installed packages, like those that ``env.entry`` names. They are called with
+``env.options``."""

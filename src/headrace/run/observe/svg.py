@@ -1,0 +1,113 @@
+"""Charts as SVG text, for the pictures that verbs write: bars and points in panels with axes.
+
+The dashboard draws its own charts in the browser. The colours are those of Okabe and Ito, which the colour-blind tell
+apart.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from headrace.base.errors import visible
+
+INK, FAINT, GRID = "#1b2330", "#5b6675", "#e3e7ec"
+BLUE, ORANGE, GREEN, PURPLE, SKY, SLATE = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#a9b4c0"
+
+
+class Drawing:
+    """A picture of ``width`` by ``height`` pixels.
+
+    >>> drawing = Drawing(100, 50, "an example")
+    >>> drawing.text(10, 20, "a < b")
+    >>> drawing.svg().count(b"a &lt; b")
+    1
+    """
+
+    def __init__(self, width: float, height: float, label: str) -> None:
+        """Start an empty picture. ``label`` describes it for people who cannot see it."""
+        self._head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'height="{height:g}" role="img" aria-label="{_text(label)}" '
+            'font-family="system-ui, DejaVu Sans, sans-serif">'
+            f'<rect width="100%" height="100%" fill="#ffffff"/>'
+        )
+        self._parts: list[str] = []
+
+    def text(
+        self, x: float, y: float, words: str, *, anchor: str = "start", size: int = 12, color: str = FAINT
+    ) -> None:
+        """Write ``words`` with their baseline at ``y``; ``anchor`` is start, middle or end."""
+        weight = ' font-weight="600"' if color == INK and size > 12 else ""
+        self._parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}"{weight}>'
+            f"{_text(words)}</text>"
+        )
+
+    def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """Draw a grid line."""
+        self._parts.append(f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{GRID}"/>')
+
+    def bar(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        """Draw a filled rectangle."""
+        self._parts.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" height="{height:.1f}" fill="{color}"/>'
+        )
+
+    def dot(self, x: float, y: float, color: str) -> None:
+        """Draw a point at ``x`` and ``y``."""
+        self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}" fill-opacity="0.85"/>')
+
+    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
+        """Write a legend in one row. Each entry is the words and their colour."""
+        for words, color in entries:
+            self.bar(x, y - 9, 10, 10, color)
+            self.text(x + 15, y, words, size=11)
+            x += 30 + 6.5 * len(words)
+
+    def svg(self) -> bytes:
+        """Return the picture as the content of a file."""
+        return "\n".join([self._head, *self._parts, "</svg>\n"]).encode()
+
+
+class Panel:
+    """A part of a drawing with axes from 0 to ``most``, which maps values to pixels."""
+
+    def __init__(self, drawing: Drawing, box: tuple[float, float, float, float], most: tuple[float, float]) -> None:
+        """Draw the axes. ``box`` is left, top, width and height in pixels; ``most`` is the largest value of each
+        axis, and 0 draws no axis."""
+        self.left, self.top, self.width, self.height = box
+        self._most = most
+        for value in ticks(most[0]):
+            drawing.line(self.x(value), self.top, self.x(value), self.top + self.height)
+            drawing.text(self.x(value), self.top + self.height + 15, f"{value:,g}", anchor="middle", size=11)
+        for value in ticks(most[1]):
+            drawing.line(self.left, self.y(value), self.left + self.width, self.y(value))
+            drawing.text(self.left - 6, self.y(value) + 4, f"{value:,g}", anchor="end", size=11)
+
+    def x(self, value: float) -> float:
+        """Return the horizontal pixel of a value."""
+        return self.left + value / (self._most[0] or 1.0) * self.width
+
+    def y(self, value: float) -> float:
+        """Return the vertical pixel of a value."""
+        return self.top + self.height * (1 - value / (self._most[1] or 1.0))
+
+
+def ticks(most: float) -> list[float]:
+    """Return round values from 0 to ``most``, about four of them.
+
+    >>> ticks(100), ticks(0.37), ticks(0)
+    ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [0.0, 0.1, 0.2, 0.3], [])
+    """
+    if not most > 0:
+        return []
+    power = 10.0 ** math.floor(math.log10(most / 4))
+    step = next(each * power for each in (1, 2, 5, 10) if each * power >= most / 5)
+    return [round(place * step, 10) for place in range(int(most / step + 1e-9) + 1)]
+
+
+def _text(words: str) -> str:
+    """Return ``words`` escaped, with control characters spelled out."""
+    return html.escape(visible(words, 200), quote=True)

@@ -1,0 +1,78 @@
+"""The rules of a run file: which settings of different sections go together.
+
+    run file ──load_config──▶ SETTINGS, once ──▶ RunConfig ──prepare──▶ MACHINE ──▶ MODEL ──▶ ROWS ──▶ the run starts
+
+Each rule is a row of one of four tables. Which table depends on what a rule has to know:
+
+    table      in                           may read
+    SETTINGS   headrace.run.rules.settings  the settings alone, so that ``load_config`` refuses at once
+    MACHINE    headrace.run.rules.start     also the cores of this machine, and where engine and learner compute
+    MODEL      headrace.run.rules.start     also the tokenizer of the model
+    ROWS       headrace.run.rules.start     also the rows, and how long prompt and answer together may be
+
+``headrace train`` and ``headrace train --dry-run`` go through each table once, from the first row to the last. The
+first rule that is broken ends them.
+
+To add a rule, add a row to the table that knows enough:
+
+    SettingsRule(
+        keys=("sync.codec", "model.lora"),
+        broken=lambda c: c.sync.codec == "adapter" and c.model.lora is None,
+        reason="sync.codec='adapter' sends adapters alone, and model.lora is not set",
+        remedy="set model.lora, or sync.codec = 'full'",
+    )
+
+``reason`` and ``remedy`` are format strings in which ``{flow.max_age}`` stands for that setting. ``broken`` may return
+a mapping in place of ``True``, with more names for them. A rule about the values of one section alone is no row here:
+it is a validator in the class of that section. An engine and a launcher check by themselves what they do not support.
+
+A key that was renamed is a row of :data:`FORMER_KEYS`: a run file with the former key is refused with the present name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from headrace.base.errors import ConfigError
+from headrace.run.rules.sections import RunSections
+
+F = TypeVar("F")
+Broken = bool | Mapping[str, Any]
+"""The result of a rule's test: whether it is broken. A mapping means yes, and holds more names for the rule's format
+strings."""
+
+FORMER_KEYS: Mapping[str, str] = {}
+"""The present name of each former key of a run file: ``{"flow.staleness": "flow.max_age"}``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsRule(Generic[F]):
+    """A rule about settings of different sections: when it is broken, and the error that says so."""
+
+    keys: tuple[str, ...]
+    """The settings that the rule compares, by their dotted names."""
+    broken: Callable[[F], Broken]
+    """The test of the rule. It takes the facts that the rule's table knows."""
+    reason: str
+    """The format string of the problem: the settings with their values, and why they exclude each other."""
+    remedy: str
+    """The format string of the remedy: which setting to change, and to what."""
+
+    def error(self, config: RunSections, facts: F) -> ConfigError | None:
+        """Return the error where ``facts`` break the rule; ``None`` where they do not."""
+        broken = self.broken(facts)
+        if broken is False:
+            return None
+        names = {name: getattr(config, name) for name in type(config).model_fields}
+        names |= {} if broken is True else broken
+        return ConfigError(self.reason.format_map(names), remedy=self.remedy.format_map(names))
+
+
+def refuse(rules: Iterable[SettingsRule[F]], config: RunSections, facts: F) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for the first rule in ``rules`` that ``facts`` break."""
+    for rule in rules:
+        error = rule.error(config, facts)
+        if error is not None:
+            raise error

@@ -1,0 +1,42 @@
+"""The sections of a run file. The rules in this package compare settings of different sections."""
+
+from __future__ import annotations
+
+from headrace.algo.config import AlgoConfig
+from headrace.base.config import Section
+from headrace.control import RunSection
+from headrace.engine.fleet import FleetConfig
+from headrace.flow import FlowConfig
+from headrace.launch.config import LaunchConfig
+from headrace.learner import LearnerConfig
+from headrace.models import ModelConfig
+from headrace.rollout.environments import DataConfig, EnvConfig
+from headrace.run.observe.config import ObserveConfig
+from headrace.sync import SyncConfig
+
+
+class RunSections(Section):
+    """All sections of a run file, each checked by itself alone."""
+
+    model: ModelConfig
+    """The model that is trained."""
+    data: DataConfig = DataConfig()
+    """The rows to train on, and the held-out rows."""
+    env: EnvConfig = EnvConfig()
+    """The environment: how the model is prompted, and how its answers are rewarded."""
+    engine: FleetConfig = FleetConfig()
+    """The engines that sample completions, and the sampling parameters."""
+    flow: FlowConfig = FlowConfig()
+    """The number of groups in flight, the staleness bound, and the making of batches."""
+    algo: AlgoConfig = AlgoConfig()
+    """The learning from rewards: advantages, loss and corrections."""
+    learner: LearnerConfig = LearnerConfig()
+    """The optimizer, its schedule, and the teachers, references and critic of the learner."""
+    sync: SyncConfig = SyncConfig()
+    """The transfer of new weights to the engines."""
+    launch: LaunchConfig = LaunchConfig()
+    """The machines and the processor cores on which the parts run."""
+    observe: ObserveConfig = ObserveConfig()
+    """The display of the run, and the files it leaves for people."""
+    run: RunSection = RunSection()
+    """The length of the run, its seed and its directory."""

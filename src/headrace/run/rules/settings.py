@@ -1,0 +1,438 @@
+"""Rules that depend on the settings alone: :data:`SETTINGS`. See :mod:`headrace.run.rules` for how to add one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from headrace.algo.advantages import Outcomes
+from headrace.algo.advantages.groups import Gdpo
+from headrace.algo.advantages.outcomes import Floats
+from headrace.algo.advantages.tokens import Prpo
+from headrace.algo.config import AlgoConfig
+from headrace.algo.losses.supervised import Ce, RefKl
+from headrace.algo.reductions import ConstantDivisor, SequenceMeanTokenSum, TokenMean
+from headrace.base.errors import DataError, nearest
+from headrace.flow.filters import LengthFilter
+from headrace.learner import LearnerConfig
+from headrace.learner.auxiliary.config import CriticConfig, Frozen, OtherModel
+from headrace.learner.config import COLUMNS
+from headrace.rollout.environments.agents import RESERVED, TrainedAgent
+from headrace.run.rules import Broken, SettingsRule
+from headrace.run.rules.sections import RunSections
+
+Rules = tuple[SettingsRule[RunSections], ...]
+
+# -- weights: model, sync, engine ------------------------------------------------------------------------------------
+
+_WEIGHTS: Rules = (
+    SettingsRule(
+        keys=("learner.memory.masters", "model.dtype"),
+        broken=lambda c: not c.learner.memory.masters and c.model.dtype == "float32",
+        reason="learner.memory.masters=false has no effect: with model.dtype='float32' the optimizer keeps no copy",
+        remedy="leave it out, or set model.dtype = 'bfloat16'",
+    ),
+    SettingsRule(
+        keys=("sync.codec", "model.lora"),
+        broken=lambda c: c.sync.codec == "adapter" and c.model.lora is None,
+        reason="sync.codec='adapter' sends adapters alone, and model.lora is not set",
+        remedy="set model.lora, or sync.codec = 'full'",
+    ),
+    SettingsRule(
+        keys=("model.deterministic", "sync.codec"),
+        broken=lambda c: c.model.deterministic and c.sync.codec.startswith("cast"),
+        reason="model.deterministic=true with sync.codec={sync.codec!r}: weights that are rounded on their way give "
+        "other log-probabilities than the learner's",
+        remedy="set sync.codec = 'full' or 'delta', or leave model.deterministic out",
+    ),
+    SettingsRule(
+        keys=("sync.rolling", "engine.count"),
+        broken=lambda c: c.sync.rolling is not None and c.sync.rolling > c.engine.count,
+        reason="sync.rolling={sync.rolling} engines are to commit at once, and engine.count={engine.count}",
+        remedy="set sync.rolling <= {engine.count}, or leave it out",
+    ),
+)
+
+# -- episodes: environment, agents, filters ---------------------------------------------------------------------------
+
+
+def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunSections], Broken]:
+    """Return the test that finds the first agent with an adapter of its own for which ``is_bad`` is true."""
+
+    def broken(c: RunSections) -> Broken:
+        rows = {agent.name: agent for agent in c.env.agents}
+        for name in c.model.adapter_agents:
+            if is_bad(c, name):
+                return {"name": name, "row": rows.get(name), "nearest": nearest(name, rows)}
+        return False
+
+    return broken
+
+
+def _short_filter(c: RunSections) -> Broken:
+    """Find a length filter whose bound no answer can reach."""
+    for index, each in enumerate(c.flow.filters):
+        longest = each.max_tokens if isinstance(each, LengthFilter) else None
+        if longest is not None and longest >= c.engine.max_new_tokens and c.env.kind == "single_turn":
+            return {"index": index, "longest": longest}
+    return False
+
+
+_EPISODES: Rules = (
+    SettingsRule(
+        keys=("model.lora.agents", "env.agents"),
+        broken=_adapter_agent(lambda c, name: name in RESERVED),
+        reason="model.lora.agents: {name!r} is taken: " + ", ".join(sorted(RESERVED)) + " are authors in every "
+        "episode; the policy has an adapter without being named",
+        remedy="choose another name",
+    ),
+    SettingsRule(
+        keys=("model.lora.agents", "env.kind"),
+        broken=_adapter_agent(lambda c, name: not c.env.has_endpoint),
+        reason="model.lora.agents: {name!r} is never asked: with env.kind={env.kind!r} the policy answers alone",
+        remedy="set env.kind = 'rollout' or 'program', or leave model.lora.agents out",
+    ),
+    SettingsRule(
+        keys=("model.lora.agents", "env.agents"),
+        broken=_adapter_agent(lambda c, name: bool(c.env.agents) and all(row.name != name for row in c.env.agents)),
+        reason="model.lora.agents: {name!r} is not among env.agents",
+        remedy="{nearest}; or add a table",
+    ),
+    SettingsRule(
+        keys=("model.lora.agents", "env.agents"),
+        broken=_adapter_agent(
+            lambda c, name: any(row.name == name and not isinstance(row, TrainedAgent) for row in c.env.agents)
+        ),
+        reason="model.lora.agents: {name!r} is to train an adapter, and in env.agents it is {row}",
+        remedy="set its kind to 'trained', or leave it out of model.lora.agents",
+    ),
+    SettingsRule(
+        keys=("launch.join", "env.kind"),
+        broken=lambda c: bool(c.launch.join) and not c.env.remote,
+        reason="launch.join={launch.join!r}, and env.kind={env.kind!r} runs in no worker that another machine "
+        "could bring",
+        remedy="leave launch.join out, or set env.kind = 'env', 'rollout', 'program' or 'bridge'",
+    ),
+    SettingsRule(
+        keys=("env.workers", "launch.join"),
+        broken=lambda c: not c.env.workers and not c.launch.join,
+        reason="env.workers=0 keeps no environment on this machine, and no other may join",
+        remedy="set env.workers >= 1, or launch.join = 'ADDRESS:PORT'",
+    ),
+    SettingsRule(
+        keys=("flow.filters", "engine.max_new_tokens", "env.kind"),
+        broken=_short_filter,
+        reason="flow.filters[{index}] 'length': max_tokens={longest}, and no answer has more than "
+        "engine.max_new_tokens={engine.max_new_tokens}",
+        remedy="set max_tokens < {engine.max_new_tokens}, or leave it out: what was cut off is meant",
+    ),
+)
+
+# -- learning: what a loss reads, and who computes it -----------------------------------------------------------------
+
+
+def _loss_name(algo: AlgoConfig) -> str:
+    """Return the setting that chose the loss, with its value."""
+    named = f"algo.bundle={algo.bundle!r}" if algo.bundle == algo.loss.kind else f"algo.loss={algo.loss.kind!r}"
+    return "algo.bundle='sft'" if isinstance(algo.loss, Ce) and algo.bundle == "sft" else named
+
+
+def _has_foreign_reference(learner: LearnerConfig) -> bool:
+    """Return whether the reference is another model, not an earlier version of the one that is trained."""
+    reference = learner.reference
+    return isinstance(reference, OtherModel) or (isinstance(reference, Frozen) and reference.path is not None)
+
+
+def _uncomputed(c: RunSections) -> Broken:
+    """Find columns that the loss reads and the learner does not compute."""
+    missing = sorted(c.algo.columns - COLUMNS - {"log_ref", "top_k"})
+    return {"missing": ", ".join(missing)} if missing else False
+
+
+def _distils(algo: AlgoConfig) -> bool:
+    """Return whether the loss learns from a teacher's distribution over its top-k tokens."""
+    return "top_k" in algo.columns
+
+
+def _no_teacher(c: RunSections) -> Broken:
+    """Find a loss or an advantage that learns from a teacher where none is set."""
+    distils, algo = _distils(c.algo), c.algo
+    if c.learner.teachers or not (distils or algo.advantage.by_teacher):
+        return False
+    return {"what": f"algo.loss={algo.loss.kind!r}" if distils else f"algo.advantage={algo.advantage.kind!r}"}
+
+
+_TO_REWARDS = "to learn from rewards, set algo.loss = 'dapo' (or another that looks at them)"
+_BOTH_OLD = "set both: algo.old = 'kept' and learner.old.kind = 'lagged', 'refreshed' or 'ema'; or neither"
+
+_LEARNING: Rules = (
+    SettingsRule(
+        keys=("algo.loss", "run"),
+        broken=lambda c: isinstance(c.algo.loss, Ce) and {"loss": _loss_name(c.algo)},
+        reason="{loss} would teach the model its own answers, right and wrong alike: a run trains what the model has "
+        "just sampled, and this loss (cross-entropy) does not look at what it earned. It is no fine-tuning on "
+        "demonstrations, of which a run has none",
+        remedy=f"{_TO_REWARDS}; to imitate demonstrations, use headrace.Policy with policy.demonstrations and "
+        "loss='ce' (docs/own_loop.md)",
+    ),
+    SettingsRule(
+        keys=("algo.loss", "run"),
+        broken=lambda c: "pairs" in c.algo.columns and {"loss": _loss_name(c.algo)},
+        reason="{loss} learns from pairs of answers, one preferred to the other, and a run has none: it samples groups "
+        "of answers and gives each a reward",
+        remedy=_TO_REWARDS,
+    ),
+    SettingsRule(
+        keys=("algo.loss", "learner.reference"),
+        broken=lambda c: (
+            isinstance(c.algo.loss, RefKl) and not _has_foreign_reference(c.learner) and {"loss": _loss_name(c.algo)}
+        ),
+        reason="{loss} is nothing but the distance from the reference, which is this model's own past: it would bring "
+        "the model back to where it came from, whatever its answers earned",
+        remedy=f"{_TO_REWARDS}; to imitate another model, set learner.reference.kind = 'model' and its path",
+    ),
+    SettingsRule(
+        keys=("algo.loss", "algo.correction", "learner"),
+        broken=_uncomputed,
+        reason="algo.loss={algo.loss.kind!r} with its corrections reads {missing}, which the learner does not compute",
+        remedy="choose another algo.loss or algo.correction",
+    ),
+    SettingsRule(
+        keys=("algo.loss", "algo.advantage", "learner.teachers"),
+        broken=_no_teacher,
+        reason="{what} learns from a teacher, and there is none",
+        remedy="add [[learner.teachers]] with kind = 'model' and its path; or, to learn from this model's own past, "
+        "'ema' or 'lagged'",
+    ),
+    SettingsRule(
+        keys=("learner.teachers", "algo.loss", "algo.advantage"),
+        broken=lambda c: bool(c.learner.teachers) and not (_distils(c.algo) or c.algo.advantage.by_teacher),
+        reason="learner.teachers (kind {learner.teachers[0].kind!r}) has no effect: nothing learns from a teacher",
+        remedy="set algo.loss = 'distill' or algo.advantage = 'reverse_kl', or leave learner.teachers out",
+    ),
+    SettingsRule(
+        keys=("algo.old", "learner.old"),
+        broken=lambda c: c.algo.old == "kept" and c.learner.old is None,
+        reason="algo.old='kept', and learner.old does not say which weights",
+        remedy=_BOTH_OLD,
+    ),
+    SettingsRule(
+        keys=("algo.old", "learner.old"),
+        broken=lambda c: c.algo.old != "kept" and c.learner.old is not None,
+        reason="learner.old.kind={learner.old.kind!r} has no effect with algo.old={algo.old!r}",
+        remedy=_BOTH_OLD,
+    ),
+)
+
+# -- credit: rewards, segments, branches, the critic -------------------------------------------------------------------
+
+
+def _ignored_weights(c: RunSections) -> Broken:
+    """Find differing weights of ``env.rewards`` that ``gdpo`` ignores, since it has weights of its own."""
+    advantage, weights = c.algo.advantage, [reward.weight for reward in c.env.rewards]
+    if not isinstance(advantage, Gdpo) or advantage.weights is not None or len(set(weights)) < 2:
+        return False
+    return {"weights": weights}
+
+
+def _number_of_weights(c: RunSections) -> Broken:
+    """Find a number of ``gdpo`` weights that differs from the number of rewards."""
+    advantage, num_rewards = c.algo.advantage, len(c.env.rewards)
+    if not isinstance(advantage, Gdpo) or advantage.weights is None or not num_rewards:
+        return False
+    num_weights = len(advantage.weights)
+    return num_weights != num_rewards and {"num_weights": num_weights, "num_rewards": num_rewards}
+
+
+def _num_graded_by_turn(c: RunSections) -> int | None:
+    """Return the number of rewards that grade single turns; ``None`` where the advantage does not credit segments."""
+    return sum(reward.by_turn for reward in c.env.rewards) if isinstance(c.algo.advantage, Prpo) else None
+
+
+def _ineffective_over_turns(c: RunSections) -> Broken:
+    """Find a process reward whose ``over_turns`` has no effect, since it does not count in the episode's reward."""
+    if _num_graded_by_turn(c) is None:
+        return False
+    without_effect = (reward for reward in c.env.rewards if reward.by_turn and reward.over_turns != "mean")
+    return next(({"reward": reward} for reward in without_effect), False)
+
+
+def _trial_credit(c: RunSections) -> Floats | DataError | None:
+    """Return the credit that the advantage gives two trial episodes with rewards, groups and lengths, as single-turn
+    episodes have them.
+
+    The result is the error where the advantage refuses them, and ``None`` where it needs more columns than these.
+    """
+    advantage = c.algo.advantage
+    if isinstance(advantage, Prpo) or advantage.stateful or advantage.by_critic or advantage.by_teacher:
+        return None
+    ones = np.ones(2, np.int64)
+    parts_EK = np.array([[0.0], [1.0]]).repeat(max(1, len(c.env.rewards)), axis=1)
+    try:
+        return c.algo.credit(Outcomes(rewards_E=np.array([0.0, 1.0]), parts_EK=parts_EK, groups_E=ones, lengths_E=ones))
+    except DataError as error:
+        return error
+
+
+def _unfit(c: RunSections) -> Broken:
+    """Find an advantage that refuses the trial episodes."""
+    credit = _trial_credit(c)
+    return isinstance(credit, DataError) and {"why": credit.problem}
+
+
+def _credits_tokens(c: RunSections) -> bool:
+    """Return whether the advantage credits single tokens."""
+    credit = _trial_credit(c)
+    return isinstance(credit, np.ndarray) and (c.algo.advantage.per_token or credit.shape != (2,))
+
+
+def _compares_branches(algo: AlgoConfig) -> bool:
+    """Return whether the advantage can compare the branches of a pivot, as it compares the episodes of a group."""
+    advantage = algo.advantage
+    if advantage.scope != "group" or advantage.per_token or advantage.by_turn or advantage.stateful:
+        return False
+    if advantage.by_critic or advantage.by_teacher or not advantage.compares_siblings:
+        return False
+    ones = np.ones(2, np.int64)
+    try:
+        return advantage(Outcomes(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones)).shape == (2,)
+    except DataError:
+        return False
+
+
+def _ineffective_critic(c: RunSections) -> Broken:
+    """Find a setting of the critic that is changed although no advantage has a critic."""
+    given, default = c.learner.critic.model_dump(), CriticConfig().model_dump()
+    changed = [key for key, value in given.items() if value != default[key]]
+    if c.algo.advantage.by_critic or not changed:
+        return False
+    return {"key": changed[0], "value": given[changed[0]]}
+
+
+_SEPARABLE = (TokenMean, ConstantDivisor, SequenceMeanTokenSum)
+"""The reductions under which two streams of tokens can each be reduced separately."""
+
+_CREDIT: Rules = (
+    SettingsRule(
+        keys=("algo.advantage", "env.rewards"),
+        broken=_ignored_weights,
+        reason="algo.advantage='gdpo' normalises each reward by itself: the weights of env.rewards do not count",
+        remedy="set algo.advantage.weights = {weights}",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "env.rewards"),
+        broken=_number_of_weights,
+        reason="algo.advantage.weights has {num_weights} entries for {num_rewards} env.rewards",
+        remedy="give one for each, in order",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "flow"),
+        broken=lambda c: c.algo.advantage.stateful,
+        reason="algo.advantage={algo.advantage.kind!r} keeps a baseline between batches, which a run does not carry on",
+        remedy="choose another algo.advantage",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "env.rewards"),
+        broken=lambda c: _num_graded_by_turn(c) == 0,
+        reason="algo.advantage={algo.advantage.kind!r} credits segments by their process rewards, and none of "
+        "env.rewards has by_turn",
+        remedy="add a component with by_turn = true, which then grades every segment",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "env.rewards", "env.kind"),
+        broken=lambda c: _num_graded_by_turn(c) == len(c.env.rewards) and not c.env.remote,
+        reason="algo.advantage={algo.advantage.kind!r} aligns segments with an outcome, and all env.rewards are "
+        "process rewards",
+        remedy="add a component without by_turn, which scores the whole answer",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "env.rewards"),
+        broken=_ineffective_over_turns,
+        reason="env.rewards {reward.label!r} has over_turns={reward.over_turns!r}, which has no effect with "
+        "algo.advantage={algo.advantage.kind!r}: process rewards do not count in the episode's",
+        remedy="leave over_turns out",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "env.kind"),
+        broken=_unfit,
+        reason="algo.advantage={algo.advantage.kind!r} does not fit env.kind={env.kind!r}: {why}",
+        remedy="choose another algo.advantage",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "env.kind"),
+        broken=_credits_tokens,
+        reason="algo.advantage={algo.advantage.kind!r} credits single tokens, and a run credits whole episodes",
+        remedy="choose another algo.advantage",
+    ),
+    SettingsRule(
+        keys=("flow.pivots", "env.kind"),
+        broken=lambda c: c.flow.pivots is not None and c.env.kind == "program",
+        reason="flow.pivots with env.kind='program': what a program does cannot be repeated up to a pivot",
+        remedy="leave flow.pivots out, or write the environment as a class or a rollout",
+    ),
+    SettingsRule(
+        keys=("flow.pivots", "engine.max_new_tokens"),
+        broken=lambda c: c.flow.pivots is not None and c.flow.pivots.gap >= c.engine.max_new_tokens,
+        reason="flow.pivots.gap={flow.pivots.gap}, and no answer has more than "
+        "engine.max_new_tokens={engine.max_new_tokens}: there is no place for a pivot",
+        remedy="set flow.pivots.gap < {engine.max_new_tokens}",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "flow.pivots"),
+        broken=lambda c: c.flow.pivots is not None and not _compares_branches(c.algo),
+        reason="algo.advantage={algo.advantage.kind!r} cannot compare the branches of flow.pivots, which are groups of "
+        "their own",
+        remedy="set algo.advantage = 'grpo' (or 'rloo', 'maxrl', 'opo')",
+    ),
+    SettingsRule(
+        keys=("algo.reduction", "flow.pivots"),
+        broken=lambda c: c.flow.pivots is not None and not isinstance(c.algo.reduction, _SEPARABLE),
+        reason="algo.reduction={algo.reduction.kind!r} cannot reduce the branches of flow.pivots by themselves",
+        remedy="set algo.reduction = 'token_mean' (or 'constant', 'sequence_mean_token_sum')",
+    ),
+    SettingsRule(
+        keys=("flow.group_size", "flow.min_episodes", "algo.advantage"),
+        broken=lambda c: (
+            c.algo.advantage.compares_siblings
+            and c.flow.min_episodes == 1
+            and {"least": "group_size" if c.flow.group_size == 1 else "min_episodes"}
+        ),
+        reason="flow.{least}=1 with algo.advantage={algo.advantage.kind!r}, which compares the episodes of a group: "
+        "one by itself earns no credit",
+        remedy="set flow.{least} >= 2, or algo.advantage = 'gae' or 'reinforce_pp'",
+    ),
+    SettingsRule(
+        keys=("learner.critic", "algo.advantage"),
+        broken=_ineffective_critic,
+        reason="learner.critic.{key}={value!r} has no effect: algo.advantage={algo.advantage.kind!r} has no critic",
+        remedy="set algo.advantage = 'gae', or leave [learner.critic] out",
+    ),
+    SettingsRule(
+        keys=("algo.advantage", "learner.parallel"),
+        broken=lambda c: c.algo.advantage.by_critic and c.learner.parallel.world > 1,
+        reason="algo.advantage={algo.advantage.kind!r} trains a critic, which is for one process, and learner.parallel "
+        "asks for {learner.parallel.world} ranks",
+        remedy="leave learner.parallel out, or choose another algo.advantage",
+    ),
+    SettingsRule(
+        keys=("learner.critic.warmup_steps", "run.steps"),
+        broken=lambda c: c.algo.advantage.by_critic and c.learner.critic.warmup_steps >= c.run.steps,
+        reason="learner.critic.warmup_steps={learner.critic.warmup_steps} leaves none of run.steps={run.steps} to the "
+        "policy",
+        remedy="set run.steps above learner.critic.warmup_steps",
+    ),
+)
+
+_STALENESS: Rules = (
+    SettingsRule(
+        keys=("flow.max_age", "algo.correction", "algo.old", "algo.allow_uncorrected"),
+        broken=lambda c: c.flow.greatest_age > 0 and not c.algo.corrected and not c.algo.allow_uncorrected,
+        reason="flow.max_age={flow.max_age} trains tokens of older weights, and algo corrects for none of it",
+        remedy="set algo.correction = 'tis' (or another), algo.old = 'engine', or flow.max_age = 0; to insist, "
+        "algo.allow_uncorrected = true",
+    ),
+)
+
+SETTINGS: Rules = (*_STALENESS, *_WEIGHTS, *_EPISODES, *_LEARNING, *_CREDIT)
+"""The rules that ``load_config`` checks, in this order."""

@@ -1,0 +1,230 @@
+"""Rules that depend on more than the settings: :data:`MACHINE`, :data:`MODEL` and :data:`ROWS`.
+
+``prepare`` checks them before any process starts. See :mod:`headrace.run.rules` for how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.base.types.task import Task
+from headrace.models import context_length
+from headrace.models.devices import CPU, Devices
+from headrace.models.rope import ContextLimit
+from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
+from headrace.run.rules import Broken, SettingsRule
+from headrace.run.rules.sections import RunSections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """The facts about the machine, which are known before any file is read."""
+
+    config: RunSections
+    cores: int
+    """The number of processor cores of this machine."""
+    devices: Devices
+    """The devices of the engines and of the learner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The facts about the model, which are known before the rows are read."""
+
+    config: RunSections
+    chat_template: str | None
+    """The template by which the tokenizer writes messages; ``None`` where it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts:
+    """The facts about the rows, and about the longest sequences that they lead to."""
+
+    config: RunSections
+    tasks: Sequence[Task]
+    """The rows to train on; empty where nothing is trained."""
+    eval_tasks: Sequence[Task]
+    """The held-out rows."""
+    limit: ContextLimit
+    """The longest sequence that the model can read, and the reason."""
+
+    @property
+    def shortest(self) -> int:
+        """The length of the shortest prompt, in tokens."""
+        return min(len(task.prompt_ids_T) for task in self.tasks or self.eval_tasks)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest prompt, held-out rows included, in tokens."""
+        return max(len(task.prompt_ids_T) for task in [*self.tasks, *self.eval_tasks])
+
+    @property
+    def longest_sample(self) -> int:
+        """The largest length of prompt and answer together that the learner may receive, in tokens; 0 where nothing
+        is trained."""
+        if not self.tasks:
+            return 0
+        longest = max(len(task.prompt_ids_T) for task in self.tasks)
+        return min(self.context, longest + self.config.engine.max_new_tokens)
+
+    @property
+    def context(self) -> int:
+        """The largest length of prompt and answer together, in tokens."""
+        engine, possible = self.config.engine, self.limit.length
+        if engine.max_context is not None:
+            return engine.max_context
+        return possible if self.config.env.remote else min(possible, self.longest + engine.max_new_tokens)
+
+
+def _too_many_threads(name: str) -> Callable[[MachineFacts], Broken]:
+    """Return the test whether ``launch.NAME`` sets more threads than this machine has cores."""
+
+    def broken(facts: MachineFacts) -> Broken:
+        threads = facts.config.launch.model_dump()[name]
+        return threads is not None and threads > facts.cores and {"threads": threads, "cores": facts.cores}
+
+    return broken
+
+
+def _threads_rule(name: str) -> SettingsRule[MachineFacts]:
+    """Return the rule that ``launch.NAME`` may not exceed the number of cores."""
+    return SettingsRule(
+        keys=(f"launch.{name}",),
+        broken=_too_many_threads(name),
+        reason=f"launch.{name}={{threads}}, and this machine has {{cores}} cores",
+        remedy=f"set launch.{name} <= {{cores}}",
+    )
+
+
+def _lends_from_gpus(facts: MachineFacts) -> Broken:
+    """Find a GPU where ``launch.lend_cores`` is set, which lends processor cores alone."""
+    gpus = sorted({*facts.devices.engines, *facts.devices.learner} - {CPU})
+    return facts.config.launch.lend_cores and bool(gpus) and {"gpus": ", ".join(gpus)}
+
+
+def _speaks_in_messages(kind: str) -> bool:
+    """Return whether environments of this kind send messages to the model, for which it needs a chat template."""
+    if kind in BUILT_IN:
+        return kind in ("env", "program", "bridge")
+    # a package registers an environment class, which sends messages, or a rollout function, which may not
+    return isinstance(ENVIRONMENTS.load(kind), type)
+
+
+MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
+    _threads_rule("engine_threads"),
+    _threads_rule("learner_threads"),
+    SettingsRule(
+        keys=("launch.lend_cores", "engine.device", "learner.device"),
+        broken=_lends_from_gpus,
+        reason="launch.lend_cores=true, and the engine or the learner computes on {gpus}",
+        remedy="leave launch.lend_cores out",
+    ),
+    SettingsRule(
+        keys=("launch.lend_cores", "engine.kind"),
+        broken=lambda facts: facts.config.launch.lend_cores and not facts.config.engine.can.embedded,
+        reason="launch.lend_cores=true, and engine.kind={engine.kind!r} keeps the cores that it was started with",
+        remedy="leave launch.lend_cores out",
+    ),
+    SettingsRule(
+        keys=("launch.lend_cores", "model.deterministic"),
+        broken=lambda facts: facts.config.launch.lend_cores and facts.config.model.deterministic,
+        reason="launch.lend_cores=true, and model.deterministic=true promises the same bits whatever the other "
+        "parts do",
+        remedy="leave launch.lend_cores out",
+    ),
+)
+"""The rules that are checked before any file is read."""
+
+MODEL: tuple[SettingsRule[ModelFacts], ...] = (
+    SettingsRule(
+        keys=("env.kind", "model.path"),
+        broken=lambda facts: _speaks_in_messages(facts.config.env.kind) and facts.chat_template is None,
+        reason="env.kind={env.kind!r} speaks in messages, and the tokenizer of model.path={model.path!r} has no chat "
+        "template",
+        remedy="use a chat model, or add a chat_template.jinja to the model directory",
+    ),
+)
+"""The rules that are checked when the tokenizer is loaded."""
+
+
+def _too_few_rows(facts: RowFacts) -> Broken:
+    """Find a number of epochs whose groups do not fill one batch."""
+    epochs, batch, num_rows = facts.config.data.epochs, facts.config.flow.groups_per_step, len(facts.tasks)
+    if not num_rows or epochs is None or epochs * num_rows >= batch:
+        return False
+    return {"num_rows": num_rows, "num_groups": epochs * num_rows, "needed": -(-batch // num_rows)}
+
+
+def _too_long_a_context(facts: RowFacts) -> Broken:
+    """Find a context that is longer than the model can read."""
+    requested, limit = facts.config.engine.max_context, facts.limit
+    return requested is not None and requested > limit.length and {"possible": limit.length, "why": _why(limit)}
+
+
+def _no_prompt_fits(facts: RowFacts) -> Broken:
+    """Find a context that has no room for the shortest prompt and an answer."""
+    if facts.shortest + facts.config.engine.max_new_tokens <= facts.context:
+        return False
+    why = _why(facts.limit) if facts.context == facts.limit.length else ""
+    return {"shortest": facts.shortest, "context": facts.context, "why": why}
+
+
+def _why(limit: ContextLimit) -> str:
+    """Return the reason of a context limit, as the end of a sentence."""
+    return f": {limit.reason}" if limit.reason else ""
+
+
+def _short_critic(facts: RowFacts) -> Broken:
+    """Find a critic whose context is shorter than the run's."""
+    path = facts.config.learner.critic.path
+    if not path or (most := context_length(path)) >= facts.context:
+        return False
+    return {"most": most, "context": facts.context}
+
+
+def _too_long_a_sample(facts: RowFacts) -> Broken:
+    """Find a sample that is longer than a microbatch."""
+    needed = facts.longest_sample
+    if needed <= facts.config.learner.tokens_per_microbatch:
+        return False
+    return {"needed": needed, "longest": max(len(task.prompt_ids_T) for task in facts.tasks)}
+
+
+ROWS: tuple[SettingsRule[RowFacts], ...] = (
+    SettingsRule(
+        keys=("data.epochs", "flow.groups_per_step"),
+        broken=_too_few_rows,
+        reason="data.epochs={data.epochs} over {num_rows} rows makes {num_groups} groups, fewer than one batch "
+        "(flow.groups_per_step={flow.groups_per_step}): no step could ever start",
+        remedy="set data.epochs >= {needed}, lower flow.groups_per_step, or give more rows",
+    ),
+    SettingsRule(
+        keys=("engine.max_context", "model.path"),
+        broken=_too_long_a_context,
+        reason="engine.max_context={engine.max_context} is more than the model's context of {possible}{why}",
+        remedy="set engine.max_context <= {possible}",
+    ),
+    SettingsRule(
+        keys=("engine.max_new_tokens", "engine.max_context", "data.path"),
+        broken=_no_prompt_fits,
+        reason="no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={engine.max_new_tokens} "
+        "more than the context of {context}{why}",
+        remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
+    ),
+    SettingsRule(
+        keys=("learner.critic.path", "engine.max_context"),
+        broken=_short_critic,
+        reason="learner.critic.path={learner.critic.path!r} was made for {most} tokens, and samples may have {context}",
+        remedy="choose a critic for >= {context} tokens, or set engine.max_context <= {most}",
+    ),
+    SettingsRule(
+        # a sample is trained in one pass: one that is too long would end the run at its first long answer
+        keys=("learner.tokens_per_microbatch", "engine.max_new_tokens"),
+        broken=_too_long_a_sample,
+        reason="learner.tokens_per_microbatch={learner.tokens_per_microbatch}, and a sample may have {needed} tokens: "
+        "a prompt of {longest} and engine.max_new_tokens={engine.max_new_tokens}",
+        remedy="set learner.tokens_per_microbatch >= {needed}, or lower engine.max_new_tokens",
+    ),
+)
+"""The rules that are checked when the rows are read."""

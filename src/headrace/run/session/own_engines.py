@@ -1,0 +1,176 @@
+"""The models that have engines of their own beside the policy's: those of teachers and of other agents, and the
+checks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import ConfigError, DataError, nearest
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
+from headrace.base.types.versions import FROZEN, INITIAL
+from headrace.control.teaching import TeacherCallConfig
+from headrace.launch.order import TeacherOrder
+from headrace.learner.auxiliary.config import FrozenTeacher, OwnEngine, ServedTeacher
+from headrace.models import ModelConfig, context_length
+from headrace.models.load import called, read_config, refuse_other_vocabulary
+from headrace.rollout.environments.agents import ModelAgent
+from headrace.rollout.environments.data import Row
+from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
+from headrace.run.session.config import RunConfig
+
+
+def teacher_orders(
+    config: RunConfig, tasks: Sequence[Task], tokenizer: PromptTokenizer, max_context: int
+) -> dict[str, TeacherOrder]:
+    """Return the launch order of each teacher that has an engine of its own, by name.
+
+    Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` or
+    :class:`~headrace.base.errors.ModelError` where a teacher has another vocabulary or too short a context, where a row
+    names no teacher, and where a prompt cannot be written.
+    """
+    served = config.learner.served_teachers
+    if len(served) > 1:
+        _refuse_unnamed(tasks, config.learner.teacher_column, sorted(served))
+    models = {name: _model_of(teacher, config) for name, (teacher, _) in served.items()}
+    sizes = [_vocabulary(model.path) for model in (config.model, *models.values())]
+    num_entries = min(config.learner.top_k, *sizes) if served and "top_k" in config.algo.columns else 0
+    orders: dict[str, TeacherOrder] = {}
+    for name, (teacher, engine) in served.items():
+        setting = f"learner.teachers {name!r}" if name else "learner.teachers[0]"
+        own_tasks = tasks if len(served) == 1 else [t for t in tasks if t.row[config.learner.teacher_column] == name]
+        prompts = _prompts(config, engine, tasks, tokenizer, setting) if engine.prompt else None
+        longest = max((len(prompts[task.row_index]) for task in own_tasks), default=0) if prompts else 0
+        context = max(max_context, longest + config.engine.max_new_tokens if longest else 0)
+        _refuse_model(config, teacher, models[name].path, setting, context)
+        orders[name] = TeacherOrder(
+            model=models[name],
+            max_context=context,
+            config=TeacherCallConfig(
+                version=INITIAL if isinstance(teacher, FrozenTeacher) and teacher.path is None else FROZEN,
+                num_entries=num_entries,
+                below=sizes[0] if _vocabulary(models[name].path) > sizes[0] else 0,
+                prompts=prompts,
+                timeout_s=engine.timeout_s,
+                retries=engine.retries,
+            ),
+        )
+    return orders
+
+
+def _model_of(teacher: ServedTeacher, config: RunConfig) -> ModelConfig:
+    """Return the model that the teacher's engine loads."""
+    if teacher.path is None:
+        return config.model.of_policy()
+    if isinstance(teacher, FrozenTeacher) and config.model.lora is not None:
+        from headrace.models.lora import config_of
+
+        with called("learner.teachers: path"):
+            return config.model.model_copy(update={"lora": config_of(Path(teacher.path))})
+    return config.model.model_copy(update={"path": teacher.path, "lora": None})
+
+
+def _vocabulary(path: str) -> int:
+    """Return the number of entries in the vocabulary of a model."""
+    size: int = read_config(path).vocab_size
+    return size
+
+
+def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting: str, context: int) -> None:
+    """Raise an error where the teacher's model has another vocabulary, or a context shorter than ``context`` tokens."""
+    if teacher.path is None or path == config.model.path:
+        return
+    with called(f"{setting} path"):
+        refuse_other_vocabulary(path, config.model.path, f"{setting} path")
+        most = context_length(path)
+    if most < context:
+        raise ConfigError(
+            f"{setting} path={path!r} was made for {most} tokens, and it may be asked about {context}",
+            remedy=f"choose a model for >= {context} tokens, set engine.max_context <= {most}, or shorten its prompt",
+        )
+
+
+def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) -> None:
+    """Raise :class:`~headrace.base.errors.DataError` for a row whose ``column`` does not name one of the teachers."""
+    for task in tasks:
+        named = task.row.get(column)
+        if named not in names:
+            said = "has no column" if column not in task.row else f"says {named!r} in column"
+            raise DataError(
+                f"row {task.row_index + 1} {said} {column!r}, which names the teacher of each row",
+                remedy=f"{nearest(str(named), names)}; learner.teacher_column says which column it is",
+            )
+
+
+def _prompts(
+    config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
+) -> list[IntColumn]:
+    """Return for each row the tokens that the teacher reads in place of the row's prompt."""
+    if config.env.remote:
+        raise ConfigError(
+            f"{setting} engine.prompt stands for the row's prompt, and with env.kind={config.env.kind!r} the "
+            "environment asks in its own words",
+            remedy="leave engine.prompt out, or set env.kind = 'single_turn'",
+        )
+    column = config.data.prompt_column
+    rows = [{**task.row, column: _filled(engine.prompt, task, setting)} for task in tasks]
+    written = make_tasks(rows, column, tokenizer, source=f"{setting} engine.prompt")
+    return [np.asarray(task.prompt_ids_T) for task in written]
+
+
+def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
+    """Return the prompt of one row with ``template`` filled in; of a list of messages, the last message is replaced."""
+    if isinstance(task.prompt, str):
+        return _text(template, task.row, task.prompt, task, setting)
+    *before, last = task.prompt
+    if not isinstance(last["content"], str):
+        raise DataError(
+            f"{setting} engine.prompt: the last message of row {task.row_index + 1} is a "
+            f"{type(last['content']).__name__}, in whose place no text can stand",
+            remedy="give the content of messages as text",
+        )
+    return [*before, {**last, "content": _text(template, task.row, last["content"], task, setting)}]
+
+
+def _text(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
+    """Return ``template`` with the columns of the row and its prompt in the place of their names."""
+    try:
+        return template.format_map({**row, "prompt": prompt})
+    except KeyError as missing:
+        raise DataError(
+            f"{setting} engine.prompt asks for the column {missing}, which row {task.row_index + 1} has not",
+            remedy="add it to every row, or leave it out of the prompt",
+        ) from None
+
+
+def frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the model that the engine of each agent with weights of its own loads, by the agent's name.
+
+    Raises :class:`~headrace.base.errors.ModelError` where a path that should hold an adapter holds none.
+    """
+    models = {agent.name: agent.model_of(config.model) for agent in config.env.agents}
+    return {name: model for name, model in models.items() if model is not None}
+
+
+def refuse_misfits(config: RunConfig, max_context: int) -> None:
+    """Raise an error where the model of another agent does not have the vocabulary of the policy's model, or reads
+    fewer tokens than ``max_context``.
+
+    The error is a :class:`~headrace.base.errors.ConfigError` or a :class:`~headrace.base.errors.ModelError`.
+    """
+    for agent in config.env.agents:
+        if not isinstance(agent, ModelAgent):
+            continue
+        setting = f"env.agents {agent.name!r} path"
+        with called(setting):
+            refuse_other_vocabulary(agent.path, config.model.path, setting)
+            most = context_length(agent.path)
+        if most < max_context:
+            raise ConfigError(
+                f"{setting}={agent.path!r} was made for {most} tokens, and conversations may have {max_context}",
+                remedy=f"choose a model for >= {max_context} tokens, or set engine.max_context <= {most}",
+            )

@@ -1,0 +1,53 @@
+"""Reward functions and an environment for benchmarks and fault tests, loaded from this file as a user's code is."""
+
+import asyncio
+import zlib
+from typing import Any
+
+
+async def rollout(task: dict[str, Any], policy: Any) -> None:
+    """Sample one answer to the demo's question in a worker, and leave its grading to the reward function."""
+    await policy.sample(policy.prompt_ids)
+
+
+async def graded(completion: str, answer: int) -> float:
+    """Return, after 0.03 s, the fraction of the sum's digits that are correct and in place, for the demo.
+
+    Answers of any length earn different rewards, so that groups keep a learning signal.
+    """
+    await asyncio.sleep(0.03)
+    return sum(map(str.__eq__, completion, f"{answer:03d}"[::-1])) / 3
+
+
+def small_digits(completion: str) -> float:
+    """Return the fraction of digits below 5: a fast verifier."""
+    return sum(character in "01234" for character in completion) / max(1, len(completion))
+
+
+async def process(completion: str) -> float:
+    """Return the reward of :func:`small_digits` after 0.2 s, as a small process reward model would take."""
+    await asyncio.sleep(0.2)
+    return small_digits(completion)
+
+
+def odd(completion: str) -> float:
+    """Return the fraction of characters with odd codes, a reward that differs from answer to answer."""
+    return sum(ord(character) % 2 for character in completion) / max(1, len(completion))
+
+
+async def slow_odd(completion: str, prompt: str) -> float:
+    """Return the reward of :func:`odd` after 50 to 500 ms."""
+    await _wait(completion, prompt)
+    return odd(completion)
+
+
+async def slow_sum(completion: str, prompt: str, answer: int) -> float:
+    """Return the demo's reward, 1 for the correct sum, after 50 to 500 ms."""
+    await _wait(completion, prompt)
+    written = completion[::-1]
+    return float(len(written) == 3 and written.isascii() and written.isdigit() and int(written) == answer)
+
+
+async def _wait(completion: str, prompt: str) -> None:
+    """Wait as long as a tool or a sandbox would: 50 to 500 ms, determined by prompt and completion."""
+    await asyncio.sleep(0.05 + 0.45 * (zlib.crc32(f"{prompt}{completion}".encode()) / 0xFFFFFFFF))

@@ -1,0 +1,51 @@
+"""The command ``headrace bench``."""
+
+from __future__ import annotations
+
+import typer
+
+from headrace.run.cli.commands import PLAN, Verb
+from headrace.run.cli.output import console, print_json, starting
+from headrace.wings.bench import BENCHMARKS
+
+HELP = "\n\n".join(
+    [
+        "Measure this machine, and hold the figures against their targets.",
+        *(f"[bold]{name}[/bold]  {what}" for name, what in BENCHMARKS.items()),
+    ]
+)
+"""Help text of the command: the name of every benchmark and what it measures."""
+
+
+def bench(
+    name: str = typer.Argument(help=f"Which: {', '.join(BENCHMARKS)}."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    threads: int = typer.Option(0, min=0, help="engine, learner, sync: threads of each side; 0 for its default."),
+    quick: bool = typer.Option(
+        False,
+        "--quick",
+        help="agents, distill, engine, fleet, learner, ledger, plan, scoring, sync: only show that it runs.",
+    ),
+    vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
+) -> None:
+    """Measure this machine, and hold the figures against their targets."""
+    starting(f"loading what the benchmark {name} needs")
+    from headrace.wings.bench import run_benchmark
+    from headrace.wings.bench.base import show
+
+    progress = console(stderr=True)
+    given = {"threads": threads, "quick": quick, "vllm": vllm}
+    result = run_benchmark(
+        name,
+        tell=lambda line: progress.print(line, style="dim"),
+        **{option: value for option, value in given.items() if value},
+    )
+    if as_json:
+        print_json(result)
+    else:
+        console().print(show(result))
+    if not all(target.holds for target in result.targets):
+        raise typer.Exit(1)
+
+
+VERB = Verb(run=bench, group=PLAN, place=30, help=HELP)

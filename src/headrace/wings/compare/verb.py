@@ -1,0 +1,87 @@
+"""The command ``headrace compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headrace.run.cli.commands import PLAN, Verb
+from headrace.run.cli.output import console, print_json, readable, resumable, starting, table
+from headrace.run.cli.train import SET_HELP
+
+if TYPE_CHECKING:
+    from headrace.wings.compare.running import RecipeComparison
+
+
+WIDTH = 156
+"""Smallest width of the table in characters: a narrower terminal wraps its lines, but no figure is cut off."""
+
+
+def compare(
+    recipes: list[str] = typer.Argument(
+        None, help="Their names (see: headrace recipes); default: all.", metavar="[RECIPE]...", show_default=False
+    ),
+    run_file: Path = typer.Option(
+        None, "--run", metavar="RUN_FILE", help="Model, task and sizes; default: the demo.", show_default=False
+    ),
+    overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
+    steps: int = typer.Option(
+        None, "--steps", min=1, help="Of each run; default: the run file's, or 100.", show_default=False
+    ),
+    seed: int = typer.Option(
+        None, "--seed", min=0, help="Of all runs; default: the run file's, or 0.", show_default=False
+    ),
+    directory: Path = typer.Option(
+        None, "--dir", help="Where to; default: runs/compare- and the time. Finished runs there are not run again."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the table as JSON."),
+) -> None:  # fmt: skip
+    """Run recipes on the same model, task, seed and steps, one after another, and compare what they came to.
+
+    Each has a run directory of its own under --dir. The same command goes on where it was broken off.
+    """
+    starting("loading what a comparison needs")
+    from headrace.base.clock import RealClock
+    from headrace.run.session.directory import choose_directory
+    from headrace.run.session.recipes import recipes as known
+    from headrace.wings.compare.running import ComparisonConfig
+    from headrace.wings.compare.running import compare as run
+    from headrace.wings.compare.writing import report_of, write
+
+    target = directory.resolve() if directory else choose_directory("", RealClock(), prefix="compare-")
+    names = recipes or list(known())
+    config = ComparisonConfig(
+        recipes=names, directory=target, run_file=run_file, steps=steps, seed=seed, overrides=tuple(overrides)
+    )  # fmt: skip
+    progress = console(stderr=as_json)
+    progress.print(f"One after another, in {readable(str(target))}: {', '.join(map(readable, names))}", style="bold")
+    with resumable():
+        made = run(config, lambda words: progress.print(readable(words)), write)
+    if as_json:
+        print_json(report_of(made))
+    else:
+        _show(made)
+    if made.stopped or any(row.status == "failed" for row in made.rows):
+        raise typer.Exit(130 if made.stopped else 1)
+
+
+def _show(made: RecipeComparison) -> None:
+    from headrace.wings.compare.tables import COLUMNS, cells, failures
+
+    out = console()
+    shown = table(f"\nOn {made.base}", *(name.replace(" ", "\n", 1) for name in COLUMNS))
+    for line in cells(made.rows):
+        shown.add_row(*line)
+    out.width = max(WIDTH, out.width)
+    out.print(shown)
+    for words in failures(made.rows):
+        out.print(readable(words), style="yellow")
+    if made.stopped:
+        out.print("stopped; the same command continues it", style="bold")
+    out.print(f"written  {readable(str(made.directory))}/compare.md, compare.json, compare.svg")
+    out.print(f"closer   headrace view {readable(str(made.directory))}")
+
+
+VERB = Verb(run=compare, group=PLAN, place=20)

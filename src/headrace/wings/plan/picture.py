@@ -1,0 +1,52 @@
+"""The chart of a plan: the throughput of every candidate, and the idle time of the important ones."""
+
+from __future__ import annotations
+
+from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, SLATE, Drawing, Panel
+from headrace.wings.plan.search import SearchResult, Tried, row_of
+
+AGES = (SLATE, SKY, BLUE, GREEN, PURPLE, ORANGE)
+"""The colour of each staleness bound in increasing order; they repeat after the sixth."""
+
+
+def plan_svg(found: SearchResult) -> bytes:
+    """Return the chart of a plan: trained tokens per second of every candidate over the number of generating
+    accelerators, and the idle time of three candidates."""
+    drawing = Drawing(960, 600, f"{len(found.tried)} simulated runs of {found.site.request.shape.name}")
+    _speeds(drawing, found)
+    _idle(drawing, _three(found))
+    return drawing.svg()
+
+
+def _speeds(drawing: Drawing, found: SearchResult) -> None:
+    count = found.site.cluster.count
+    title = f"{found.site.request.shape.name} on {found.site.cluster}: {len(found.tried)} simulated runs"
+    drawing.text(20, 28, title, size=15, color=INK)
+    drawing.text(20, 48, "trained tokens per second, over the accelerators that generate (all: in turn with training)")
+    ages = sorted({each.max_age for each in found.tried})
+    colors = {age: AGES[place % len(AGES)] for place, age in enumerate(ages)}
+    drawing.legend(20, 70, [(f"max_age {age}", color) for age, color in colors.items()])
+    fastest = max((each.trained_tok_s for each in found.tried), default=0.0)
+    panel = Panel(drawing, (90, 90, 840, 250), (1.12 * count, 1.1 * fastest))
+    for each in found.tried:
+        drawing.dot(panel.x(each.generation or count), panel.y(each.trained_tok_s), colors[each.max_age])
+    for name, row in _three(found).items():
+        drawing.text(panel.x(row.generation or count) + 8, panel.y(row.trained_tok_s) - 6, name, color=INK)
+
+
+def _idle(drawing: Drawing, three: dict[str, Tried]) -> None:
+    drawing.text(20, 400, "Idle time", size=15, color=INK)
+    drawing.text(120, 400, "% of the time")
+    drawing.legend(240, 400, [("engines", BLUE), ("learner", ORANGE)])
+    panel = Panel(drawing, (120, 415, 780, 145), (100.0, 0.0))
+    for place, (name, row) in enumerate(three.items()):
+        top = panel.top + 8 + 46 * place
+        drawing.text(110, top + 22, name, anchor="end", color=INK)
+        for below, share, color in ((0, row.engine_idle, BLUE), (18, row.learner_idle, ORANGE)):
+            drawing.bar(panel.left, top + below, panel.x(100 * share) - panel.left, 16, color)
+            drawing.text(panel.x(100 * share) + 5, top + below + 13, f"{100 * share:.0f}%", size=11)
+
+
+def _three(found: SearchResult) -> dict[str, Tried]:
+    named = {"as asked": found.requested, "synchronous": found.synchronous, "best": found.best}
+    return {name: row_of(found.site, each) for name, each in named.items()}

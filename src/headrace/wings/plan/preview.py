@@ -1,0 +1,52 @@
+"""The plan that a dry run prints: a prediction for this machine from the catalogue's figures."""
+
+from __future__ import annotations
+
+from headrace.base.clock import RealClock
+from headrace.base.environ import num_cores
+from headrace.base.errors import HeadraceError
+from headrace.launch.config import threads
+from headrace.models.devices import CPU
+from headrace.run.session.prepare import Prepared
+from headrace.wings.plan.catalogue import accelerators
+from headrace.wings.plan.cluster import Cluster, ClusterFile
+from headrace.wings.plan.planning import make_site, usual_workload
+from headrace.wings.plan.search import Search
+from headrace.wings.plan.spread import RecordedSpread
+from headrace.wings.plan.verb import asked_of, bound
+from headrace.wings.plan.words import verdict_line
+
+MOST_PROMPTS = 4096
+"""Largest number of prompts whose lengths are read for a plan."""
+
+
+def plan_line(prepared: Prepared) -> str:
+    """Return one line that predicts the run on this machine from the catalogue's figures, or says why there is no
+    plan."""
+    config, devices = prepared.config, prepared.devices
+    if config.launch.remote:
+        return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
+    engines, learners = len(set(devices.engines)), len(devices.learner)
+    try:
+        if CPU in devices.engines:
+            cores = max(2, num_cores())
+            engines = min(threads(config.launch.engine_threads, cores), cores - 1)
+            cluster = Cluster(accelerator="CPU-core", count=cores, per_node=cores)
+        else:
+            cluster = Cluster(accelerator=known_gpu(), count=engines + learners)
+        request = asked_of(config)
+        prompts = tuple(float(len(task.prompt_ids_T)) for task in prepared.tasks[:MOST_PROMPTS])
+        workload = usual_workload(request).model_copy(update={"prompt_tokens": RecordedSpread(values=prompts)})
+        site = make_site(request, ClusterFile(cluster=cluster, workload=workload))
+        return verdict_line(Search(site=site, clock=RealClock(), seed=0, fixed=engines).glance(), bound)
+    except HeadraceError as error:
+        return f"No plan: {error.problem}; {error.remedy}."
+
+
+def known_gpu() -> str:
+    """Return the catalogue's name of the first GPU that torch sees; torch's own name if the catalogue lacks it."""
+    import torch
+
+    name = torch.cuda.get_device_name(0)
+    words = name.replace("-", " ").split()
+    return next((known for known in accelerators() if known.split("-")[0] in words), name)

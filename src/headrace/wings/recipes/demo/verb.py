@@ -1,0 +1,81 @@
+"""The command ``headrace demo``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import Progress
+
+from headrace.run.cli.commands import BEGIN, Verb
+from headrace.run.cli.output import console, leave_if_hung_up, print_json, resumable, starting
+from headrace.run.cli.train import LIKE_HELP, SET_HELP
+
+
+def demo(
+    overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
+    like: str = typer.Option("", "--like", metavar="RECIPE", help=LIKE_HELP),
+    seed: int = typer.Option(0, "--seed", help="Fixes model, split, and every draw."),
+    directory: Path = typer.Option(None, "--dir", help="Where to; default: runs/demo- and the time."),
+    mixture: bool = typer.Option(False, "--mixture", help="A mixture of experts (qwen3_moe) instead of a dense model."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Train a small model to add on this machine, and watch the reward climb.
+
+    A model of 0.4M parameters is made and imitates a careless teacher, who forgets the carry in 60% of the
+    demonstrations. Reinforcement learning, which sees only whether an answer is right, does the rest.
+    """
+    starting("loading what the demo needs; its supervised phase takes about 20 s")
+    from headrace.base.heap import gc_disabled
+    from headrace.models.kernels.build import build_ahead
+
+    build_ahead()  # compiles in the background, and has finished long before the supervised phase ends
+    with gc_disabled():
+        from headrace.base.clock import RealClock
+        from headrace.base.errors import ConfigError
+        from headrace.flow.ledger.opening import has_ledger
+        from headrace.run.cli.train import show_summary
+        from headrace.run.session import load_config
+        from headrace.run.session import train as run
+        from headrace.run.session.directory import choose_directory
+        from headrace.wings.recipes.demo import build_demo
+
+    out = console()
+    target = directory or choose_directory("", RealClock(), prefix="demo-")
+    if has_ledger(target / "run"):
+        remedy = f"choose another --dir, or: headrace train {target / 'demo.toml'} --set run.dir=runs/again"
+        raise ConfigError(f"--dir={str(target)!r} holds a demo already", remedy=remedy)
+    if as_json:
+        made = build_demo(target, seed=seed, mixture=mixture)
+    else:
+        out.print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
+        with Progress(console=out, transient=True) as bar:
+            task = bar.add_task("supervised phase: a careless teacher")
+            made = build_demo(
+                target,
+                seed=seed,
+                mixture=mixture,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    quiet = ["observe.view=none"] if as_json else []
+    settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides, *quiet]
+    with resumable():
+        summary = run(load_config(run_file_for(like, made.run_file), settings, like=like))
+    (print_json if as_json else show_summary)(summary)
+    if not as_json:
+        out.print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")
+    leave_if_hung_up(summary.stopped_by)
+
+
+def run_file_for(like: str, run_file: Path) -> Path | dict[str, Any]:
+    """Return the run file of a demo; if the recipe ``like`` is named, its settings without those that the recipe
+    decides."""
+    from headrace.run.session.config import run_tree
+    from headrace.run.session.recipes import left_open
+
+    return left_open(run_tree(run_file)) if like else run_file
+
+
+VERB = Verb(run=demo, group=BEGIN, place=30)

@@ -1,0 +1,57 @@
+"""A kind of server as an engine: the facts that a run file and the planner need before a server is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.base.types.weights import Interrupt
+from headrace.engine.capabilities import Capabilities
+from headrace.engine.config import EngineConfig, EngineKind, EngineSettings
+from headrace.wings.servers.client.config import ServerConfig
+
+if TYPE_CHECKING:
+    # imported when a server is started: they bring torch
+    from headrace.wings.servers.client.server import ServerParts
+
+BY_ABORT = frozenset({Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY, Interrupt.DRAIN, Interrupt.BATCH})
+"""The commit modes after which an answer has one version, so that the server need not report which tokens which version
+sampled."""
+SERVED = Capabilities(
+    interrupts=BY_ABORT,
+    truncates=False,
+    kept_sets=False,
+    routing=False,
+    adapters=False,
+    max_rank=None,
+    any_adapters=False,
+    entropies=False,
+    scores=True,
+    exact_scores=False,
+    forks=True,
+    reuses_stale=False,
+    pins=False,
+    seeds=False,
+    deterministic=False,
+    releases=False,
+    embedded=False,
+    other_models=False,
+)
+"""The capabilities of every server that completes prompts and returns logprobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKind(EngineKind):
+    """A kind of server. To add one, write a dialect, a command, and an instance of this class."""
+
+    parts: Callable[[], ServerParts]
+    """Import and return how such a server is started and spoken to."""
+    settings: type[EngineSettings] = ServerConfig
+    unread: frozenset[str] = frozenset({"cache_tokens", "max_pinned_versions", "stream_steps", "kernels"})
+
+
+def settings_of(config: EngineConfig) -> ServerConfig:
+    """Return the ``[engine.server]`` settings of an engine that is a server."""
+    assert isinstance(config.server, ServerConfig)
+    return config.server

@@ -1,0 +1,225 @@
+"""The receiver of versions on a machine of a server that shares no folder with the engine's process. It runs in one
+worker of each machine, in a thread beside the decoding.
+
+It imports nothing of Headrace, which need not be installed there. The sender is
+``headrace/wings/servers/client/carrier.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+LOCK = "lock"
+"""File that is locked while its directory is in use. A directory whose file is not locked may be removed."""
+LOOK_S = 2.0
+"""Longest time in seconds to reach a run that is alive."""
+_DIRECTORY_NAME = re.compile(r"headrace-\d+-")
+_SHARED_MEMORY = Path("/dev/shm")
+_distributed: Any = dist  # much of it is not in torch's stubs
+
+
+class VersionReceiver:
+    """A receiver of versions for one machine. A new order replaces the one before: the thread of the older order, which
+    may still wait for bytes, ends without effect."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make a receiver. ``device`` is the worker's device, which NCCL receives on."""
+        self._device = device
+        self._group: _Group | None = None
+        self._directory = _SharedDirectory()
+        self._status: dict[str, Any] = {}
+        self._changing = threading.Lock()
+
+    def other_source(self, run: str) -> str:
+        """Return the address of the machine from which another run than ``run`` sends versions here; empty if there is
+        none. A run is alive as long as its store accepts connections."""
+        group = self._group
+        if group is not None and group.run != run:
+            with contextlib.suppress(OSError), socket.create_connection(group.store_address, LOOK_S):
+                return str(group.store_address[0])
+        return ""
+
+    def start_receiving(self, order: str) -> None:
+        """Start to receive a version. ``order`` is a JSON object: ``attempt``, a name of this order; ``run``, the run's
+        name; ``group``, the process group to join; ``directory``, the name of the directory of all versions;
+        ``version``, a number; ``files``, their names and sizes in bytes; ``bucket``, bytes per broadcast."""
+        settings = json.loads(order)
+        with self._changing:
+            self._status = {"attempt": settings["attempt"]}
+        threading.Thread(target=self._receive, args=(settings,), name="receive weights", daemon=True).start()
+
+    def receive_status(self) -> dict[str, Any]:
+        """Return the state of the latest order: its ``attempt``, and once it has ended ``path`` and ``hashes``, or
+        ``error``."""
+        return self._status
+
+    def stop_receiving(self) -> None:
+        """Leave the process group and delete the received files."""
+        with self._changing:
+            self._status, self._group = {}, None
+            self._directory.close()
+
+    def _receive(self, order: dict[str, Any]) -> None:
+        attempt = order["attempt"]
+        try:
+            status = {"attempt": attempt, **self._receive_files(order)}
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: the sender reads it
+            status = {"attempt": attempt, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        with contextlib.suppress(_Overtaken), self._while_latest(attempt):
+            self._status = status
+            if "error" in status:
+                self._group = None
+                self._directory.drop(order["directory"], order["version"])
+
+    def _receive_files(self, order: dict[str, Any]) -> dict[str, Any]:
+        attempt, hashes = order["attempt"], []
+        group = self._join_group(order, attempt)
+        with self._while_latest(attempt):
+            directory = self._directory.version(order["directory"], order["version"])
+        for name, size in order["files"]:
+            with self._while_latest(attempt):
+                file = _opened(directory / name)
+            with file:
+                hashes.append(group.receive(file, size, order["bucket"]))
+        return {"path": str(directory), "hashes": hashes}
+
+    def _join_group(self, order: dict[str, Any], attempt: str) -> _Group:
+        group, settings = self._group, order["group"]
+        if group is None or group.name != settings["name"]:
+            with self._while_latest(attempt):
+                self._group = group = None
+            group = _Group(settings, order["run"], self._device)
+            with self._while_latest(attempt):
+                self._group = group
+        return group
+
+    @contextlib.contextmanager
+    def _while_latest(self, attempt: str) -> Iterator[None]:
+        """Hold the lock while the body runs. Raises :class:`_Overtaken` if the order ``attempt`` is no longer the
+        latest."""
+        with self._changing:
+            if self._status.get("attempt") != attempt:
+                raise _Overtaken("another order came, or the end")
+            yield
+
+
+class _Overtaken(Exception):
+    """The order is no longer the latest one."""
+
+
+class _Group:
+    """The process group of the engine's process, rank 0, and one worker of each machine."""
+
+    def __init__(self, settings: dict[str, Any], run: str, device: torch.device) -> None:
+        self.name, self.run = settings["name"], run
+        self.store_address = host, port = settings["host"], settings["port"]
+        nccl = settings["backend"] == "nccl"
+        self._timeout = timedelta(seconds=settings["deadline_s"])
+        self._device = device if nccl else torch.device("cpu")
+        if nccl:
+            torch.cuda.set_device(device)  # the current device belongs to the thread
+        store = _distributed.TCPStore(host, port, None, False, self._timeout)
+        rank_and_size = store.add("members", 1), settings["size"]
+        if nccl:
+            options = _distributed.ProcessGroupNCCL.Options()
+            make = _distributed.ProcessGroupNCCL
+        else:
+            make = _distributed.ProcessGroupGloo
+            options = make._Options()
+            with socket.create_connection((host, port), settings["deadline_s"]) as probe:
+                # Gloo must listen on the interface through which the sender is reached
+                options._devices = [make.create_device(hostname=probe.getsockname()[0])]
+        options._timeout = self._timeout
+        self._group = make(store, *rank_and_size, options)
+
+    def receive(self, file: BinaryIO, num_bytes: int, bucket_bytes: int) -> str:
+        """Receive ``num_bytes`` bytes in buckets, write them to ``file``, and return their SHA-256."""
+        buffer = torch.empty(min(num_bytes, bucket_bytes), dtype=torch.uint8, device=self._device)
+        digest = hashlib.sha256()
+        order = dist.BroadcastOptions()
+        order.rootRank = 0
+        order.timeout = self._timeout
+        for start in range(0, num_bytes, bucket_bytes):
+            bucket = buffer[: min(bucket_bytes, num_bytes - start)]
+            self._group.broadcast([bucket], order).wait(self._timeout)
+            data: Any = bucket.cpu().numpy()
+            file.write(data)
+            digest.update(data)
+        return digest.hexdigest()
+
+
+class _SharedDirectory:
+    """A directory in the shared memory of this machine, which only this user can open. Directories of killed processes
+    are removed."""
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._lock = -1
+
+    def version(self, name: str, number: int) -> Path:
+        """Return an empty folder for version ``number`` in the directory ``name``. Of the earlier versions the newest
+        is kept, since it may be about to be loaded."""
+        if self._root is None or self._root.name != name:
+            self.close()
+            self._root = self._make(name)
+        path = self._root / f"v{number}"
+        shutil.rmtree(path, ignore_errors=True)
+        for older in sorted(self._root.glob("v*"), key=lambda each: int(each.name[1:]))[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
+        path.mkdir()
+        return path
+
+    def drop(self, name: str, number: int) -> None:
+        """Delete version ``number``, which is incomplete."""
+        if self._root is not None and self._root.name == name:
+            shutil.rmtree(self._root / f"v{number}", ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove the directory and release its lock."""
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            os.close(self._lock)
+            self._root = None
+
+    def _make(self, name: str) -> Path:
+        """Make the directory ``name``, and remove those that no process uses any more."""
+        parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        for left in parent.glob("headrace-*"):
+            if _DIRECTORY_NAME.match(left.name) and left.is_dir():
+                with contextlib.suppress(OSError):  # in use, or another user's
+                    os.close(_locked(left / LOCK, os.O_RDWR))
+                    shutil.rmtree(left, ignore_errors=True)
+        new = Path(tempfile.mkdtemp(prefix=".headrace-", dir=parent))
+        self._lock = _locked(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        return new.rename(parent / name)  # renamed once locked, so that no other process removes it
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
+
+
+def _locked(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

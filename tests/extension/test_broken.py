@@ -1,0 +1,70 @@
+"""A package that does everything wrong is named, and stops only the runs that name what it offers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.extension.conftest import Program
+from tests.session.runs import make_run, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("algo.loss=unimportable", "offered by the package headrace-broken as broken.unimportable:Loss, which cannot"),
+        ("algo.loss=unimportable", "RuntimeError: no licence for this machine"),
+        ("algo.loss=not_a_loss", "is not a class that inherits headrace.algo.losses.section.LossSection"),
+        ("algo.loss=not_a_loss", "which the package headrace-broken offers"),
+        ("algo.loss=misnamed", "has no field kind: Literal['misnamed'] = 'misnamed'"),
+        ("algo.loss=huber", "offered by the packages headrace-broken and headrace-stranger"),
+        ("env.kind=not_an_environment", "is neither a class that inherits headrace.Env nor an async function"),
+        (
+            "sync.transport=not_a_transport",
+            "headrace-broken offers as broken.contract:NUMBER, is a int",
+        ),
+        ("engine.kind=not_an_engine", "is a int, not a headrace.engine.config.EngineKind"),
+        ("launch.kind=not_a_launcher", "is a int, not a headrace.launch.config.Launcher"),
+        ("env.tool_parser=not_a_parser", "which the package headrace-broken offers"),
+    ],
+)
+def test_what_a_package_breaks_is_named_with_the_package(
+    broken: Program, model: Path, tmp_path: Path, setting: str, words: str
+) -> None:
+    path = make_run(tmp_path / "home", model)
+    done = broken("train", path, "--dry-run", "--set", setting, cwd=path.parent)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert words in " ".join(done.stderr.split())
+
+
+def test_a_run_that_names_nothing_of_it_goes_on(broken: Program, model: Path, tmp_path: Path) -> None:
+    path = make_run(tmp_path / "home", model, run={"steps": 1})
+    done = broken("train", path, cwd=path.parent)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_of_headrace_stays_its_own_and_the_package_is_named(
+    broken: Program, model: Path, tmp_path: Path
+) -> None:
+    path = make_run(tmp_path / "home", model)
+    done = broken("train", path, "--dry-run", "--set", "algo.loss=grpo", cwd=path.parent)
+    assert done.returncode == 0, done.stderr
+    assert "the package headrace-broken offers algo.loss.kind='grpo', which is Headrace's own" in done.stderr
+
+
+def test_a_verb_that_cannot_be_imported_leaves_the_others_alone(broken: Program) -> None:
+    assert broken("greet", "world").stdout == "hello world\n"
+    shown = broken("--help")
+    assert shown.returncode == 0
+    assert "Cannot be used" in shown.stdout
+    assert "headrace-broken" in shown.stdout
+    done = broken("stumble")
+    assert done.returncode == 1
+    assert "offered by the package headrace-broken" in done.stderr
