@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ SIDE = Path(__file__).with_name("side.py")
 
 Figures = dict[str, float]
 Measure = Callable[[int], Figures]
-"""A function that measures one round, whose number it is given, and returns rates by name."""
+"""A function that measures some figures in the round whose number it is given, and returns rates by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +86,26 @@ def measure(
                 if turn and clock.now() - start_s > seconds:
                     break
                 tell(f"{benchmark}: round {turn + 1} of {rounds}")
-                order = (0, 1) if turn % 2 == 0 else (1, 0)
-                found = {at: sides[at](turn) for at in order}
-                rates.append((found[0], found[1]))
+                rates.append(_round(sides, turn))
         rows += [_row(benchmark, name, rates) for name in rates[0][0]]
     return report(rows, [_target(row) for row in rows])
+
+
+def _round(sides: list[list[Measure]], turn: int) -> tuple[Figures, Figures]:
+    """Measure every figure once with each version, one directly after the other."""
+    found: tuple[Figures, Figures] = ({}, {})
+    for measures in zip(*sides, strict=True):
+        for at in (0, 1) if turn % 2 == 0 else (1, 0):
+            found[at].update(measures[at](turn))
+    return found
 
 
 def _row(benchmark: str, name: str, rates: list[tuple[Figures, Figures]]) -> Row:
     ratios = [this[name] / other[name] for other, this in rates]
     return {
         "benchmark": benchmark, "what": name, "other": statistics.median(other[name] for other, _ in rates),
-        "this": statistics.median(this[name] for _, this in rates), "rounds": len(rates), "ratio": statistics.median(ratios),
-        "lowest": min(ratios), "highest": max(ratios),
+        "this": statistics.median(this[name] for _, this in rates), "ratio": statistics.median(ratios),
+        "rounds": len(rates), "lowest": min(ratios), "highest": max(ratios),
     }  # fmt: skip
 
 
@@ -119,13 +127,13 @@ def _process(name: str, command: list[str], environment: dict[str, str], directo
         process.communicate(timeout=60)
 
 
-def _whole(benchmark: str, checkout: Checkout, directory: Path, stack: ExitStack) -> Measure:
+def _whole(benchmark: str, checkout: Checkout, directory: Path, stack: ExitStack) -> list[Measure]:
     """Start the process of one version that measures ``sync`` or ``loop`` as a whole."""
     scratch = directory / checkout.name
     scratch.mkdir()
     command = [checkout.python, "-P", str(SIDE), checkout.package, str(scratch)]
     process = stack.enter_context(_process(checkout.name, command, child_environment(THREADS), directory))
-    return lambda turn: process.call({"bench": benchmark, "turn": turn})
+    return [lambda turn: process.call({"bench": benchmark, "turn": turn})]
 
 
 def _worker(checkout: Checkout, module: str, job: Job, stack: ExitStack) -> PeerProcess:
@@ -156,7 +164,7 @@ def _model(directory: Path, name: str, spec: Any) -> Path:
     return path if path.exists() else make_tiny(path, spec)
 
 
-def _engine(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> Measure:
+def _engine(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> list[Measure]:
     models = {name: _model(directory, name.replace(" ", "-"), spec) for name, spec in engine.MODELS.items()}
 
     def job(name: str, model: str, lengths: tuple[int, ...], **sampling: Any) -> Job:
@@ -165,29 +173,25 @@ def _engine(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> Me
         return Job(name=name, model=models[model], side="native", request=request, warm_up=warm_up)
 
     jobs = [
-        job("28M, 64 x 128, tok/s", "28M", (128,) * 64),
+        job("28M, 64 x 64, tok/s", "28M", (64,) * 64),
         job("28M, 8 x 128, tok/s", "28M", (128,) * 8),
         job("1M, 64 x 128, tok/s", "1M", (128,) * 64),
         job("1M, 64 x 128, kept-sets recorded, tok/s", "1M", (128,) * 64, top_p=0.95, record_kept=True),
         job("1M experts, 64 x 128, routing recorded, tok/s", "1M experts", (128,) * 64, record_routing=True),
     ]
-    commits = {**engine.make_request((256,) * 64), "commits": 200}
+    commits = {**engine.make_request((128,) * 64), "commits": 100}
     warm_up = {**engine.make_request((8,) * 64), "commits": 4}
     jobs.append(Job(name="28M, commit gap", model=models["28M"], side="fed", request=commits, warm_up=warm_up))
-    opened = _jobs("engine_worker", jobs, checkout, stack)
-
-    def round_of(turn: int) -> Figures:
-        figures: Figures = {}
-        for one, process in opened:
-            answer = process.call(one.request)
-            gaps = answer.get("gaps_s")
-            figures[one.name] = 1 / statistics.median(gaps) if gaps else answer["tokens"] / answer["busy_s"]
-        return figures
-
-    return round_of
+    return [partial(_engine_rate, one, process) for one, process in _jobs("engine_worker", jobs, checkout, stack)]
 
 
-def _learner(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> Measure:
+def _engine_rate(job: Job, process: PeerProcess, turn: int) -> Figures:
+    answer = process.call(job.request)
+    gaps = answer.get("gaps_s")
+    return {job.name: 1 / statistics.median(gaps) if gaps else answer["tokens"] / answer["busy_s"]}
+
+
+def _learner(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> list[Measure]:
     sizes = replace(learner.FULL, short_answers=engine.lognormal(16, 96, 384))
     large, experts = _model(directory, "28M", sizes.spec), _model(directory, "experts", engine.EXPERTS)
     full = learner.make_request(sizes.spec, sizes.prompt, sizes.short_answers)
@@ -206,7 +210,8 @@ def _learner(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> M
         )
         for name, request in requests.items()
     ]  # fmt: skip
-    opened = _jobs("learner_worker", jobs, checkout, stack)
-    return lambda turn: {
-        one.name: 1 / process.call({**one.request, "seed": 1 + turn})["seconds"] for one, process in opened
-    }
+    return [partial(_learner_rate, one, process) for one, process in _jobs("learner_worker", jobs, checkout, stack)]
+
+
+def _learner_rate(job: Job, process: PeerProcess, turn: int) -> Figures:
+    return {job.name: 1 / process.call({**job.request, "seed": 1 + turn})["seconds"]}

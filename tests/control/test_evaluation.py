@@ -24,7 +24,7 @@ from headrace.control.evaluation import EvaluationListener, Evaluator, mean_of, 
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeScorer, fake_parts
-from tests.scoring.test_process_rewards import ByNumber, ThreeTurns
+from tests.rollout.scoring.test_process_rewards import ByNumber, ThreeTurns
 
 
 @given(num=st.integers(1, 8), data=st.data())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, Block, blocks_of
-from tests.session.runs import make_run, tiny_model
+from tests.run.session.runs import make_run, tiny_model
 
 PAGE = ROOT / "CONTRIBUTING.md"
 FILES = [block for block in blocks_of(PAGE) if block.title.startswith("src/")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.extension.conftest import Program
-from tests.session.runs import make_run, tiny_model
+from tests.run.session.runs import make_run, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from headrace.extend import CONTRACTS
-from tests.env.tasks import chat_model
 from tests.extension.conftest import HERE, Program
-from tests.session.runs import make_run
+from tests.rollout.environments.tasks import chat_model
+from tests.run.session.runs import make_run
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "env": {"kind": "echo", "options": {"times": 2}, "tool_parser": "shout"},

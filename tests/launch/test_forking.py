@@ -25,7 +25,7 @@ from headrace.launch.local_process import LocalStarter, exit_words
 from headrace.launch.starts import Briefing, EngineStart, ScorerStart, write_briefing
 from tests.launch.forks import part
 from tests.launch.workers import TOKEN, is_alive, site
-from tests.session.runs import components, first_words, make_run, running, tiny_model, wait_gone
+from tests.run.session.runs import components, first_words, make_run, running, tiny_model, wait_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 
 from headrace.rollout.scoring import Scores
-from tests.launch.test_joining import until
 from tests.launch.test_scorer_pool import DEEDS
 from tests.launch.workers import crew, task
+from tests.wings.cluster.test_joining import until
 
 ONE = Scores(rewards=(1.0,))
 

@@ -13,7 +13,7 @@ from headrace.launch.lending import TRIAL_UNITS, UNITS_BETWEEN_TRIALS, LentCores
 from headrace.launch.starts import Lending
 from headrace.run.session import load_config, train
 from headrace.run.session.prepare import Inputs, prepare
-from tests.session.runs import make_run, tiny_model
+from tests.run.session.runs import make_run, tiny_model
 
 
 class Bench:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.fake_hub import FakeHub, Repository, fake_hub
-from tests.session.runs import make_run, tiny_model
+from tests.run.session.runs import make_run, tiny_model
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"

@@ -29,7 +29,7 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
 from headrace.models.load import read_config
 from headrace.models.rope import BY_LENGTH, BY_POSITION, ContextLimit
-from tests.engine.harness import joined, logprobs, request, run
+from tests.engine.native.harness import joined, logprobs, request, run
 from tests.models.kinds import plain, tiny
 
 LIMIT = 320

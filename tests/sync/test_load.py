@@ -32,7 +32,7 @@ from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 from headrace.testing.sync import TOKEN, equal, receiver_with_faults, through
-from tests.engine.harness import MAX_CONTEXT, joined, request
+from tests.engine.native.harness import MAX_CONTEXT, joined, request
 from tests.models.kinds import plain, tiny
 
 torch.set_num_threads(1)

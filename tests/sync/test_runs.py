@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from headrace.base.types.messages.engine import Commit, Stage
 from headrace.base.types.messages.learner import Publish
 from headrace.launch.channel import ControllerChannel
-from tests.session.runs import make_run, tiny_model, verb
+from tests.run.session.runs import make_run, tiny_model, verb
 
 WAYS = [
     *(("http", "delta"), ("collective", "full"), ("files", "delta"), ("shm", "delta")),

@@ -1,4 +1,4 @@
-"""The protocol of vLLM, with answers as recorded from version 0.32 (``tests/engine/recorded``)."""
+"""The protocol of vLLM, with answers as recorded from version 0.32 (``tests/wings/servers/recorded``)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,153 @@
+"""What dies, hangs or runs out ends the program within its deadline, and is told with the loops, their waits and a
+remedy. (A full disk has a file of its own: ``test_full_disk.py``.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from headrace.base.clock import RealClock
+from tests.run.session.runs import components, make_run, running, wait_gone
+
+SLOW_REWARD = """
+    import time
+
+    def reward(completion):
+        time.sleep(0.05)
+        return sum(character in "01234" for character in completion) / 4
+"""
+DEADLINE_S = 10.0
+"""Of a busy machine, beyond the deadline that is set."""
+START_S = 200.0
+"""The same, to start and come to its end."""
+
+
+def a_run(directory: Path, model: Path, reward: str, **sections: dict) -> Path:
+    return make_run(
+        directory,
+        model,
+        reward=reward,
+        flow={"groups_per_step": 2, "group_size": 4, "max_failed_groups": 2, **sections.pop("flow", {})},
+        env={"reward": "reward.py:reward", **sections.pop("env", {})},
+        run={"dir": "run", "steps": 200, **sections.pop("run", {})},
+        **sections,
+    )
+
+
+def assert_told(words: str, problem: str, remedy: str, *waits: str) -> None:
+    """Problem, one line for each loop with what it was at, remedy; nothing else."""
+    assert re.search(rf"^error: {problem}", words), words
+    for loop in ("rollout", "scoring", "learner", "sync"):
+        assert re.search(rf"^  {loop} +(waits|busy) \d+ s (for|with) ", words, re.MULTILINE), words
+    for wait in waits:
+        assert re.search(wait, words), words
+    assert re.search(rf"^remedy: .*{remedy}", words, re.MULTILINE), words
+    assert "Traceback" not in words
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_ends_the_run_within_seconds(tmp_path: Path, model_dir: Path) -> None:
+    run_file = a_run(tmp_path, model_dir, SLOW_REWARD, launch={"engine_restarts": 0})
+    words, _ = struck(run_file, "engine", signal.SIGKILL, within_s=DEADLINE_S)
+    assert_told(words, r"engine \(pid \d+\) was killed by SIGKILL", "--resume", r"waits \d+ s for .*, which .* brings")
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_ends_the_run_after_the_stall_timeout(tmp_path: Path, model_dir: Path) -> None:
+    run_file = a_run(tmp_path, model_dir, SLOW_REWARD, run={"stall_timeout_s": 5.0})
+    words, seconds = struck(run_file, "engine", signal.SIGSTOP, within_s=5.0 + DEADLINE_S)
+    assert seconds > 4.0
+    assert_told(
+        words,
+        r"nothing has moved for \d+ s \(run.stall_timeout_s=5\); .* has been owed by .* for \d+ s",
+        "raise run.stall_timeout_s",
+        "which engine brings|owed by engine",
+        "unblocked by learner, engine",
+    )
+
+
+@pytest.mark.slow
+def test_a_reward_function_that_kills_its_worker_every_time_ends_the_run(tmp_path: Path, model_dir: Path) -> None:
+    patient = {"max_failed_groups": 100}
+    words = ended(a_run(tmp_path, model_dir, "import os\ndef reward(completion): os._exit(3)", flow=patient))
+    assert_told(
+        words,
+        r"8 scoring workers died one after the other; the last: scorer-\d+ \(pid \d+\) ended with exit code 3",
+        "the reward function kills its process: look at logs/",
+        r"learner +waits \d+ s for a batch of 2 scored groups, which scoring brings",
+    )
+
+
+@pytest.mark.slow
+def test_groups_that_all_fail_because_the_reward_function_kills_its_worker_end_the_run(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    words = ended(a_run(tmp_path, model_dir, "import os\ndef reward(completion): os._exit(3)"))
+    assert_told(
+        words,
+        "2 groups in a row were dropped because their episodes failed; the last: reward_crashed: the process that "
+        "computed it died, alone too",
+        "mend the environment or the reward function .*--resume",
+        r"learner +waits \d+ s for a batch of 2 scored groups, which scoring brings",
+    )
+
+
+@pytest.mark.slow
+def test_a_reward_function_that_never_returns_ends_the_run(tmp_path: Path, model_dir: Path) -> None:
+    hangs = "import threading\ndef reward(completion): threading.Event().wait()"
+    words = ended(a_run(tmp_path, model_dir, hangs, env={"reward_timeout_s": 1.0}))
+    assert_told(
+        words,
+        "2 groups in a row were dropped because their episodes failed; the last: reward_timeout: no reward for 1 s",
+        "mend the environment or the reward function .*--resume",
+        r"learner +waits \d+ s for a batch of 2 scored groups, which scoring brings",
+    )
+
+
+@pytest.mark.slow
+def test_a_dataset_that_is_used_up_ends_the_run_with_what_it_has_learned(tmp_path: Path, model_dir: Path) -> None:
+    run_file = a_run(tmp_path, model_dir, SLOW_REWARD, data={"path": "rows.jsonl", "epochs": 1}, flow={"max_age": 0})
+    with running("train", run_file) as life:
+        assert life.rest(START_S) == ""
+        assert life.process.returncode == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 6)
+    for said in ("data.epochs is used up after 6 of 200 steps", "raise data.epochs and --resume to go on"):
+        assert said in summary["cause"]
+        assert said in "".join(life.lines)
+
+
+def struck(run_file: Path, role: str, blow: signal.Signals, *, within_s: float) -> tuple[str, float]:
+    """A part of a run that is under way gets a signal: what the program says, and after how many seconds."""
+    clock = RealClock()
+    with running("train", run_file) as life:
+        life.until_step(2)
+        pids = components(run_file.parent / "run")
+        struck_s = clock.now()
+        os.kill(pids[role], blow)
+        words = life.rest()
+        seconds = clock.now() - struck_s
+        assert life.process.returncode == 1
+    assert seconds < within_s
+    assert wait_gone(list(pids.values()), timeout_s=0.0) == []
+    summary = json.loads((run_file.parent / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["cause"].splitlines()[1] in words, "the summary holds the loops, too"
+    return words, seconds
+
+
+def ended(run_file: Path) -> str:
+    """What a program says that ends by itself."""
+    with running("train", run_file) as life:
+        words = life.rest(START_S)
+        assert life.process.returncode == 1
+    assert json.loads((run_file.parent / "run" / "summary.json").read_text())["status"] == "failed"
+    return words
+
+
+pytestmark = pytest.mark.timeout(240)

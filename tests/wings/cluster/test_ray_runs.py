@@ -1,0 +1,152 @@
+"""Whole runs on a Ray cluster of three nodes: they learn, and go on when a node is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.run.session.runs import Running, make_run, tiny_model, verb
+from tests.run.session.serial import same_learner
+from tests.wings.cluster.ray_nodes import DEADLINE_S, Nodes, environment, ray_nodes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ON_RAY = {"launch": {"kind": "ray"}, "sync": {"transport": "http"}}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes(3) as made:
+        yield made
+
+
+def run_file(directory: Path, model: Path, **sections: Any) -> Path:
+    path = make_run(directory, model, **{**ON_RAY, **sections})
+    path.write_text(path.read_text().replace("engine_threads = 1\n", "").replace("learner_threads = 1\n", ""))
+    return path
+
+
+def on(nodes: Nodes, *more: str) -> list[str]:
+    settings = (f"launch.ray.address={nodes.address}", "launch.ray.placement=spread", "launch.start_timeout_s=240")
+    return [argument for setting in (*settings, *more) for argument in ("--set", setting)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def books(run_dir: Path, nodes: Nodes) -> dict[str, Any]:
+    done = nodes.headrace("ledger", run_dir, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def assert_balanced(found: dict[str, Any]) -> None:
+    assert found["holds"]
+    for fates in found["conservation"].values():
+        assert fates["submitted"] == fates["trained"] + sum(fates["dropped"].values()) + fates["in_flight"]
+
+
+def test_a_synchronous_run_on_three_nodes_gives_the_weights_of_one_on_this_machine(
+    nodes: Nodes, tmp_path: Path, model_dir: Path
+) -> None:
+    flow = {"groups_per_step": 2, "group_size": 4, "max_age": 0}
+    path = run_file(tmp_path / "far", model_dir, flow=flow)
+    done = nodes.headrace("train", path, *on(nodes, "engine.count=2"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    far = tmp_path / "far" / "run"
+    parts = read(far / "status.json")["components"]
+    assert {part["role"] for part in parts if part["node"]} == {"engine-0", "engine-1", "learner", "scorer-0"}
+    near = make_run(tmp_path / "near", model_dir, flow=flow)
+    verb("train", near, "--set", "observe.view=none")
+    assert same_learner(far / "checkpoints" / "step-000003", tmp_path / "near" / "run" / "checkpoints" / "step-000003")
+    assert_balanced(books(far, nodes))
+
+
+def node_of(run_dir: Path, role: str) -> psutil.Process:
+    """The raylet of the node on which a part runs."""
+    (pid,) = [part["pid"] for part in read(run_dir / "status.json")["components"] if part["role"] == role]
+    return next(each for each in psutil.Process(pid).parents() if "raylet" in each.name())
+
+
+def lose(raylet: psutil.Process) -> None:
+    """As when a machine goes: all that runs there, at once."""
+    for process in (raylet, *raylet.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+@contextmanager
+def under_way(nodes: Nodes, path: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that has made five steps."""
+    command = nodes.command("train", path, *on(nodes, "flow.max_idle_batches=100000", *more))
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment(), **pipes) as process:
+        try:
+            running = Running(process)
+            running.until_step(5)
+            yield process
+        finally:
+            process.kill()
+
+
+LOST = r"was lost with its (node|actor).*; "  # whichever Ray notices first
+WORDS = {"engine": LOST + "it serves again after", "learner": LOST + "the run goes on from step"}
+
+
+@pytest.mark.parametrize("role", WORDS)
+def test_a_node_that_is_lost_in_the_middle_of_a_run_costs_nothing(
+    nodes: Nodes, tmp_path: Path, model_dir: Path, role: str
+) -> None:
+    run_dir = tmp_path / "run"
+    path = run_file(tmp_path, model_dir, run={"dir": "run", "steps": 500, "checkpoint_every": 50})
+    nodes.tell("add")  # so that there is room for what the lost one had
+    with under_way(nodes, path, "launch.learner_restarts=1") as process:
+        lose(node_of(run_dir, role))
+        said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, said
+    assert re.search(WORDS[role], said), said
+    summary = read(run_dir / "summary.json")
+    assert (summary["status"], summary["steps"]) == ("finished", 500)
+    found = books(run_dir, nodes)
+    assert_balanced(found)
+    assert found["conservation"]["groups"]["trained"] == 1000
+
+
+def test_ranks_of_a_learner_are_actors_on_several_nodes(nodes: Nodes, tmp_path: Path, model_dir: Path) -> None:
+    nodes.tell("add")
+    path = run_file(tmp_path, model_dir)
+    done = nodes.headrace("train", path, *on(nodes, "learner.parallel.data=2"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    roles = [part["role"] for part in read(tmp_path / "run" / "status.json")["components"] if part["node"]]
+    assert {"learner", "learner-1"} <= set(roles)
+
+
+def test_a_cluster_without_room_is_told_of_with_who_needs_what(nodes: Nodes, tmp_path: Path, model_dir: Path) -> None:
+    path = run_file(tmp_path, model_dir)
+    wanted = on(nodes, "launch.start_timeout_s=5", "launch.ray.learner.cpus=64")
+    done = nodes.headrace("train", path, *wanted)
+    assert done.returncode == 1
+    assert "learner 64 CPUs; engine 1 CPU; it has" in done.stderr
+    assert "ask for less in [launch.ray]" in done.stderr
+
+
+def test_a_cluster_that_is_not_there_is_told_of(nodes: Nodes, tmp_path: Path, model_dir: Path) -> None:
+    path = run_file(tmp_path, model_dir)
+    done = nodes.headrace("train", path, "--set", "launch.ray.address=127.0.0.1:1")
+    assert done.returncode == 1
+    assert "leads to no Ray cluster" in done.stderr
