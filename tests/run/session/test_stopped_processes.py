@@ -169,13 +169,14 @@ def test_a_process_of_each_kind_may_stand_still_for_100_seconds(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_death_of_a_worker_of_64_episodes_costs_one_step_less_than_twice_its_time_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_the_death_of_a_worker_makes_no_step_of_64_episodes_three_times_as_long(tmp_path: Path, max_age: int) -> None:
     run_file = a_run(
         tmp_path,
         seconds=2.0,
-        flow={"groups_per_step": 8, "group_size": 8, "max_age": 0},
+        flow={"groups_per_step": 8, "group_size": 8, "max_age": max_age},
         engine={"max_new_tokens": 4, "max_sequences": 64},
-        run={"dir": "run", "steps": 10, "stall_timeout_s": 60.0},
+        run={"dir": "run", "steps": 16, "stall_timeout_s": 60.0},
     )
     with running("train", run_file) as life:
         life.until_step(5)
@@ -186,4 +187,7 @@ def test_the_death_of_a_worker_of_64_episodes_costs_one_step_less_than_twice_its
     assert any(line.startswith("warning: an environment worker died (") for line in life.lines)
     ended_s = [json.loads(line)["wall_s"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     took_s = [after - before for before, after in itertools.pairwise(ended_s)]
-    assert max(took_s) < 3.0 * statistics.median(took_s), took_s
+    # with max_age 1, two batches of equal episodes end together, and every second step hardly waits: the usual step is
+    # one that waits for its episodes, of which there are seven or more
+    usual_s = statistics.quantiles(took_s, n=4)[-1]
+    assert 2.0 < usual_s < max(took_s) < 3.0 * usual_s, took_s
