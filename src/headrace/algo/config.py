@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +37,14 @@ class AlgoConfig(Section):
     correction: tuple[CorrectionConfig, ...] = (Tis(),)
     """The corrections for tokens that older weights sampled: one table or several; ``"none"`` for none. Unset:
     ``tis``, or none for a loss that takes its own ratio against μ, or that has no ratio, or if ``old`` is
-    ``"engine"``."""
+    ``"engine"``, as it is by default in a run with ``flow.max_age`` above 0."""
     old: Old = "learner"
     """The policy that is π_old. ``"learner"``: its weights before this step. A batch is one update, so the loss's
     ratio π/π_old is 1 in value: no clip acts, and the correction weighs by π_old/μ. ``"engine"``: μ itself, so that
     the loss's own ratio π/μ and its clips account for older weights; corrections by π_old/μ are refused then.
     ``"kept"``: the weights that ``learner.old`` keeps, so that the loss's clips bound the distance of π from those;
-    the correction weighs by π_old/μ."""
+    the correction weighs by π_old/μ. Unset: ``"engine"`` in a run with ``flow.max_age`` above 0 that sets no correction
+    either, if the loss has a ratio to π_old; ``"learner"`` otherwise."""
     reduction: ReductionConfig = TokenMean()
     """The rule that combines the losses of all tokens into one number. Unset: that of the loss's paper."""
     allow_uncorrected: bool = False
@@ -104,6 +106,12 @@ class AlgoConfig(Section):
         by_itself = self.loss.corrects() or (self.old == "engine" and "log_old" in columns)
         return not columns & {"log_old", "log_mu"} or by_itself or any(part.corrects for part in self.correction)
 
+    @property
+    def clip_is_idle(self) -> bool:
+        """Return whether the loss's ratio is 1 in value, so that neither its clip nor its bounds act on any token."""
+        replaced = any(part.replaces_old for part in self.correction)
+        return self.old == "learner" and _has_ratio_to_old(self.loss) and not replaced
+
     def credit(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""
         return self.advantage(self.shaped(outcomes))
@@ -130,9 +138,38 @@ def _fill(tree: dict[str, Any]) -> dict[str, Any]:
     except pydantic.ValidationError:
         return tree  # validation of the field itself will report it
     tree.setdefault("reduction", {"kind": loss.reduction})
-    by_itself = loss.corrects() or "log_old" not in loss.columns() or tree.get("old") == "engine"
+    by_itself = not _weighed_by_rho(loss) or tree.get("old") == "engine"
     tree.setdefault("correction", () if by_itself else (Tis(),))
     return tree
+
+
+def _weighed_by_rho(loss: AnyLoss) -> bool:
+    """Return whether a correction by π_old/μ goes with the loss: it reads π_old, and takes no ratio to μ itself."""
+    return "log_old" in loss.columns() and not loss.corrects()
+
+
+def _has_ratio_to_old(loss: AnyLoss) -> bool:
+    """Return whether the loss's ratio is π/π_old. That of a function of the user is not known."""
+    return _weighed_by_rho(loss) and "log_mu" not in loss.columns()
+
+
+def for_old_tokens(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table ``[algo]`` of a run that trains tokens of older weights. If it leaves both π_old and the
+    correction open, π_old becomes μ, so that the loss's own clip acts on those tokens.
+
+    >>> for_old_tokens({"loss": "grpo"})
+    {'loss': 'grpo', 'old': 'engine'}
+    >>> for_old_tokens({"loss": "grpo", "correction": "tis"})
+    {'loss': 'grpo', 'correction': 'tis'}
+    """
+    try:
+        whole = expand(dict(tree))
+        loss: AnyLoss = _LOSS.validate_python(whole.get("loss", Dapo()))
+    except (pydantic.ValidationError, ConfigError):
+        return dict(tree)  # validation of the field itself will report it
+    if "old" in whole or "correction" in whole:
+        return dict(tree)
+    return {**tree, "old": "engine"} if _has_ratio_to_old(loss) else dict(tree)
 
 
 _LOSS: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(LossConfig)

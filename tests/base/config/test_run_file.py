@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.run.rules.settings import idle_clip
 from headrace.run.session import RunConfig, load_config
 
 MODEL = {"model": {"path": "m"}}
@@ -117,7 +118,7 @@ def test_a_run_file_without_a_model_says_which_key_is_missing(tree: dict[str, ob
             "engine.prompt cannot be filled in",
         ),
         (["algo.old='kept'"], "algo.old='kept', and learner.old does not say which weights"),
-        (["learner.old.kind='ema'"], "learner.old.kind='ema' has no effect with algo.old='learner'"),
+        (["learner.old.kind='ema'"], "learner.old.kind='ema' has no effect with algo.old='engine'"),
         (["learner.memory.masters=false"], "learner.memory.masters=false has no effect"),
         (["algo.advantage=remax"], "algo.advantage='remax' does not fit env.kind='single_turn'"),
     ],
@@ -169,3 +170,43 @@ def test_a_config_survives_a_round_trip_and_cannot_be_changed() -> None:
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
     with pytest.raises(ValueError, match="frozen"):
         config.learner.lr = 0.2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "old", "corrections"),
+    [
+        ([], "engine", []),
+        (["flow.max_age=0"], "learner", ["tis"]),
+        (["flow.policy=synchronous"], "learner", ["tis"]),
+        (["flow.policy=one_ahead"], "engine", []),
+        (["flow.max_age='auto'"], "engine", []),
+        (["algo.bundle='dr_grpo'", "algo.reduction.normalizer=8"], "engine", []),
+        (["algo.bundle='decoupled'"], "learner", ["decoupled"]),
+        (["algo.correction='tis'"], "learner", ["tis"]),
+        (["algo.old='learner'"], "learner", ["tis"]),
+        (["algo.loss='reinforce'"], "learner", []),
+    ],
+)
+def test_clip_acts_on_tokens_of_older_weights_unless_the_file_says_otherwise(
+    settings: list[str], old: str, corrections: list[str]
+) -> None:
+    algo = load_config({"model": {"path": "m"}}, settings).algo
+    assert algo.old == old
+    assert [part.kind for part in algo.correction] == corrections
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ([], False),
+        (["algo.correction='tis'"], True),
+        (["algo.correction='tis'", "flow.max_age=0"], False),
+        (["algo.correction='loglinear'"], False),
+        (["algo.loss='reinforce'"], False),
+        (["algo.bundle='gspo'"], True),
+    ],
+)
+def test_run_whose_clip_cannot_act_on_older_tokens_says_so(settings: list[str], idle: bool) -> None:
+    found = idle_clip(load_config({"model": {"path": "m"}}, settings))
+    assert bool(found) is idle
+    assert all("algo.old = 'engine'" in words for words in found)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.algo.config import AlgoConfig
+from typing import Any
+
+import pydantic
+
+from headrace.algo.config import AlgoConfig, for_old_tokens
 from headrace.base.config import Section
 from headrace.control import RunSection
 from headrace.engine.fleet import FleetConfig
@@ -40,3 +44,16 @@ class RunSections(Section):
     """The display of the run, and the files it leaves for people."""
     run: RunSection = RunSection()
     """The length of the run, its seed and its directory."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _clip_acts(cls, tree: Any) -> Any:
+        """Make μ the π_old of a run that trains tokens of older weights, where the file leaves it open."""
+        algo = tree.get("algo", {}) if isinstance(tree, dict) else None
+        if not isinstance(algo, dict):
+            return tree
+        try:
+            flow = FlowConfig.model_validate(tree.get("flow", {}))
+        except pydantic.ValidationError:
+            return tree  # validation of the section itself will report it
+        return tree if flow.greatest_age == 0 else {**tree, "algo": for_old_tokens(algo)}

@@ -434,5 +434,19 @@ _STALENESS: Rules = (
     ),
 )
 
+
+def idle_clip(config: RunSections) -> list[str]:
+    """Return the warning of a run that trains tokens of older weights with a loss whose clip acts on none of them; no
+    warning for any other run."""
+    if config.flow.greatest_age == 0 or not config.algo.clip_is_idle:
+        return []
+    weights = " and ".join(repr(part.kind) for part in config.algo.correction) or "nothing"
+    return [
+        f"flow.max_age={config.flow.max_age} with algo.old='learner': the ratio of loss {config.algo.loss.kind!r} is 1 "
+        f"for every token, so its bounds never act, and only {weights} holds back tokens of older weights; with "
+        "algo.old = 'engine' and without algo.correction the loss's own bounds do"
+    ]
+
+
 SETTINGS: Rules = (*_STALENESS, *_WEIGHTS, *_EPISODES, *_LEARNING, *_CREDIT)
 """The rules that ``load_config`` checks, in this order."""

@@ -20,6 +20,7 @@ from headrace.models.devices import CPU
 from headrace.models.hub import pinned
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.run.observe.words import plural
+from headrace.run.rules.settings import idle_clip
 from headrace.run.session.config import RunConfig
 from headrace.run.session.engine_fit import slower_here
 from headrace.run.session.prepare import Prepared
@@ -47,6 +48,7 @@ def explain(prepared: Prepared) -> str:
             if cluster is None
             else [cluster.sentence(config.launch, engines, ranks)]
         ),
+        *(f"Learns less than it could: {words}." for words in idle_clip(config)),
         *_joining_sentences(config),
         *filter(None, [config.engine.server.sentence(config.engine.kind)]),
     ]

@@ -39,6 +39,7 @@ from headrace.launch.order import ComponentStatus, LaunchedRun, LaunchOrder
 from headrace.learner import checkpoint
 from headrace.models.devices import CPU
 from headrace.run.observe import VerdictSettings, settings_of, write_report
+from headrace.run.rules.settings import idle_clip
 from headrace.run.session.config import RunConfig, RunFile, as_recorded, load_config, with_recorded_models
 from headrace.run.session.directory import (
     CONFIG_FILE,
@@ -205,8 +206,9 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
                 comparisons.append(writer)
             observers = watching.observers
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
-            for warning in (each["fallback"] for each in facts.values() if "fallback" in each):
-                watching.controller.state.warn(str(warning))
+            fallbacks = [str(each["fallback"]) for each in facts.values() if "fallback" in each]
+            for warning in (*fallbacks, *idle_clip(config)):
+                watching.controller.state.warn(warning)
             return watching.controller
 
         watchers = Watchers(held=life.held, watching=watching, interrupts=interrupts)
