@@ -21,7 +21,7 @@ from headrace.learner.auxiliary.config import (
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from headrace.models.devices import AUTO, DeviceName
 
-COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected"})
+COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected", "pairs"})
 """Optional columns that every learner can compute for an objective."""
 
 SETTINGS = {

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headrace.algo.metrics import means
 from headrace.algo.objective import Objective, usable
 from headrace.base.errors import ConfigError, RunError
 from headrace.base.types.batch import Batch
@@ -280,6 +281,21 @@ class LearnerCore:
         self._forward.refuse(batch)
         return self._logprobs(batch, batch.mask_N)
 
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        """Return the loss of ``batch`` and the loss's metrics under the current weights. Nothing is changed, and
+        ``batch.step`` has no meaning.
+
+        Raises :class:`~headrace.base.errors.RunError` for a batch that cannot be computed or has no loss token.
+        """
+        self._forward.refuse(batch)
+        work, mass, _ = self._prepare(batch)
+        if not work.mask_N.any():
+            raise nothing_to_learn(self._step, batch.num_loss_tokens)
+        work = self.add_columns(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
+        log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
+        output = self._objective(work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N), work.weights_N)
+        return {**means(output.metrics), "loss": float(output.loss)}
+
     def add_columns(self, work: StepWork) -> StepWork:
         """Return ``work`` with the columns of all auxiliary models; if one fails, the gradient is discarded."""
         for model in self._auxiliary:
@@ -348,7 +364,7 @@ class LearnerCore:
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
         start_s = self._context.clock.now()
-        packed = self._forward.cut(work.batch, work.mask_N)
+        packed = self._forward.cut(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
         self._ended("pack", start_s)
         for number, micro in enumerate(packed, 1):
             with self._context.progress.at(

@@ -33,7 +33,7 @@ from headrace.learner.cost import cost_of
 from headrace.learner.head import TopRequest
 from headrace.learner.intake import Mask, refuse_rescaled, refuse_unfit
 from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
-from headrace.learner.packing import Index, MicroBatch, Packing, Unit, plan, siblings, singly
+from headrace.learner.packing import Index, MicroBatch, Packing, Unit, groups_whole, plan, siblings, singly
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.split import ShardedLogprobs
 from headrace.learner.parallel.view import RankView, view_of
@@ -131,21 +131,25 @@ class Forward:
         :attr:`switch` must be set to an agent while its tokens are cut and computed."""
         return [("", mask_N)] if len(self.switch.agents) == 1 else batch.by_agent(mask_N)
 
-    def cut(self, batch: Batch, mask_N: Mask) -> list[MicroBatch]:
+    def cut(self, batch: Batch, mask_N: Mask, *, pairs: bool = False) -> list[MicroBatch]:
         """Return this rank's micro-batches of the samples that have a token in the mask; other samples need no forward
-        pass. All ranks get the same number of micro-batches; some may be empty."""
+        pass. All ranks get the same number of micro-batches; some may be empty. With ``pairs``, all samples of a group
+        are in the same one."""
         samples = np.unique(np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)[mask_N])
-        units = self._units(batch, samples)
+        units = self._units(batch, samples, pairs=pairs)
         return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
 
-    def _units(self, batch: Batch, samples: Index) -> list[Unit]:
+    def _units(self, batch: Batch, samples: Index, *, pairs: bool) -> list[Unit]:
         """Return the units of samples that stay together in one pass."""
+        apart = groups_whole(batch, samples) if pairs else singly(samples)
         if not self._share:
-            return singly(samples)
+            return apart
         units = siblings(batch, samples, self._packing.budget)
+        if pairs and len(units) > len(apart):  # a group that does not fit, with its prefix, into one pass
+            return apart
         saved = sum(unit.prefix * (len(unit.samples) - 1) for unit in units)
         pays = saved >= SHARED_FRAC * int(batch.lengths_S[samples].sum())
-        return units if pays or self._share is True else singly(samples)
+        return units if pays or self._share is True else apart
 
     def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> ForwardResult:
         """Run one forward pass over ``micro``. The logits of a token come from the token before it. ``top_NK`` are the

@@ -164,6 +164,12 @@ def singly(samples: Index) -> list[Unit]:
     return [Unit(samples=samples[place : place + 1]) for place in range(len(samples))]
 
 
+def groups_whole(batch: Batch, samples: Index) -> list[Unit]:
+    """Return the chosen ``samples`` as units of whole groups, for losses that compare the samples of a group."""
+    groups_K = batch.groups_S[samples]
+    return [Unit(samples=np.sort(samples[groups_K == group])) for group in dict.fromkeys(groups_K.tolist())]
+
+
 def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[list[MicroBatch]]:
     """Return the micro-batches of every rank, the same number for each; the last may be empty. The same input gives the
     same plan.

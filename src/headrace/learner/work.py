@@ -89,6 +89,7 @@ class StepWork:
             log_old_N=log_old_M if held["log_old"] is None else held["log_old"],
             log_ref_N=held["log_ref"],
             num_samples=len(micro.lengths_K),
+            groups_S=torch.from_numpy(self.batch.groups_S[micro.samples_K].astype(np.int64)).to(device),
             version_now=self.batch.step,
             entropy_N=entropy_M,
             log_pi_NK=None if self.top is None else top_MK,

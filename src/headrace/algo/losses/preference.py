@@ -1,0 +1,169 @@
+"""Losses over pairs of answers, of which one is preferred to the other: they learn from the difference of the two.
+
+In each group exactly one sample is chosen (advantages above 0) and one rejected (below 0). Every token of a pair has
+the value of the pair, so that the reduction ``prompt_mean`` gives the mean over pairs.
+
+Shape legend: N tokens, S samples, G pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from headrace.algo.base import Column, LossInputs, Ratio, TokenLoss
+from headrace.algo.losses.section import LossSection
+from headrace.algo.losses.supervised import Dpo
+from headrace.base.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """The samples of a micro-batch, paired by their groups."""
+
+    inputs: LossInputs
+    answer_N: Tensor
+    """bool; the tokens of an answer that carry loss. Tokens of the mask with an advantage of 0 belong to a prompt."""
+    pairs_S: Tensor
+    """The index of each sample's pair."""
+    num_pairs: int
+    side_S: Tensor
+    """1 for a chosen sample, −1 for a rejected one."""
+
+    @classmethod
+    def of(cls, inputs: LossInputs) -> Pairs:
+        """Return the pairs of a micro-batch. Raises :class:`~headrace.base.errors.DataError` for a group that is no
+        pair."""
+        assert inputs.groups_S is not None
+        groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
+        answer_N = inputs.mask_N & (inputs.advantages_N != 0)
+        side_S = inputs.sum_S(inputs.advantages_N).sign()
+        counts_G = side_S.new_zeros(len(groups)).index_add(0, pairs_S, side_S.abs())
+        balance_G = side_S.new_zeros(len(groups)).index_add(0, pairs_S, side_S)
+        if not bool(((counts_G == 2) & (balance_G == 0)).all()):
+            raise DataError(
+                "a loss over pairs found a group without exactly one chosen and one rejected sample",
+                remedy="give pairs: advantage +1 and -1, one of each in every group, in one micro-batch",
+            )
+        return cls(inputs=inputs, answer_N=answer_N, pairs_S=pairs_S, num_pairs=len(groups), side_S=side_S)
+
+    def sum_S(self, values_N: Tensor) -> Tensor:
+        """Return the sum of the values of each sample's answer."""
+        kept_N = values_N.masked_fill(~self.answer_N, 0.0)
+        return values_N.new_zeros(self.inputs.num_samples).index_add(0, self.inputs.samples_N, kept_N)
+
+    def mean_S(self, values_N: Tensor) -> Tensor:
+        """Return the mean of the values of each sample's answer."""
+        return self.sum_S(values_N) / self.sum_S(values_N.new_ones(values_N.shape)).clamp(min=1.0)
+
+    def difference_G(self, values_S: Tensor) -> Tensor:
+        """Return the value of the chosen sample minus that of the rejected one."""
+        return values_S.new_zeros(self.num_pairs).index_add(0, self.pairs_S, self.side_S * values_S)
+
+    def loss(self, name: str, loss_G: Tensor, margin_G: Tensor) -> TokenLoss:
+        """Return the loss of every pair as that of its tokens, with the share of pairs whose margin is above 0."""
+        accuracy = Ratio((margin_G.detach() > 0).sum(), float(self.num_pairs))
+        margin = Ratio(margin_G.detach().sum(), float(self.num_pairs))
+        return TokenLoss(
+            tokens_N=loss_G[self.pairs_S][self.inputs.samples_N],
+            metrics={f"{name}_accuracy": accuracy, f"{name}_margin": margin},
+        )
+
+
+def minus_log_sigmoid(margin: Tensor) -> Tensor:
+    """Return −log σ(margin), exact for margins of any size."""
+    return (-margin).logaddexp(margin.new_zeros(()))
+
+
+class PairLoss(LossSection):
+    """The base of losses over pairs: the mean over pairs, by the reduction."""
+
+    reduction: ClassVar[str] = "prompt_mean"
+
+    def columns(self) -> frozenset[Column]:
+        """Return the column that the formula reads: the pairs of samples."""
+        return frozenset({"pairs"})
+
+
+class IdentityPo(PairLoss):
+    """IPO's loss: a square that brings the difference of the mean log-ratios to 1/(2β), however sure the preference.
+
+    (Δ_chosen − Δ_rejected − 1/(2β))², Δ = mean over the answer of log π/π_ref.
+
+    Source: Azar et al., arXiv 2310.12036, eq. 17, with the mean over tokens that its authors used.
+    """
+
+    kind: Literal["ipo"] = "ipo"
+    """The name that selects this loss."""
+    beta: float = Field(default=0.1, gt=0)
+    """β (τ in the paper), the strength of the pull to the reference."""
+
+    def columns(self) -> frozenset[Column]:
+        """Return the columns that the formula reads: log π_ref, and the pairs of samples."""
+        return frozenset({"log_ref", "pairs"})
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token."""
+        assert inputs.log_ref_N is not None
+        pairs = Pairs.of(inputs)
+        margin_G = pairs.difference_G(pairs.mean_S(inputs.log_pi_N - inputs.log_ref_N))
+        return pairs.loss("ipo", (margin_G - 1 / (2 * self.beta)).square(), margin_G)
+
+
+class SimPo(PairLoss):
+    """SimPO's loss: the mean log-probability itself is the reward, so that no reference is needed.
+
+    −log σ(β·(l_chosen − l_rejected) − γ), l = mean over the answer of log π.
+
+    Source: Meng et al., arXiv 2405.14734, eq. 6.
+    """
+
+    kind: Literal["simpo"] = "simpo"
+    """The name that selects this loss."""
+    beta: float = Field(default=2.0, gt=0)
+    """β, the scale of the difference."""
+    gamma: float = Field(default=1.0, ge=0)
+    """γ, the margin by which the chosen answer should win."""
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token."""
+        pairs = Pairs.of(inputs)
+        margin_G = self.beta * pairs.difference_G(pairs.mean_S(inputs.log_pi_N))
+        return pairs.loss("simpo", minus_log_sigmoid(margin_G - self.gamma), margin_G)
+
+
+class Orpo(PairLoss):
+    """ORPO's loss: likelihood of the chosen answer, and the odds of the chosen against the rejected one.
+
+    NLL − λ·log σ(log odds_chosen − log odds_rejected), odds = P/(1 − P), log P = mean over the answer of log π; NLL =
+    −mean of log π over the chosen sample.
+
+    Source: Hong et al., arXiv 2403.07691, eq. 6 and 7. As in the authors' program, the likelihood is that of the prompt
+    too: those of its tokens that are in the mask (with advantage 0).
+    """
+
+    kind: Literal["orpo"] = "orpo"
+    """The name that selects this loss."""
+    beta: float = Field(default=0.1, gt=0)
+    """λ, the weight of the odds."""
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token."""
+        pairs = Pairs.of(inputs)
+        log_p_S = pairs.mean_S(inputs.log_pi_N)
+        # 1 − P is taken of the exact P; the bound keeps the odds of a certain answer finite
+        log_odds_S = log_p_S - (-log_p_S.clamp(max=-1e-7).exp()).log1p()
+        margin_G = pairs.difference_G(log_odds_S)
+        chosen_S = pairs.side_S > 0
+        nll_S = -inputs.mean_S(inputs.log_pi_N) * chosen_S
+        nll_G = nll_S.new_zeros(pairs.num_pairs).index_add(0, pairs.pairs_S, nll_S)
+        return pairs.loss("orpo", nll_G + self.beta * minus_log_sigmoid(margin_G), margin_G)
+
+
+AnyPreferenceLoss = Dpo | IdentityPo | SimPo | Orpo
+"""The losses of ``headrace dpo``, by their names in its run file."""

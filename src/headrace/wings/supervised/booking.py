@@ -1,0 +1,131 @@
+"""The ledger of a run on given rows: which row was trained in which step, exactly once.
+
+A row is a group, and each of its samples is an episode, whose trained tokens come from a frozen author: the rows' own.
+
+    row ──▶ SUBMITTED ──▶ TAKEN(step) ──▶ TRAINED ──▶ RELEASED, with the version that its step made
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from headrace.base.clock import Clock
+from headrace.base.errors import CheckpointError
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.scored import Credit, Learned, paths
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED
+from headrace.flow.ledger import Ledger
+from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Note, Submit
+from headrace.wings.supervised.rendering import RenderedSample
+
+GIVEN, TRAINED = "task", "rows"
+"""The authors of a sample's tokens: those that are given, and those that carry loss."""
+
+
+def episode_of(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
+    """Return the episode of a sample: a turn for each run of tokens that carry loss, and for each that do not."""
+    cuts = np.flatnonzero(np.diff(sample.mask_T)) + 1
+    borders = sorted({0, *cuts.tolist(), sample.num_prompt, len(sample.ids_T)})
+    turns = [
+        _turn(sample, start, end, None if number == 0 else number - 1)
+        for number, (start, end) in enumerate(pairwise(borders))
+    ]
+    reward = float(sample.side) if sample.side else None
+    return EpisodeGraph(key=key, turns=turns, status=EpisodeStatus.SCORED, reward=reward)
+
+
+def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> Turn:
+    trained = bool(sample.mask_T[start])
+    version = FROZEN if trained else NOT_SAMPLED
+    tokens = Tokens(
+        ids_T=sample.ids_T[start:end],
+        logprobs_T=np.zeros(end - start, np.float32),
+        versions_T=np.full(end - start, version, np.int32),
+    )
+    return Turn(author=TRAINED if trained else GIVEN, tokens=tokens, parent=parent)
+
+
+def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
+    """Return the advantages of a sample: 1 for one to imitate; the side of an answer that is compared, and 0 for its
+    prompt."""
+    if not sample.side:
+        return 1.0
+    ends = np.cumsum([len(turn.tokens) for turn in episode.turns])
+    return [float(sample.side) if end > sample.num_prompt else 0.0 for end in ends.tolist()]
+
+
+def batch_of(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]) -> tuple[Batch, list[EpisodeGraph]]:
+    """Return the batch of some rows, each with its number in the run, and the episodes of their samples."""
+    pairs = [
+        (episode_of(EpisodeKey(number, place), sample), sample)
+        for number, samples in groups
+        for place, sample in enumerate(samples)
+    ]
+    laid_out = [path for episode, sample in pairs for path in paths(episode, credit_of(episode, sample))]
+    return Batch.collate(step, laid_out), [episode for episode, _ in pairs]
+
+
+class RowLedger:
+    """Records the life of every row, and knows which rows a resumed run has recorded already."""
+
+    def __init__(self, ledger: Ledger, clock: Clock) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._num_recorded = 0
+
+    def roll_back(self, step: int, num_trained: int) -> None:
+        """Return to the checkpoint at ``step``, which has trained the first ``num_trained`` rows.
+
+        Raises :class:`~headrace.base.errors.CheckpointError` if the ledger knows other rows before it.
+        """
+        resumed = self._ledger.roll_back(step)
+        if resumed.num_released != num_trained:
+            raise CheckpointError(
+                f"the snapshot is of step {step}, which has trained {num_trained} rows, but the ledger knows "
+                f"{resumed.num_released} trained rows before it",
+                remedy="restore ledger and checkpoints from the same moment, or start a new run directory",
+            )
+        self._num_recorded = resumed.num_submitted
+
+    def take(self, step: int, numbers: Sequence[int], rows: Sequence[int], episodes: Sequence[EpisodeGraph]) -> None:
+        """Record the rows at the places ``numbers`` of the run as the batch of ``step``."""
+        at_s = self._clock.wall()
+        fresh = [(number, row) for number, row in zip(numbers, rows, strict=True) if number >= self._num_recorded]
+        submit = Submit(numbers=tuple(n for n, _ in fresh), rows=tuple(row for _, row in fresh), at_s=at_s)
+        ended = [EndEpisode(episode=one, at_s=at_s) for one in episodes if one.key.group >= self._num_recorded]
+        taken = Move(numbers=tuple(numbers), state=GroupState.TAKEN, at_s=at_s, oldest_version=step, step=step)
+        self._ledger.apply(*([submit] if fresh else []), *ended, taken)
+        self._num_recorded = max(self._num_recorded, numbers[-1] + 1)
+
+    def trained(
+        self, report: StepReport, numbers: Sequence[int], batch: Batch, episodes: Sequence[EpisodeGraph]
+    ) -> None:
+        """Record that the optimizer has trained the rows, and that their weights are in use."""
+        at_s = self._clock.wall()
+        learned = Learned.of([episode.key for episode in episodes], batch, report.log_pi_N)
+        ended = EndStep(
+            step=report.step,
+            numbers=tuple(numbers),
+            trained_tokens=report.trained_tokens,
+            dropped_tokens=report.dropped_tokens,
+            ages={0: report.trained_tokens},
+            at_s=at_s,
+            learned=learned,
+        )
+        released = CommitVersion(version=report.step + 1, numbers=tuple(numbers), checksum="", at_s=at_s)
+        self._ledger.apply(ended, released)
+
+    def note(self, kind: str, detail: str) -> None:
+        """Record an event of the run."""
+        self._ledger.apply(Note(kind=kind, detail=detail, at_s=self._clock.wall()))
+
+    def persist(self) -> None:
+        """Make everything recorded survive a power failure."""
+        self._ledger.persist()

@@ -1,0 +1,233 @@
+"""The settings of training on given rows: the sections of a run file of ``headrace sft`` and ``headrace dpo``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from headrace.algo.losses.preference import AnyPreferenceLoss
+from headrace.algo.losses.supervised import Dpo
+from headrace.base.config import Section, load_toml, merge, parse_override, validate
+from headrace.base.errors import ConfigError
+from headrace.learner.config import LearnerConfig
+from headrace.models import ModelConfig
+from headrace.models.hub import is_hub_name
+from headrace.run.observe.config import ObserveConfig
+
+LossOn = Literal["assistant", "last", "all"]
+"""The tokens of a row that carry loss."""
+
+
+class SourceConfig(Section):
+    """The settings of one file of rows."""
+
+    path: str = Field(min_length=1)
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file."""
+    weight: float | None = None
+    """The share of this source among the rows that are trained, relative to the other weights. Unset for all sources:
+    every row of every source is trained once per epoch."""
+
+    @model_validator(mode="after")
+    def _weight_is_positive(self) -> Self:
+        if self.weight is not None and self.weight <= 0:
+            raise ConfigError(
+                f"data.sources: {self.path!r} has weight={self.weight:g}, so none of its rows would ever be trained",
+                remedy="give it a weight above 0, or remove the source",
+            )
+        return self
+
+
+class RowsConfig(Section):
+    """The settings of the rows to train on."""
+
+    path: str = ""
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file. Empty where rows are passed in Python or ``sources`` are given."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several files, a table ``[[data.sources]]`` for each, in place of ``path``."""
+    eval_path: str = ""
+    """A file of held-out rows in the same form, on which the loss is measured; empty: no evaluation."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """The columns of the files by the names that are expected: ``columns = { completion = "answer" }``."""
+    loss_on: LossOn = "assistant"
+    """The tokens that carry loss. ``assistant``: all turns of the assistant, or the completion. ``last``: the last turn
+    of the assistant only. ``all``: every token but the first. A row of plain text has loss on every token but the
+    first."""
+    max_length: int | None = Field(default=None, ge=2)
+    """The longest row, in tokens. Unset: the longest context of the model, or ``learner.tokens_per_microbatch``."""
+    long_rows: Literal["refuse", "skip", "cut"] = "refuse"
+    """What happens to rows that are longer: they are refused by name, left out and counted, or cut off at the end and
+    counted."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What happens to rows that cannot be trained: they are refused by name before the run starts, or left out,
+    counted and listed in ``left_out.jsonl`` of the run directory."""
+    shuffle: bool = True
+    """Whether the rows are visited in a new random order in every epoch."""
+
+    @model_validator(mode="after")
+    def _sources_go_together(self) -> Self:
+        if self.path and self.sources:
+            raise ConfigError(f"data.path={self.path!r} and data.sources are both set", remedy="leave one of them out")
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            bare = self.sources[weighted.index(False)].path
+            raise ConfigError(
+                f"data.sources: {bare!r} has no weight, and others have one",
+                remedy="give every source a weight, or none",
+            )
+        return self
+
+    @property
+    def files(self) -> tuple[SourceConfig, ...]:
+        """Return the files to train on."""
+        return self.sources or ((SourceConfig(path=self.path),) if self.path else ())
+
+
+class TuningSection(Section):
+    """The settings of the run as a whole: its length, its batches, its directory and its checkpoints."""
+
+    dir: str = ""
+    """The run's directory; empty: ``runs/``, the verb, and the date and time."""
+    epochs: int = Field(default=1, ge=1)
+    """The number of passes over the rows. With weights, as many rows are drawn as that many passes have."""
+    steps: int | None = Field(default=None, ge=1)
+    """The number of optimizer steps, in place of ``epochs``."""
+    rows_per_step: int = Field(default=16, ge=1)
+    """The number of rows (of ``headrace dpo``: pairs) that one optimizer step trains. The last step has the rest."""
+    seed: int = Field(default=0, ge=0)
+    """The seed of the order of rows."""
+    checkpoint_every: int = Field(default=500, ge=1)
+    """Steps between snapshots. There is always one at the end, and one when the run is stopped."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """The number of snapshots to keep."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between measurements of the held-out loss; 0: only before the first step and after the last."""
+    threads: int | None = Field(default=None, ge=1)
+    """The number of threads that compute. Unset: one for each processor core that this process may use."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.steps is not None and self.epochs != 1:
+            raise ConfigError(
+                f"run.steps={self.steps} and run.epochs={self.epochs} are both set", remedy="leave one of them out"
+            )
+        return self
+
+
+class TuningConfig(Section):
+    """The sections that both verbs have."""
+
+    model: ModelConfig
+    """The model that is trained."""
+    data: RowsConfig = RowsConfig()
+    """The rows to train on, and the held-out rows."""
+    learner: LearnerConfig = LearnerConfig(lr=1e-5, betas=(0.9, 0.999))
+    """The optimizer, its schedule, and the reference policy."""
+    observe: ObserveConfig = ObserveConfig()
+    """The display of the run, and the files it leaves for people."""
+    run: TuningSection = TuningSection()
+    """The length of the run, its batches, its seed and its directory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("learner", {}), dict):
+            return tree
+        return {**tree, "learner": {**_LEARNER, **tree.get("learner", {})}}
+
+    @model_validator(mode="after")
+    def _learner_is_one_process(self) -> Self:
+        if self.learner.parallel.world > 1:
+            raise ConfigError(
+                f"learner.parallel spreads the learner over {self.learner.parallel.world} processes, which this verb "
+                "does not start",
+                remedy="leave learner.parallel out",
+            )
+        if self.learner.teachers or self.learner.old is not None:
+            what = "learner.teachers" if self.learner.teachers else "learner.old"
+            raise ConfigError(f"{what} has no effect: the loss does not read it", remedy=f"leave {what} out")
+        if self.model.adapter_agents:
+            raise ConfigError(
+                "model.lora.agents: rows have no agents, so one adapter is trained", remedy="leave it out"
+            )
+        return self
+
+
+_LEARNER = {"lr": 1e-5, "betas": (0.9, 0.999)}
+"""Defaults of ``[learner]`` that differ from those of ``headrace train``: given rows allow a higher rate."""
+
+
+class SftConfig(TuningConfig):
+    """A run file of ``headrace sft``: cross-entropy on the rows."""
+
+
+class DpoConfig(TuningConfig):
+    """A run file of ``headrace dpo``: learning from pairs of answers."""
+
+    loss: Annotated[AnyPreferenceLoss, Field(discriminator="kind")] = Dpo()
+    """The loss over a pair: ``dpo``, ``ipo``, ``simpo`` or ``orpo``. A name alone stands for its table: ``loss =
+    "simpo"`` is ``[loss] kind = "simpo"``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_a_table(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and isinstance(tree.get("loss"), str):
+            return {**tree, "loss": {"kind": tree["loss"]}}
+        return tree
+
+    @model_validator(mode="after")
+    def _reference_is_read(self) -> Self:
+        if self.learner.reference is not None and "log_ref" not in self.loss.columns():
+            raise ConfigError(
+                f"learner.reference has no effect: loss={self.loss.kind!r} has no reference policy",
+                remedy="leave learner.reference out, or set loss = 'dpo' or 'ipo'",
+            )
+        return self
+
+
+C = TypeVar("C", bound=TuningConfig)
+
+
+def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfig, overrides: Sequence[str] = ()) -> C:
+    """Return the checked settings of a run file of the verb of ``kind``, with the ``section.key=value`` pairs of
+    ``overrides`` applied.
+
+    Paths in a file are relative to it; paths in a tree and in ``overrides`` are relative to the working directory.
+    Raises :class:`~headrace.base.errors.ConfigError`.
+    """
+    if isinstance(source, TuningConfig):
+        tree: dict[str, Any] = source.model_dump(mode="json")
+    elif isinstance(source, dict):
+        tree = source
+    else:
+        tree = _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+    tree = merge(tree, *(parse_override(text) for text in overrides), whole_kinds=True)
+    return validate(kind, _absolute(tree, Path.cwd()))
+
+
+def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return ``tree`` with every relative path in it resolved against ``directory``."""
+    for section, keys in (("model", ("path",)), ("data", ("path", "eval_path")), ("run", ("dir",))):
+        table = tree.get(section)
+        if isinstance(table, dict):
+            tree = {**tree, section: {**table, **_resolved(table, keys, directory)}}
+    data = tree.get("data")
+    if isinstance(data, dict) and isinstance(data.get("sources"), list):
+        sources = [
+            {**each, **_resolved(each, ("path",), directory)} if isinstance(each, dict) else each
+            for each in data["sources"]
+        ]
+        tree = {**tree, "data": {**data, "sources": sources}}
+    return tree
+
+
+def _resolved(table: dict[str, Any], keys: tuple[str, ...], directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key in keys:
+        value = table.get(key)
+        if isinstance(value, str) and value:
+            path = directory / Path(value).expanduser()
+            found[key] = value if is_hub_name(value) and not path.exists() else str(path)
+    return found

@@ -1,0 +1,59 @@
+"""The order of rows: which row has which place in the run, as a function of the seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.rollout.environments.data import RowOrder
+
+CHUNK = 4096
+"""The number of places whose sources are drawn together. Another number would be another order."""
+
+
+class RowStream:
+    """The rows of a run in their order, without an end.
+
+    Without weights every row of every source comes once per epoch. With weights the source of each place is drawn by
+    its weight, and each source visits its own rows epoch by epoch. The row of a place does not depend on how many
+    places a run has, so that a longer run begins like a shorter one.
+
+    >>> stream = RowStream([2, 1], None, seed=0, shuffle=False)
+    >>> stream.rows(0, 5).tolist()
+    [0, 1, 2, 0, 1]
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, *, seed: int, shuffle: bool) -> None:
+        """``sizes`` are the numbers of rows of the sources; ``weights`` their shares, or ``None``."""
+        self._sizes, self._seed = list(sizes), seed
+        self._shares = None if weights is None else np.array(weights) / sum(weights)
+        parts = [sum(sizes)] if weights is None else sizes
+        self._orders = [
+            RowOrder(num_rows=size, seed=seed + 1_000_003 * number, shuffle=shuffle)
+            for number, size in enumerate(parts)
+        ]
+        self._starts = np.cumsum([0, *sizes])[:-1]
+        self._drawn = np.zeros(0, np.int64)
+        """The rows of the places that were drawn so far."""
+        self._visited = np.zeros(len(sizes), np.int64)
+        """The number of places that each source has among them."""
+
+    def rows(self, first: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return the rows at the places from ``first`` to ``end``, as indices over all sources."""
+        while len(self._drawn) < end:
+            self._drawn = np.concatenate([self._drawn, self._next_chunk()])
+        return self._drawn[first:end]
+
+    def _next_chunk(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        first = len(self._drawn)
+        if self._shares is None:
+            return np.array([self._orders[0](place) for place in range(first, first + CHUNK)], np.int64)
+        rng = np.random.default_rng([self._seed, 1, first // CHUNK])
+        rows = np.zeros(CHUNK, np.int64)
+        for place, source in enumerate(rng.choice(len(self._sizes), size=CHUNK, p=self._shares).tolist()):
+            row = self._orders[source](int(self._visited[source]))
+            assert row is not None
+            rows[place] = self._starts[source] + row
+            self._visited[source] += 1
+        return rows

@@ -1,0 +1,224 @@
+"""Everything that is loaded and checked before the first step: rows, their order, the loss, the length of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.algo.base import Loss
+from headrace.algo.losses.preference import Orpo
+from headrace.algo.losses.supervised import Ce
+from headrace.algo.objective import Objective
+from headrace.algo.reductions import PromptMean, TokenMean
+from headrace.base.errors import ConfigError
+from headrace.learner.config import LearnerConfig
+from headrace.learner.disk import verify_model
+from headrace.models import load_tokenizer
+from headrace.models.endings import stop_ids
+from headrace.models.hub import local_directory, pinned, with_models
+from headrace.models.load import limit_of, read_config
+from headrace.run.observe.words import plural
+from headrace.wings.supervised.config import DpoConfig, TuningConfig
+from headrace.wings.supervised.order import RowStream
+from headrace.wings.supervised.reading import RowLimits, RowSet, read_rows
+from headrace.wings.supervised.rendering import RenderedSample, RowRenderer
+
+Rows = Iterable[Mapping[str, Any]]
+"""Rows that a caller passes in Python: a list of dicts, or a ``datasets`` object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The places of a run: which rows each step trains."""
+
+    stream: RowStream
+    num_places: int
+    """The number of rows that the run trains, counting every visit."""
+    rows_per_step: int
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of optimizer steps; the last may have fewer rows."""
+        return -(-self.num_places // self.rows_per_step)
+
+    def places(self, step: int) -> range:
+        """Return the places of the rows of ``step``."""
+        first = step * self.rows_per_step
+        return range(first, min(first + self.rows_per_step, self.num_places))
+
+    def rows(self, step: int) -> Sequence[int]:
+        """Return the rows of ``step``, as indices over all sources."""
+        places = self.places(step)
+        found: list[int] = self.stream.rows(places.start, places.stop).tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTuning:
+    """A run on given rows, checked and ready to start."""
+
+    config: TuningConfig
+    """The settings, with a local directory in place of the model's name on a hub."""
+    verb: str
+    """``sft`` or ``dpo``."""
+    objective: Objective
+    rows: RowSet
+    eval_rows: RowSet | None
+    """The held-out rows; ``None`` without any."""
+    schedule: Schedule
+
+    @property
+    def samples_per_row(self) -> int:
+        """Return the number of samples of a row: two for a pair."""
+        return 2 if "pairs" in self.objective.columns else 1
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings as ``config.json`` keeps them: hub models by name and commit."""
+        tree = self.config.model_dump(mode="json")
+        return {"verb": self.verb, **with_models(tree, lambda _, path: pinned(path))}
+
+    def fingerprint(self) -> str:
+        """Return two hashes: of the rows and their order, and of the other settings that decide what is learned."""
+        run = self.config.run
+        order = [run.seed, run.rows_per_step, self.config.data.shuffle]
+        order += [(len(source.rows), source.weight) for source in self.rows.sources]
+        settings = self.recorded()
+        left = {key: settings[key] for key in ("model", "learner", "loss") if key in settings}
+        return f"{self.rows.fingerprint()}{_hash(order)}:{_hash(left)}"
+
+
+def _hash(tree: Any) -> str:
+    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def prepare_tuning(
+    config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, weights: bool = True
+) -> PreparedTuning:
+    """Load and check everything that a run needs, and return it. ``data`` and ``eval_data`` are rows in place of those
+    of the files. Where ``weights`` is false, the weights of a hub model are not fetched.
+
+    Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` and
+    :class:`~headrace.base.errors.ModelError`.
+    """
+    path = local_directory(config.model.path, weights=weights)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    verify_model(Path(path))
+    if not config.data.files and data is None:
+        raise ConfigError("data.path is missing: there are no rows to train on", remedy="set data.path")
+    objective = objective_of(config)
+    tokenizer = load_tokenizer(path)
+    endings = stop_ids(path, tokenizer.eos_token_id)
+    renderer = RowRenderer(
+        tokenizer, endings, config.data.loss_on, prompt_loss=isinstance(objective.loss, Orpo)
+    )  # fmt: skip
+    render = renderer.compared if "pairs" in objective.columns else renderer.imitated
+    limits = _limits(config, path)
+    rows = read_rows(
+        [(file.path, file.weight) for file in config.data.files], data, config.data, render, limits=limits
+    )  # fmt: skip
+    return PreparedTuning(
+        config=config,
+        verb="dpo" if isinstance(config, DpoConfig) else "sft",
+        objective=objective,
+        rows=rows,
+        eval_rows=_held_out(config, eval_data, render, limits),
+        schedule=_schedule(config, rows),
+    )
+
+
+def _held_out(
+    config: TuningConfig,
+    data: Rows | None,
+    render: Callable[[Mapping[str, Any]], tuple[RenderedSample, ...]],
+    limits: RowLimits,
+) -> RowSet | None:
+    if data is None and not config.data.eval_path:
+        if config.run.eval_every:
+            raise ConfigError(
+                f"run.eval_every={config.run.eval_every} has no effect without held-out rows",
+                remedy="set data.eval_path, or leave run.eval_every out",
+            )
+        return None
+    return read_rows([(config.data.eval_path, None)], data, config.data, render, limits=limits)
+
+
+def objective_of(config: TuningConfig) -> Objective:
+    """Return the objective of a run: the mean over tokens of the cross-entropy, or the mean over pairs."""
+    if isinstance(config, DpoConfig):
+        loss: Loss = config.loss
+        return Objective(loss, (), PromptMean())
+    return Objective(Ce(), (), TokenMean())
+
+
+def _limits(config: TuningConfig, path: str) -> RowLimits:
+    """Return the limits of a row: of the settings, the learner and the model."""
+    budget, context = config.learner.tokens_per_microbatch, limit_of(path).length
+    length, why = min(
+        (budget, f"learner.tokens_per_microbatch={budget}"), (context, f"the context of the model, {context}")
+    )
+    wanted = config.data.max_length
+    if wanted is not None and wanted > length:
+        raise ConfigError(
+            f"data.max_length={wanted} is more than {why}", remedy=f"set data.max_length <= {length}"
+        )  # fmt: skip
+    if wanted is not None:
+        length, why = wanted, f"data.max_length={wanted}"
+    vocab_size = int(read_config(path).get_text_config().vocab_size)
+    return RowLimits(length=length, together=budget, why=why, vocab_size=vocab_size)
+
+
+def _schedule(config: TuningConfig, rows: RowSet) -> Schedule:
+    run = config.run
+    weights = [source.weight for source in rows.sources if source.weight is not None]
+    stream = RowStream(
+        [len(source.rows) for source in rows.sources], weights or None, seed=run.seed, shuffle=config.data.shuffle
+    )
+    num_places = len(rows.rows) * run.epochs if run.steps is None else run.steps * run.rows_per_step
+    return Schedule(stream=stream, num_places=num_places, rows_per_step=run.rows_per_step)
+
+
+def explain_tuning(prepared: PreparedTuning) -> str:
+    """Return the description of a run for a dry run: its rows, its length, its loss and where it computes."""
+    config, schedule = prepared.config, prepared.schedule
+    learner: LearnerConfig = config.learner.serving(prepared.objective.columns)
+    samples = [sample for row in prepared.rows.rows for sample in row]
+    tokens = sum(len(sample.ids_T) for sample in samples)
+    trained = sum(int(sample.mask_T.sum()) for sample in samples)
+    epochs = schedule.num_places / len(prepared.rows.rows)
+    unit = "pair" if prepared.samples_per_row == 2 else "row"
+    lines = [
+        f"{plural(len(prepared.rows.rows), unit)} of {plural(tokens, 'token')}, {trained:,} of which carry loss; "
+        f"the longest has {max(len(sample.ids_T) for sample in samples):,}.",
+        f"{plural(schedule.num_steps, 'step')} of {plural(schedule.rows_per_step, unit)}: "
+        f"{plural(float(f'{epochs:.3g}'), 'epoch')}"
+        + (f"; the last step has {len(schedule.places(schedule.num_steps - 1))}." if _rest(schedule) else "."),
+        f"Loss: {loss_name(prepared)}, learning rate {learner.lr:g} ({learner.schedule}).",
+    ]
+    if learner.reference is not None and prepared.samples_per_row == 2:
+        lines.append(f"The reference is {learner.reference}.")
+    if prepared.eval_rows is not None:
+        when = f"every {config.run.eval_every} steps" if config.run.eval_every else "before and after training"
+        lines.append(f"{plural(len(prepared.eval_rows.rows), unit)} held out, measured {when}.")
+    for name, found in (("", prepared.rows), ("of the held-out rows ", prepared.eval_rows)):
+        if found is not None and found.words():
+            lines.append(f"Note: {name}{found.words()}.")
+    weighted = [source for source in prepared.rows.sources if source.weight is not None]
+    total = sum(source.weight or 0.0 for source in weighted)
+    lines += [
+        f"Source {source.name}: {plural(len(source.rows), unit)}, {(source.weight or 0.0) / total:.1%} of the places."
+        for source in weighted
+    ]
+    return "\n".join(lines)
+
+
+def loss_name(prepared: PreparedTuning) -> str:
+    """Return the name of the loss in a run file, with what it means."""
+    return prepared.config.loss.kind if isinstance(prepared.config, DpoConfig) else "cross-entropy"
+
+
+def _rest(schedule: Schedule) -> bool:
+    return schedule.num_places % schedule.rows_per_step != 0

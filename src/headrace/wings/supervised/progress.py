@@ -1,0 +1,121 @@
+"""The progress of a run on given rows in the terminal: one line that is redrawn, or one plain line per step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Literal, Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from headrace.base.errors import visible
+from headrace.base.lasting import LossTolerantStream
+from headrace.base.types.observation import Event, LiveState, StepRecord
+from headrace.base.types.trace import Span
+from headrace.control.observer import Observer
+from headrace.run.observe.terminal import SilentView
+from headrace.run.observe.words import duration, number
+
+
+class TuningView(Observer, AbstractContextManager["TuningView"], Protocol):
+    """An observer that shows the progress, and restores the terminal at its end."""
+
+
+def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> TuningView:
+    """Return the display that ``view`` asks for: a line that is redrawn on a terminal, plain lines elsewhere."""
+    if view == "none":
+        return SilentView()  # type: ignore[return-value]
+    stream = LossTolerantStream(sys.stdout)
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)  # type: ignore[arg-type]
+    if view == "auto" and sys.stdout.isatty() and not console.is_dumb_terminal:
+        return BarView(console, num_steps)
+    return LineView(stream, num_steps)  # type: ignore[arg-type]
+
+
+def figures(record: StepRecord) -> str:
+    """Return the figures of a step, for people.
+
+    >>> figures(StepRecord(step=0, version=1, clock_s=0, wall_s=4, metrics={"loss": 2.5, "lr": 1e-5}, seconds=2.0))
+    'loss 2.5  lr 1e-05'
+    """
+    metrics = record.metrics
+    named = [("loss", "loss"), ("lr", "lr"), ("grad_norm", "grad norm")]
+    named += [(name, name.replace("_", " ")) for name in metrics if name.endswith("_accuracy")]
+    named += [("eval_loss", "eval loss"), ("trained_tok_s", "tok/s")]
+    return "  ".join(f"{words} {_short(metrics[name])}" for name, words in named if metrics.get(name) is not None)
+
+
+def _short(value: float | None) -> str:
+    return number(value) if value is None or value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
+
+
+class LineView:
+    """One line per step and per event, for files and pipes."""
+
+    def __init__(self, stream: TextIO, num_steps: int) -> None:
+        self._stream = stream
+        self._num_steps = num_steps
+
+    def step(self, record: StepRecord) -> None:
+        """Print a line about the step."""
+        self._print(f"step {record.step + 1}/{self._num_steps}  {figures(record)}  at {duration(record.wall_s)}")
+
+    def event(self, event: Event) -> None:
+        """Print the event."""
+        self._print(f"{'warning: ' if event.level == 'warning' else ''}{visible(event.text)}")
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Do nothing: this observer has no use for spans."""
+
+    def update(self, state: LiveState) -> None:
+        """Do nothing: lines are printed for steps and events alone."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stream.flush()
+
+    def _print(self, line: str) -> None:
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
+
+
+class BarView:
+    """A bar with the figures of the last step at the foot of the terminal; events are printed above it."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        columns = (
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.description}"),
+        )
+        self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        self._task = self._progress.add_task("starting", total=num_steps)
+
+    def step(self, record: StepRecord) -> None:
+        """Draw the step."""
+        self._progress.update(self._task, completed=record.step + 1, description=figures(record))
+
+    def event(self, event: Event) -> None:
+        """Print the event above the bar."""
+        self._progress.console.print(
+            Text(visible(event.text), style="yellow" if event.level == "warning" else "dim")
+        )  # fmt: skip
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Do nothing: this observer has no use for spans."""
+
+    def update(self, state: LiveState) -> None:
+        """Do nothing: the bar is drawn for steps."""
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._progress.stop()

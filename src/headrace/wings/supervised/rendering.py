@@ -1,0 +1,324 @@
+"""The rendering of rows as tokens, with the mask of the tokens that carry loss.
+
+    messages            the whole conversation by the chat template; loss on the assistant's turns
+    prompt, completion  text: each is tokenised alone, as when the model is asked; messages: as one conversation
+    text                plain text; loss on every token but the first
+    input_ids           tokens, with labels (−100: no loss) if there are some
+    prompt, chosen, rejected     a pair of answers to one prompt, as text, messages or tokens
+
+A template marks the assistant's turns with ``{% generation %}``. The turns of one that does not are found by exact
+prefixes: the conversation up to a turn, with the opening of an answer, must begin the whole conversation, in text and
+in tokens. A row of which that is not true is refused, because a model that is asked would read another prompt.
+
+Shape legend: T tokens of one sample.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import DataError
+from headrace.base.types.tokens import IntColumn
+from headrace.wings.supervised.config import LossOn
+
+Messages = list[dict[str, Any]]
+IGNORED = -100
+"""The label of a token that carries no loss."""
+_MARKS = re.compile(r"{%-?\s*generation\b")
+
+
+class RowProblem(DataError):
+    """The error of one row that cannot be trained, with the reason that is counted."""
+
+    def __init__(self, reason: str, problem: str, *, remedy: str) -> None:
+        super().__init__(problem, remedy=remedy)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedSample:
+    """One sequence of tokens that is trained."""
+
+    ids_T: IntColumn
+    mask_T: npt.NDArray[np.bool_]
+    """The tokens that carry loss; never the first, which follows no token."""
+    side: int = 0
+    """1 for a chosen answer, −1 for a rejected one, 0 for a sample that is not compared."""
+    num_prompt: int = 0
+    """The number of tokens of the prompt, for a compared sample; 0 otherwise."""
+
+
+class RowRenderer:
+    """Renders rows with the tokenizer and the chat template of one model."""
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], loss_on: LossOn, *, prompt_loss: bool = False) -> None:
+        """``stop_ids`` are the tokens that end an answer. ``prompt_loss`` says that the prompt before a chosen answer
+        carries loss too."""
+        self._prompt_loss = prompt_loss
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        self._loss_on = loss_on
+        self._template: str | None = tokenizer.chat_template
+        self._marked = self._template is not None and _MARKS.search(self._template) is not None
+
+    # -- one sample a row ---------------------------------------------------------------------------------------------
+
+    def imitated(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+        """Return the sample of a row to imitate. Raises :class:`RowProblem` for one that cannot be trained."""
+        if "messages" in row:
+            ids, mask = self._conversation(_messages(row["messages"], "messages"), 0, _tools(row))
+        elif "input_ids" in row:
+            ids, mask = _labelled(row)
+        elif "completion" in row and "prompt" in row:
+            ids, mask = self._completion(row["prompt"], row["completion"], _tools(row))
+        elif "text" in row:
+            ids = self._ended([*self._opening(_text(row["text"], "text"))])
+            mask = [True] * len(ids)
+        else:
+            raise _columns(row, "messages; prompt and completion; text; or input_ids")
+        return (_checked(ids, mask),)
+
+    def _completion(self, prompt: Any, completion: Any, tools: Any) -> tuple[list[int], list[bool]]:
+        if isinstance(prompt, list) and isinstance(completion, list):
+            before = _messages(prompt, "prompt")
+            return self._conversation([*before, *_messages(completion, "completion")], len(before), tools)
+        asked = self._opening(_text(prompt, "prompt"))
+        answer = self._ended(self._encode(_text(completion, "completion")))
+        return [*asked, *answer], [self._loss_on == "all"] * len(asked) + [True] * len(answer)
+
+    # -- a pair a row -------------------------------------------------------------------------------------------------
+
+    def compared(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+        """Return the chosen and the rejected sample of a row. Raises :class:`RowProblem` for a row that is no pair."""
+        if {"prompt_ids", "chosen_ids", "rejected_ids"} <= row.keys():
+            asked = _ids(row["prompt_ids"], "prompt_ids")
+            both = [(asked, _ids(row[name], name)) for name in ("chosen_ids", "rejected_ids")]
+        elif {"chosen", "rejected"} <= row.keys():
+            both = [self._answer(row, name) for name in ("chosen", "rejected")]
+        else:
+            raise _columns(row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids")
+        if both[0] == both[1]:
+            raise RowProblem(
+                "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
+            )
+        return tuple(
+            _checked(
+                [*asked, *answer],
+                [self._prompt_loss and side > 0] * len(asked) + [True] * len(answer),
+                side=side,
+                num_prompt=len(asked),
+            )
+            for (asked, answer), side in zip(both, (1, -1), strict=True)
+        )
+
+    def _answer(self, row: Mapping[str, Any], name: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of the prompt and of one of the two answers."""
+        given = row[name]
+        if not isinstance(given, list):
+            if "prompt" not in row:
+                raise _columns(row, "prompt, chosen and rejected")
+            prompt = row["prompt"]
+            if isinstance(prompt, list):
+                before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(given, name)}]
+                return self._split([*before, *answer], len(before), _tools(row))
+            return self._opening(_text(prompt, "prompt")), self._ended(self._encode(_text(given, name)))
+        if isinstance(row.get("prompt"), list):
+            before = _messages(row["prompt"], "prompt")
+            return self._split([*before, *_messages(given, name)], len(before), _tools(row))
+        both = [_messages(row[each], each) for each in ("chosen", "rejected")]
+        same = next((n for n, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+        return self._split(both[name == "rejected"], same, _tools(row))
+
+    def _split(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[int]]:
+        """Return the tokens of the first ``num_before`` messages with the opening of an answer, and the others."""
+        text = self._render(messages, tools, answer=False)
+        ids = self._encode(text)
+        start = self._place(ids, text, self._render(messages[:num_before], tools, answer=True), num_before)
+        return ids[:start], self._without_tail(ids[start:])
+
+    # -- conversations ------------------------------------------------------------------------------------------------
+
+    def _conversation(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a conversation and its mask. Turns before ``num_before`` are a prompt."""
+        turns = [n for n, one in enumerate(messages) if one["role"] == "assistant" and n >= num_before]
+        if self._loss_on != "all" and not turns:
+            raise RowProblem(
+                "no_assistant_turn",
+                "it has no turn of the assistant, so no token would carry loss",
+                remedy="remove the row, or set data.loss_on = 'all'",
+            )
+        if self._marked and self._loss_on != "all" and not num_before:
+            return self._by_marks(messages, tools)
+        text = self._render(messages, tools, answer=False)
+        ids = self._encode(text)
+        if self._loss_on == "all":
+            return ids, [True] * len(ids)
+        mask = [False] * len(ids)
+        for turn in turns[-1:] if self._loss_on == "last" else turns:
+            start = self._place(ids, text, self._render(messages[:turn], tools, answer=True), turn)
+            end = self._place(ids, text, self._render(messages[: turn + 1], tools, answer=False), turn + 1)
+            end = start + len(self._without_tail(ids[start:end]))
+            mask[start:end] = [True] * (end - start)
+        return ids, mask
+
+    def _by_marks(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
+        """Return tokens and mask of a template that marks the assistant's turns."""
+        try:
+            made = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:  # noqa: BLE001 - a template is code of the model directory
+            raise _template(error) from None
+        ids, mask = list(made["input_ids"]), [bool(each) for each in made["assistant_masks"]]
+        if self._loss_on == "last" and any(mask):
+            last = len(mask) - 1 - mask[::-1].index(True)
+            first = next((place + 1 for place in range(last, -1, -1) if not mask[place]), 0)
+            mask = [first <= place <= last for place in range(len(mask))]
+        return ids, mask
+
+    def _place(self, ids: list[int], text: str, prefix: str, num_messages: int) -> int:
+        """Return the number of tokens of ``prefix``, which begins ``text`` exactly, in characters and in tokens."""
+        if not text.startswith(prefix):
+            same = next((n for n, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), len(text))
+            raise RowProblem(
+                "not_a_prefix",
+                f"the chat template renders its first {num_messages} messages alone as something else than at the "
+                f"beginning of the conversation: {prefix[same : same + 30]!r} instead of {text[same : same + 30]!r}",
+                remedy="set data.loss_on = 'last', mark the assistant's turns in the template with {% generation %}, "
+                "or mend the row",
+            )
+        begun = self._encode(prefix)
+        if ids[: len(begun)] != begun:
+            raise RowProblem(
+                "not_a_prefix",
+                f"the tokens of its first {num_messages} messages are not the first tokens of the conversation: one "
+                "token spans their end",
+                remedy="mark the assistant's turns in the template with {% generation %}, or mend the row",
+            )
+        return len(begun)
+
+    def _without_tail(self, ids: list[int]) -> list[int]:
+        """Return the tokens of an answer up to its last stop token: the model does not sample what follows."""
+        ends = [place for place, token in enumerate(ids) if token in self._stop_ids]
+        return ids[: ends[-1] + 1] if ends else ids
+
+    def _render(self, messages: Messages, tools: Any, *, answer: bool) -> str:
+        if self._template is None:
+            raise RowProblem(
+                "no_template",
+                "it holds messages, and the model's tokenizer has no chat template",
+                remedy="use a chat model, add a chat_template.jinja to the model directory, or give text",
+            )
+        if not messages:
+            return ""
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=answer
+            )
+        except Exception as error:  # noqa: BLE001 - a template is code of the model directory
+            raise _template(error) from None
+        return text
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _opening(self, text: str) -> list[int]:
+        """Return the tokens of a text from its beginning, without an end that the tokenizer adds."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if ids and ids[-1] in self._stop_ids else [*ids, self._tokenizer.eos_token_id]
+
+
+def _checked(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int = 0) -> RenderedSample:
+    """Return the sample. Raises :class:`RowProblem` where no token would carry loss."""
+    mask_T = np.array(mask, bool)
+    mask_T[:1] = False
+    if not mask_T.any():
+        raise RowProblem(
+            "no_loss_tokens", f"none of its {len(ids)} tokens would carry loss", remedy="remove the row, or mend it"
+        )
+    return RenderedSample(ids_T=np.array(ids, np.int32), mask_T=mask_T, side=side, num_prompt=num_prompt)
+
+
+def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+    ids = _ids(row["input_ids"], "input_ids")
+    labels = _read(row["labels"]) if "labels" in row else ids
+    if not isinstance(labels, list) or len(labels) != len(ids):
+        raise RowProblem(
+            "misaligned", f"labels do not have one entry for each of the {len(ids)} input_ids", remedy="mend the row"
+        )
+    other = next((n for n, (a, b) in enumerate(zip(ids, labels, strict=True)) if b not in (a, IGNORED)), None)
+    if other is not None:
+        raise RowProblem(
+            "misaligned",
+            f"label {other} is {labels[other]!r}, and the token there is {ids[other]}",
+            remedy=f"give each token's own id as its label, or {IGNORED}; labels are not shifted",
+        )
+    return ids, [label != IGNORED for label in labels]
+
+
+def _ids(value: Any, name: str) -> list[int]:
+    found = _read(value)
+    if not isinstance(found, list) or not found or not all(type(each) is int and each >= 0 for each in found):
+        raise RowProblem("no_tokens", f"{name} is no list of token ids", remedy="give a list of whole numbers")
+    return found
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        words = "empty" if value == "" else f"a {type(value).__name__}"
+        raise RowProblem("no_text", f"{name} is {words}", remedy=f"give {name} as text, or the whole row as messages")
+    return value
+
+
+def _messages(value: Any, name: str) -> Messages:
+    found = _read(value)
+    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+        raise RowProblem("no_messages", f"{name} is no list of messages", remedy='[{"role": "user", "content": "..."}]')
+    wrong = next((each for each in found if not isinstance(each.get("role"), str)), None)
+    if wrong is not None:
+        raise RowProblem("no_messages", f"{name} has a message without a role: {str(wrong)[:60]}", remedy="add it")
+    # Parquet gives every message the keys of all of them
+    return [{key: part for key, part in each.items() if part is not None or key == "content"} for each in found]
+
+
+def _tools(row: Mapping[str, Any]) -> Any:
+    return _read(row["tools"]) or None if "tools" in row else None
+
+
+def _read(value: Any) -> Any:
+    """Return a list that a cell of a CSV file holds as JSON; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
+    return RowProblem(
+        "no_columns",
+        f"it has the columns {', '.join(map(str, row))}, and needs {expected}",
+        remedy="rename them with data.columns = { completion = 'answer' }",
+    )
+
+
+def _template(error: Exception) -> RowProblem:
+    return RowProblem(
+        "template_error",
+        f"the chat template refuses it: {type(error).__name__}: {str(error)[:200]}",
+        remedy="mend the row, or the chat template of the model directory",
+    )

@@ -1,0 +1,435 @@
+"""A run on given rows: it opens the run directory, trains step by step with the learner, and writes what it did.
+
+    rows of a step ──▶ ledger: TAKEN ──▶ the learner's step ──▶ ledger: TRAINED ──▶ metrics.jsonl, status.json
+                                                    └── every checkpoint_every steps ──▶ checkpoints/step-N
+
+It is one process, and one thing happens after the other. A process that is killed loses the steps since its last
+snapshot; a resumed run trains the same rows again in the same steps, from the same weights, with the same result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base.clock import Clock, RealClock
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.heap import gc_frozen
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.observation import Event, LiveState, StepRecord
+from headrace.control.metrics.summary import ledger_summary
+from headrace.control.observer import Observer, Observers
+from headrace.control.recovery import StartingPoint, starting_point
+from headrace.control.saving import CHECKPOINTS
+from headrace.flow import FlowConfig
+from headrace.flow.ledger import Ledger
+from headrace.flow.ledger.opening import make_ledger
+from headrace.launch.order import ComponentStatus
+from headrace.learner import checkpoint
+from headrace.learner.base import LearnerContext
+from headrace.learner.checkpoint import SnapshotState
+from headrace.learner.core import LearnerCore
+from headrace.models import load_model
+from headrace.models.devices import use
+from headrace.run.observe import AlarmWatch, JsonlWriter, Posting, Raised, Recorder, RunFacts, write_report
+from headrace.run.session.directory import (
+    CONFIG_FILE,
+    STATUS_FILE,
+    SUMMARY_FILE,
+    HeldDirectory,
+    Status,
+    choose_directory,
+    locked,
+    read_summary,
+    write_json,
+    write_sealed,
+)
+from headrace.run.session.prepare import refuse_inside_a_run
+from headrace.wings.supervised.booking import RowLedger, batch_of
+from headrace.wings.supervised.config import DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
+from headrace.wings.supervised.progress import open_progress
+from headrace.wings.supervised.reading import LeftOut, RowSet
+from headrace.wings.supervised.stopping import StopRequest, stopping_on_signals
+from headrace.wings.supervised.summary import TuningSummary, tuning_metrics
+
+LEFT_OUT_FILE = "left_out.jsonl"
+STATUS_EVERY_S = 1.0
+"""Seconds between two writings of ``status.json``."""
+
+
+def sft(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False) -> TuningSummary:
+    """Fine-tune a model on given rows as ``config`` says (a TOML file, a tree or a record), and return the summary.
+
+    ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``: a list of dicts, or a
+    ``datasets`` object. ``resume`` goes on with the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP end the run after
+    the present step, with a checkpoint. Raises :class:`~headrace.base.errors.HeadraceError`.
+    """
+    return tune(load_tuning(SftConfig, config), data=data, eval_data=eval_data, resume=resume)
+
+
+def dpo(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False) -> TuningSummary:
+    """Train a model on pairs of answers as ``config`` says, and return the summary; see :func:`sft`."""
+    return tune(load_tuning(DpoConfig, config), data=data, eval_data=eval_data, resume=resume)
+
+
+def tune(
+    config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False
+) -> TuningSummary:
+    """Train as the settings of either verb say; see :func:`sft`."""
+    refuse_inside_a_run()
+    prepared = prepare_tuning(config, data=data, eval_data=eval_data)
+    clock = RealClock()
+    run_dir = choose_directory(config.run.dir, clock, prefix=f"{prepared.verb}-")
+    with locked(run_dir, resume=resume) as held:
+        start = starting_point(run_dir)
+        _refuse_ended(prepared, start, run_dir)
+        with ExitStack() as stack:
+            threads = config.run.threads
+            if threads is not None:
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(threads)
+            summary = TuningRun(prepared, run_dir, held, clock=clock, start=start, stack=stack).run()
+        if config.observe.report:
+            write_report(run_dir)
+    return summary
+
+
+def _refuse_ended(prepared: PreparedTuning, start: StartingPoint, run_dir: Path) -> None:
+    """Refuse to go on with a run that has made its last step, or whose rows have changed."""
+    steps, summary = prepared.schedule.num_steps, read_summary(run_dir)
+    ended = summary is not None and summary["status"] == "finished"
+    if start.step > steps or (start.step == steps and ended):
+        raise ConfigError(
+            f"the run has {start.step} steps behind it, and run.epochs or run.steps make {steps}",
+            remedy="raise run.epochs or run.steps to go on",
+        )
+    before, now = start.fingerprint.partition(":")[0], prepared.fingerprint().partition(":")[0]
+    if start.snapshot is not None and before != now:
+        raise ConfigError(
+            "the rows or their order differ from those the run was begun with, so which of them it has trained cannot "
+            "be said",
+            remedy="put the files, data, run.seed and run.rows_per_step back; or begin a new run with model.path = "
+            f"{str(start.snapshot)!r}",
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Totals:
+    """The counts of this life of the run."""
+
+    steps_done: int = 0
+    """Steps behind the weights, of all lives."""
+    losses: list[float] = field(default_factory=list)
+    trained_tokens: int = 0
+    tokens: int = 0
+    evals: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The metrics of the held-out rows by version."""
+    warnings: list[str] = field(default_factory=list)
+    began_s: float = 0.0
+    """When the first step of this life began."""
+    phase: str = "starting"
+
+
+class TuningRun:
+    """One life of a run on given rows."""
+
+    def __init__(
+        self,
+        prepared: PreparedTuning,
+        run_dir: Path,
+        held: HeldDirectory,
+        *,
+        clock: Clock,
+        start: StartingPoint,
+        stack: ExitStack,
+    ) -> None:
+        """Open the ledger, the files and the model. ``stack`` closes them."""
+        self._prepared, self._run_dir, self._held, self._clock = prepared, run_dir, held, clock
+        self._totals = _Totals(steps_done=start.step)
+        self._start_s = self._status_s = clock.now()
+        self._stop = StopRequest()
+        checkpoint.sweep(run_dir / CHECKPOINTS)
+        write_sealed(run_dir / CONFIG_FILE, prepared.recorded())
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # that of an earlier life
+        self._observers = self._open_observers(stack)
+        self._ledger = self._open_ledger(stack)
+        self._rows = RowLedger(self._ledger, clock)
+        trained = prepared.schedule.places(start.step - 1).stop if start.step else 0
+        self._rows.roll_back(start.step, trained)
+        self._core = self._open_learner(start)
+        self._saved = start.step if start.snapshot is not None else -1
+        self._report_start(start)
+
+    def run(self) -> TuningSummary:
+        """Train to the last step, or until the run is to stop, and return the summary, which is also written."""
+        try:
+            with stopping_on_signals(self._stop, self._event), gc_frozen():
+                status = self._train()
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            self._finish("stopped" if stopped else "failed", cause=str(error) or type(error).__name__)
+            raise
+        return self._finish(status)
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    def _open_observers(self, stack: ExitStack) -> Observers:
+        observe, recorded = self._prepared.config.observe, self._prepared.recorded()
+        observers: list[Observer] = [stack.enter_context(Recorder(self._run_dir))]
+        facts = RunFacts(run_dir=self._run_dir, config=recorded)
+        for writer in observe.writers:
+            observers.append(stack.enter_context(Posting(writer.kind, writer.open(facts), self._warn)))
+        observers.append(stack.enter_context(open_progress(observe.view, self._prepared.schedule.num_steps)))
+        observers.append(AlarmWatch(observe.alarms, self._run_dir, self._alarmed))
+        return Observers(observers)
+
+    def _open_ledger(self, stack: ExitStack) -> Ledger:
+        samples, rows = self._prepared.samples_per_row, self._prepared.config.run.rows_per_step
+        sizes = FlowConfig(group_size=samples, groups_per_step=rows, max_age=0, min_episodes=samples)
+        ledger = make_ledger(sizes, self._run_dir)
+        stack.callback(ledger.close)
+        return ledger
+
+    def _open_learner(self, start: StartingPoint) -> LearnerCore:
+        config = self._prepared.config
+        device = use("learner.device", config.learner.device, only_cpu=config.model.deterministic)
+        model = config.model if start.snapshot is None else config.model.at(str(start.snapshot))
+        context = LearnerContext(
+            temperature=1.0,
+            total_steps=self._prepared.schedule.num_steps,
+            model_dir=Path(config.model.path),
+            clock=self._clock,
+        )
+        core = LearnerCore(load_model(model, str(device)), config.learner, self._prepared.objective, context)
+        if start.snapshot is not None:
+            core.restore(start.snapshot, weights=config.model.lora is not None)
+        return core
+
+    def _report_start(self, start: StartingPoint) -> None:
+        self._rows.note("start", f"step {start.step}")
+        if start.step:
+            self._event(f"resumed at step {start.step}")
+        if start.snapshot is not None and start.fingerprint != self._prepared.fingerprint():
+            self._warn("settings differ from those the run was begun with: it goes on with the new ones")
+        left_out: list[LeftOut] = []
+        for name, found in (("", self._prepared.rows), ("held-out rows: ", self._prepared.eval_rows)):
+            if found is not None and found.words():
+                self._warn(f"{name}{found.words()}")
+                left_out += found.left_out
+        if left_out:
+            path = self._run_dir / LEFT_OUT_FILE
+            path.unlink(missing_ok=True)
+            with JsonlWriter[LeftOut](path) as file:
+                file.write(left_out)
+            self._event(f"the rows that were left out are listed in {LEFT_OUT_FILE}")
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _train(self) -> str:
+        """Make the steps that are left, and return the status of the run."""
+        schedule, run, totals = self._prepared.schedule, self._prepared.config.run, self._totals
+        if not totals.steps_done:
+            self._evaluate()
+        totals.began_s, totals.phase = self._clock.now(), "training"
+        for step in range(totals.steps_done, schedule.num_steps):
+            if self._stop.requested:
+                break
+            self._held.refuse_lost()
+            self._step(step)
+            last = step + 1 == schedule.num_steps
+            if not last and run.eval_every and (step + 1) % run.eval_every == 0:
+                self._evaluate()
+            if not last and (step + 1) % run.checkpoint_every == 0:
+                self._save()
+        ended = totals.steps_done == schedule.num_steps
+        if ended:
+            self._evaluate()
+        if self._saved != totals.steps_done:
+            self._save()
+        self._rows.note("end", "finished" if ended else "stopped")
+        return "finished" if ended else "stopped"
+
+    def _step(self, step: int) -> None:
+        """Train one step, and record it."""
+        schedule, all_rows = self._prepared.schedule, self._prepared.rows.rows
+        numbers, rows = list(schedule.places(step)), schedule.rows(step)
+        batch, episodes = batch_of(
+            step, [(number, all_rows[row]) for number, row in zip(numbers, rows, strict=True)]
+        )  # fmt: skip
+        self._rows.take(step, numbers, rows, episodes)
+        report = self._core.train(batch)
+        self._rows.trained(report, numbers, batch, episodes)
+        self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
+
+    def _record(self, report: StepReport, num_tokens: int, *, epoch: float) -> None:
+        totals, now_s = self._totals, self._clock.now()
+        totals.steps_done = report.step + 1
+        totals.losses.append(report.metrics["loss"])
+        totals.trained_tokens += report.trained_tokens
+        totals.tokens += num_tokens
+        held_out = totals.evals.get(report.step, {})  # measured before this step
+        metrics = tuning_metrics(report.metrics) | {"epoch": epoch} | held_out
+        metrics["trained_tok_s"] = report.trained_tokens / max(report.seconds, 1e-9)
+        self._observers.spans(self._core.take_spans())
+        self._observers.step(
+            StepRecord(
+                step=report.step,
+                version=report.step + 1,
+                clock_s=now_s,
+                wall_s=now_s - self._start_s,
+                unix_s=self._clock.wall(),
+                metrics=metrics,
+                trained_tokens=report.trained_tokens,
+                seconds=report.seconds,
+                dropped_tokens=report.dropped_tokens,
+            )
+        )
+        if now_s - self._status_s >= STATUS_EVERY_S:
+            self._write_status("running")
+
+    def _evaluate(self) -> None:
+        """Measure the loss on the held-out rows, if there are any."""
+        found, totals = self._prepared.eval_rows, self._totals
+        if found is None:
+            return
+        phase, totals.phase = totals.phase, "evaluating"
+        self._write_status("running")
+        metrics = self._measured(found)
+        totals.evals[totals.steps_done] = metrics
+        totals.phase = phase
+        words = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
+        self._event(f"held-out rows at version {totals.steps_done}: {words}")
+
+    def _measured(self, found: RowSet) -> dict[str, float]:
+        batch, _ = batch_of(0, list(enumerate(found.rows)))
+        metrics = tuning_metrics(self._core.evaluate(batch))
+        return {f"eval_{name}": value for name, value in metrics.items() if name != "tokens"}
+
+    def _save(self) -> None:
+        """Write a snapshot of the present step."""
+        step = self._totals.steps_done
+        unfinished = checkpoint.begin(self._run_dir / CHECKPOINTS, step)
+        try:
+            self._core.save(unfinished)
+            self._rows.persist()  # the ledger must contain every step of the snapshot
+        except BaseException:
+            checkpoint.abandon(unfinished)
+            raise
+        state = SnapshotState(
+            step=step, version=step, config_fingerprint=self._prepared.fingerprint(), controller={}
+        )  # fmt: skip
+        final = checkpoint.commit(unfinished, state)
+        checkpoint.retain(self._run_dir / CHECKPOINTS, self._prepared.config.run.keep_checkpoints)
+        self._saved = step
+        self._event(f"checkpoint {final.name}")
+
+    # -- what others see ----------------------------------------------------------------------------------------------
+
+    def _event(self, text: str) -> None:
+        self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text))
+
+    def _warn(self, text: str) -> None:
+        if text in self._totals.warnings:
+            return
+        self._totals.warnings.append(text)
+        self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text, level="warning"))
+
+    def _alarmed(self, raised: Raised, stop: bool) -> None:
+        self._warn(str(raised))
+        if stop and not self._stop.requested:
+            self._event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
+            self._stop.requested = True
+
+    def _write_status(self, state: str) -> None:
+        """Write ``status.json`` and the present state for ``headrace watch``."""
+        totals, now_s, steps = self._totals, self._clock.now(), self._prepared.schedule.num_steps
+        self._status_s = now_s
+        component = ComponentStatus(
+            role="controller",
+            pid=os.getpid(),
+            state="ready" if state == "running" else "ended",
+            version=totals.steps_done,
+            device=str(self._core.model.device),
+        )
+        status = Status(
+            phase=totals.phase,
+            steps_done=totals.steps_done,
+            steps_total=steps,
+            version=totals.steps_done,
+            written_s=self._clock.wall(),
+            components=[component],
+            waits=[],
+            warnings=totals.warnings,
+        )
+        write_json(self._run_dir / STATUS_FILE, status)
+        trained_s, done = now_s - totals.began_s, len(totals.losses)
+        left_s = trained_s / done * (steps - totals.steps_done) if done else None
+        self._observers.update(
+            LiveState(
+                steps_done=totals.steps_done,
+                steps_total=steps,
+                title=self._run_dir.name,
+                phase=totals.phase,
+                wall_s=now_s - self._start_s,
+                eta_s=left_s,
+                learner_version=totals.steps_done,
+                trained_tok_s=totals.trained_tokens / trained_s if done else 0.0,
+                warnings=tuple(totals.warnings),
+            )
+        )
+
+    def _finish(self, status: str, cause: str = "") -> TuningSummary:
+        """Write the last status and the summary, and return the summary."""
+        totals, now_s = self._totals, self._clock.now()
+        totals.phase = status
+        wall_s = now_s - totals.began_s if totals.began_s else 0.0
+        evals = sorted(totals.evals.items())
+        tenth = max(1, len(totals.losses) // 10)
+        summary = TuningSummary(
+            verb=self._prepared.verb,
+            status=status,
+            stopped_by=self._stop.by,
+            cause=cause,
+            steps=totals.steps_done,
+            epochs=self._epochs(),
+            loss_first=totals.losses[0] if totals.losses else None,
+            loss_last=sum(totals.losses[-tenth:]) / tenth if totals.losses else None,
+            eval_first=evals[0][1] if evals else {},
+            eval_last=evals[-1][1] if evals else {},
+            tokens=totals.tokens,
+            tokens_trained=totals.trained_tokens,
+            wall_s=wall_s,
+            trained_tok_s=totals.trained_tokens / wall_s if wall_s > 0 else 0.0,
+            rows_left_out=len(self._prepared.rows.left_out),
+            rows_cut=self._prepared.rows.num_cut,
+            ledger=ledger_summary(self._ledger.conservation()),
+            warnings=totals.warnings,
+            run_dir=str(self._run_dir),
+        )
+        with _as_far_as_possible(failed=status == "failed"):
+            self._held.refuse_lost()
+            self._write_status("ended")
+            write_json(self._run_dir / SUMMARY_FILE, summary)
+            self._observers.flush()
+        return summary
+
+    def _epochs(self) -> float:
+        schedule, done = self._prepared.schedule, self._totals.steps_done
+        return schedule.places(done - 1).stop / len(self._prepared.rows.rows) if done else 0.0
+
+
+@contextmanager
+def _as_far_as_possible(*, failed: bool) -> Iterator[None]:
+    """Leave out what cannot be written any more where the run has ``failed``: its own error is the one to show."""
+    try:
+        yield
+    except HeadraceError:
+        if not failed:
+            raise

@@ -1,0 +1,63 @@
+"""The summary and the metrics of a run on given rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from headrace.control.metrics.summary import LedgerSummary
+
+_OF_SAMPLING = (
+    *("kl_mu_k1", "kl_mu_k3", "mismatch_k1", "mismatch_k3", "stale_k1", "stale_k3", "ratio_mu", "ratio_mu_squared"),
+    *("ess", "chi2", "mismatch_kl", "mismatch_abs", "log_ratio_abs_max", "age_mean", "age_max"),
+    *("staleness_k1", "staleness_k3"),
+)
+"""Metrics that compare the learner with the policy that sampled the tokens: given rows have none."""
+
+
+def tuning_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step that mean something for given rows."""
+    return {name: value for name, value in metrics.items() if name not in _OF_SAMPLING}
+
+
+class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of ``summary.json`` of a run on given rows. Times and tokens are those of this life of the run; the
+    ledger is that of all its lives."""
+
+    verb: str
+    """``sft`` or ``dpo``."""
+    status: str
+    """``finished``, ``stopped`` (by a signal or an alarm) or ``failed``."""
+    stopped_by: str = ""
+    """The signal that stopped the run; empty if none did."""
+    cause: str = ""
+    """The reason why the run failed; empty otherwise."""
+    steps: int
+    """Number of optimizer steps behind the weights, including those of earlier lives of the run."""
+    epochs: float
+    """Number of rows trained, over the number of rows that there are."""
+    loss_first: float | None
+    """Loss of the first step of this life; ``None`` if there was none."""
+    loss_last: float | None
+    """Mean loss of the last tenth of the steps of this life."""
+    eval_first: dict[str, float]
+    """The metrics of the held-out rows when they were first measured in this life; empty without such rows."""
+    eval_last: dict[str, float]
+    """The metrics of the held-out rows when they were last measured in this life."""
+    tokens: int
+    """Number of tokens of the rows that were trained, prompts included."""
+    tokens_trained: int
+    """Number of tokens that carried loss."""
+    wall_s: float
+    trained_tok_s: float
+    rows_left_out: int
+    """Number of rows that could not be trained and were left out."""
+    rows_cut: int
+    """Number of rows that were cut off at their limit."""
+    ledger: LedgerSummary
+    """The conservation table of the ledger: groups are rows."""
+    warnings: list[str]
+    verdict: str = ""
+    """Always empty: nothing waits for anything in such a run."""
+    run_dir: str

@@ -1,0 +1,108 @@
+"""``headrace sft`` and ``headrace dpo``: train a model on given rows, or describe such a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headrace.run.cli.commands import BEGIN, Verb
+from headrace.run.cli.output import console, leave_if_hung_up, print_json, readable, resumable, starting
+
+if TYPE_CHECKING:
+    from headrace.wings.supervised.config import TuningConfig
+    from headrace.wings.supervised.summary import TuningSummary
+
+RUN_FILE = typer.Argument(help="The run file (TOML).")
+SET = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting: --set learner.lr=1e-5 (repeat).")
+RESUME = typer.Option(False, "--resume", help="Go on with the run in run.dir.")
+DRY_RUN = typer.Option(False, "--dry-run", help="Check everything, rows too, and describe the run; start nothing.")
+AS_JSON = typer.Option(False, "--json", help="Print the summary (or the settings) as JSON.")
+
+
+def sft(
+    run_file: Path = RUN_FILE,
+    overrides: list[str] = SET,
+    resume: bool = RESUME,
+    dry_run: bool = DRY_RUN,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Fine-tune a model on conversations, completions, text or tokens."""
+    starting(f"reading {run_file} and loading what a run needs")
+    from headrace.wings.supervised.config import SftConfig, load_tuning
+
+    config = load_tuning(SftConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
+    _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+
+
+def dpo(
+    run_file: Path = RUN_FILE,
+    overrides: list[str] = SET,
+    resume: bool = RESUME,
+    dry_run: bool = DRY_RUN,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Train a model on pairs of answers, one preferred to the other (DPO, IPO, SimPO, ORPO)."""
+    starting(f"reading {run_file} and loading what a run needs")
+    from headrace.wings.supervised.config import DpoConfig, load_tuning
+
+    config = load_tuning(DpoConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
+    _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+
+
+def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
+    """Carry out a verb with its settings."""
+    if dry_run:
+        from headrace.wings.supervised.preparing import explain_tuning, prepare_tuning
+
+        prepared = prepare_tuning(config, weights=False)
+        if as_json:
+            print_json(config.model_dump(mode="json"))
+        else:
+            console().print(explain_tuning(prepared))
+        return
+    from headrace.base.heap import gc_disabled
+
+    with gc_disabled():
+        from headrace.wings.supervised.session import tune
+    with resumable():
+        summary = tune(config, resume=resume)
+    if as_json:
+        print_json(summary)
+    else:
+        _show(summary)
+    leave_if_hung_up(summary.stopped_by)
+
+
+def _show(summary: TuningSummary) -> None:
+    """Print the main figures of a run that has ended, its warnings, and where its files are."""
+    from headrace.run.observe.words import duration, number, plural
+
+    out = console()
+    out.print()
+    out.print(f"{summary.status} after {plural(summary.steps, 'step')}", style="bold")
+    rows = summary.ledger.groups
+    figures = [("loss of the batches", f"{number(summary.loss_first)} → {number(summary.loss_last)}")]
+    figures += [
+        (f"held-out {name.removeprefix('eval_')}", f"{number(summary.eval_first.get(name))} → {number(value)}")
+        for name, value in summary.eval_last.items()
+    ]
+    figures += [
+        ("training took", duration(summary.wall_s)),
+        ("trained", f"{plural(summary.tokens_trained, 'token')}, {summary.trained_tok_s:,.0f} per second"),
+        ("rows", f"{rows.submitted:,} taken = {rows.trained:,} trained + {rows.in_flight:,} in flight"),
+    ]
+    for name, figure in figures:
+        out.print(f"  {name:<28} {figure}")
+    for warning in summary.warnings:
+        out.print(f"warning: {readable(warning)}", style="yellow")
+    report = Path(summary.run_dir) / "report" / "report.html"
+    if report.exists():
+        out.print(f"report   {report}")
+    out.print(f"run      {readable(summary.run_dir)}")
+    out.print(f"export   headrace export {readable(summary.run_dir)} DIRECTORY", style="dim")
+
+
+SFT = Verb(run=sft, group=BEGIN, place=24)
+DPO = Verb(run=dpo, group=BEGIN, place=26)
