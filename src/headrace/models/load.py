@@ -54,30 +54,24 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     with the architecture's own attention. Raises :class:`~headrace.base.errors.ModelError`.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from headrace.models import attention, check
+    from headrace.models import check
 
     directory = _directory(config.path)
-    _refuse_unsupported(config.path, read_config(config.path))
+    read = read_config(config.path)
+    _refuse_quantised(config.path)
+    _refuse_unsupported(config.path, read)
     if not any(directory.glob("*.safetensors")):
         raise ModelError(
             f"model.path={config.path!r} holds no *.safetensors file", remedy=_safetensors_remedy(directory)
         )
     logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=attention.NAME,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-        )
+        model, info = _from_files(config, read)
     except Exception as error:  # a foreign architecture or file may raise anything
+        if isinstance(error, ModelError):
+            raise
         _refuse_own_attention(config.path, error)
         raise ModelError(
             f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=_REMEDY
@@ -96,6 +90,34 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     if config.deterministic:
         _make_deterministic(model, config.path)
     return model
+
+
+def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model with our attention and transformers' report of the weights that it found; of a multimodal
+    checkpoint, the text part."""
+    import torch
+
+    from headrace.models.attention import NAME
+    from headrace.models.text_part import causal_class, load_text_part
+
+    options = {
+        "dtype": getattr(torch, config.dtype),
+        "local_files_only": True,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "ignore_mismatched_sizes": True,  # refused by name
+    }
+    whole = read_whole_config(config.path)
+    if type(whole) is not type(read):
+        model, info = load_text_part(config.path, whole, **options)
+        model.set_attn_implementation(NAME)
+        return model, info
+    kind = causal_class(read)
+    assert kind is not None  # refused by its settings
+    loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
+        config.path, config=read, attn_implementation=NAME, output_loading_info=True, **options
+    )
+    return loaded
 
 
 def _align(model: PreTrainedModel) -> None:
@@ -174,7 +196,28 @@ def limit_of(path: str) -> ContextLimit:
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """Load the configuration of the model directory ``path``."""
+    """Load the configuration of the model directory ``path``; of a multimodal checkpoint, that of its text part.
+
+    Raises :class:`~headrace.base.errors.ModelError`, for example if there are several text parts.
+    """
+    return text_config_of(path, read_whole_config(path))
+
+
+def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the text part of a multimodal model; ``whole`` itself for a model of text alone.
+
+    Raises :class:`~headrace.base.errors.ModelError` for a configuration with several text parts.
+    """
+    try:
+        return whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
+    except ValueError as error:
+        raise ModelError(
+            f"model.path={path!r} is a {whole.model_type}: its text part is ambiguous: {error}", remedy=SUPPORTED
+        ) from None
+
+
+def read_whole_config(path: str) -> PreTrainedConfig:
+    """Load the configuration of the model directory ``path``, with all parts of a multimodal checkpoint."""
     _spare_torch()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -238,24 +281,15 @@ def _directory(path: str) -> Path:
 
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from headrace.models.text_part import causal_class
 
-    quantised = getattr(config, "quantization_config", None)
     kind = config.model_type
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     reasons = {
         "it is an encoder-decoder": config.is_encoder_decoder,
-        "it takes more than text": config.get_text_config() is not config,
-        "transformers knows no causal language model of that type": type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING,
+        "transformers knows no causal language model of that type": causal_class(config) is None,
         f"it has layers of type {', '.join(strange)}": strange,
     }
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise ModelError(
-            f"model.path={path!r} is a {kind}: its weights are quantised ({method})",
-            remedy="give the directory of the unquantised model; to save memory in training, set model.dtype = "
-            "'bfloat16' and train an adapter: [model.lora]",
-        )
     if strange_rope := unknown_rope(config):
         raise ModelError(
             f"model.path={path!r} is a {kind}: rope_type={strange_rope!r} is unknown here, so that its numbers might "
@@ -268,6 +302,29 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
                 f"model.path={path!r} is a {kind}: {reason}",
                 remedy=SUPPORTED,
             )
+
+
+def refuse_multimodal(path: str, reason: str) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` with ``reason`` if ``path`` is a multimodal checkpoint."""
+    whole = read_whole_config(path)
+    if text_config_of(path, whole) is not whole:
+        raise ModelError(
+            f"model.path={path!r} is a {whole.model_type}, of which the text part is trained: {reason}",
+            remedy="set model.path to the text part alone: load it once with headrace.models.load_model and write it "
+            "with its save_pretrained; headrace export still writes the whole checkpoint",
+        )
+
+
+def _refuse_quantised(path: str) -> None:
+    config = read_whole_config(path)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ModelError(
+            f"model.path={path!r} is a {config.model_type}: its weights are quantised ({method})",
+            remedy="give the directory of the unquantised model; to save memory in training, set model.dtype = "
+            "'bfloat16' and train an adapter: [model.lora]",
+        )
 
 
 def _refuse_own_attention(path: str, error: Exception) -> None:

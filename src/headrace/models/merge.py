@@ -11,6 +11,7 @@ import torch
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.lora import config_of, wrapped_layers
+from headrace.models.text_part import whole_checkpoint, write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,8 @@ class Merged:
 
 def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Merged:
     """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face directory
-    ``out`` with the tokenizer. ``out`` is created.
+    ``out`` with the tokenizer. ``out`` is created. If ``base`` is a multimodal checkpoint, ``out`` is one, too, whose
+    other weights are the base's.
 
     Raises :class:`~headrace.base.errors.ModelError` for an adapter of another base.
     """
@@ -49,7 +51,11 @@ def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32"
             changed += int(moved.sum())
             lost += int((moved & (tensor.to(target) == before[key].to(target))).sum())
     del model.peft_config
-    out.mkdir(parents=True)
-    model.to(target).save_pretrained(out)
-    load_tokenizer(str(base)).save_pretrained(out)
+    whole, model = whole_checkpoint(model.config), model.to(target)
+    if whole is not None:
+        write_whole(whole, model, out)
+    else:
+        out.mkdir(parents=True)
+        model.save_pretrained(out)
+        load_tokenizer(str(base)).save_pretrained(out)
     return Merged(changed=changed, lost=lost)

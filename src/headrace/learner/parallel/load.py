@@ -32,20 +32,24 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` if the model cannot
     be sharded in this way.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
+
+    from headrace.models.text_part import causal_class
 
     if ranks.config.world > 1:
         refuse_libraries()
     directory = load._directory(config.path)
     read = load.read_config(config.path)
+    load.refuse_multimodal(config.path, "several ranks cannot read it without the other parts")
+    load._refuse_quantised(config.path)
     load._refuse_unsupported(config.path, read)
     ranks.config.refuse_model(config.path, read)
     logging.disable_progress_bar()
     dtype = getattr(torch, config.dtype)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
             directory,
+            config=read,
             dtype=dtype,
             attn_implementation=attention.NAME,
             local_files_only=True,
@@ -73,11 +77,12 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
 def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Return transformers' settings for the ranks. Ranks that share a context count as ranks with different data there,
     because their gradients are summed, too."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.distributed import DistributedConfig
 
+    from headrace.models.text_part import causal_class
+
     # By itself it gathers the last norm and the head as one group, whose hooks break where the head runs twice.
-    base = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)].base_model_prefix
+    base = causal_class(model).base_model_prefix  # type: ignore[union-attr]
     plan = model.base_model_fsdp_plan or {}
     apart = {f"{base}.{name}": "free_full_weight" for name, style in plan.items() if style == "keep_full_weight"}
     return DistributedConfig(

@@ -1,12 +1,14 @@
 """Export trained weights as plain files that any Hugging Face program loads.
 
-run ──▶ its newest whole checkpoint ─┬─ a model: its files, byte for byte, however many ranks wrote them
+run ──▶ its newest whole checkpoint ─┬─ a model: its files, byte for byte, however many ranks wrote them; of the
+                                     │  text part of a multimodal checkpoint: that checkpoint with the trained text
 checkpoint, or a saved policy ───────┘─ an adapter: merged into its base, or by itself as peft has it; that of an
                                         agent, where agents have trained their own
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -22,7 +24,7 @@ from headrace.control.saving import CHECKPOINTS
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint.snapshot import STATE_FILE
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, verify, whole_or_nothing
-from headrace.models.config import AGENTS
+from headrace.models.config import AGENTS, WHOLE, ModelConfig
 from headrace.models.hub import is_hub_name, local_directory
 from headrace.rollout.environments.agents import POLICY
 
@@ -46,6 +48,9 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["model", "merged adapter", "adapter"]
     agent: str = ""
     """The agent whose adapter was exported; empty for the policy's."""
+    whole: str = ""
+    """The multimodal checkpoint from which all other weights were copied, where its text part was trained; empty for
+    models of text alone."""
     lost_share: float | None = None
     """The share of the weights changed by the adapter that equal the base's again after rounding to the number
     format; ``None`` where nothing was merged."""
@@ -81,10 +86,12 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}", remedy="name a directory that does not exist") from None
-    lost_share = None
+    lost_share, whole = None, ""
     try:
         if adapted and adapter != "separate":
             lost_share = _merge(source, unfinished, dtype or "float32")
+        elif not adapted and (whole := _whole(source)):
+            _write_whole(source, whole, unfinished)
         else:
             files = [path for one in (ADAPTER_FILES if adapted else MODEL_FILES) for path in source.glob(one)]
             _copy([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
@@ -100,7 +107,9 @@ def export(
     if adapted:
         kind = "adapter" if lost_share is None else "merged adapter"
     exported_agent = "" if agent == POLICY else agent
-    return Exported(source=str(source), directory=str(out), kind=kind, agent=exported_agent, lost_share=lost_share)
+    return Exported(
+        source=str(source), directory=str(out), kind=kind, agent=exported_agent, whole=whole, lost_share=lost_share
+    )
 
 
 def _of_agent(source: Path, agent: str) -> Path:
@@ -164,6 +173,30 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
     name, revision = tree["base_model_name_or_path"], tree.get("revision")
     base = local_directory(f"{name}@{revision}" if revision and is_hub_name(name) else name, "the adapter's base")
     return export_merged(Path(base), source, out, dtype).lost_share
+
+
+def _whole(source: Path) -> str:
+    """Return the multimodal checkpoint whose text part was trained; empty for a model of text alone."""
+    return str(json.loads((source / "config.json").read_text(encoding="utf-8")).get(WHOLE, ""))
+
+
+def _format_of(source: Path) -> NumberFormat:
+    """Return the number format of the weights in ``source``."""
+    tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    return "bfloat16" if tree.get("dtype") == "bfloat16" else "float32"
+
+
+def _write_whole(source: Path, whole: str, out: Path) -> None:
+    """Write the multimodal checkpoint ``whole`` with the text part in ``source`` into the new directory ``out``."""
+    from headrace.models.load import load_model
+    from headrace.models.text_part import write_whole
+
+    base = Path(local_directory(whole, "the multimodal checkpoint"))
+    text = load_model(ModelConfig(path=str(source), dtype=_format_of(source)))
+    needed = sum(path.stat().st_size for path in base.iterdir()) + 2 * sum(each.nbytes for each in text.parameters())
+    out.mkdir()
+    with whole_or_nothing(out, needed + SLACK_BYTES):
+        write_whole(base, text, out)
 
 
 def _copy(paths: Iterable[Path], out: Path) -> None:

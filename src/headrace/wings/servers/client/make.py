@@ -14,7 +14,7 @@ from headrace.base.types.versions import INITIAL
 from headrace.engine.config import ENGINES, EngineConfig, EngineSetup, OpenedEngine
 from headrace.launch.leases import Lease
 from headrace.models.hub import called
-from headrace.models.load import limit_of, load_model, read_config
+from headrace.models.load import limit_of, load_model, read_config, refuse_multimodal
 from headrace.models.weights import weight_tensors
 from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
 from headrace.wings.servers.client.core import ServedEngine, ServedLimits, StagingReceiver
@@ -32,6 +32,9 @@ from headrace.wings.servers.client.wire import Address, Wire
 def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
     """Open the engine of ``engine.kind`` in this process: start or find its server, and pass new weights on to it."""
     config, model = setup.config, setup.model
+    refuse_multimodal(
+        model.path, f"engine.kind={config.kind!r} serves the whole checkpoint, whose weights have other names"
+    )
     required = ServeRequirements(
         path=model.path,
         dtype=model.dtype,

@@ -1,0 +1,327 @@
+"""The text part of a multimodal checkpoint: load it as a causal language model, and write it back into the checkpoint.
+
+    checkpoint ──▶ transformers' multimodal model ─┬─ text model (backbone) ─▶ causal language model: engine, learner
+                                                   ├─ head over the vocabulary ─┘        │
+                                                   └─ towers, projectors: dropped        │ snapshot: an ordinary
+    checkpoint's files, tensor by tensor ◀── names by transformers' own conversions ◀────┘ directory of the text model
+
+The multimodal model names the tensors: its backbone is the one module of the text model's class, and its head is what
+it returns as output embeddings. The mapping between files and text model (:class:`TextPlace`) is made from these two
+and from the conversions that transformers applies to the multimodal class; nothing is guessed from names.
+
+The text model computes only what the multimodal model computes for text: both are run on the same tokens when it is
+loaded, and a difference beyond rounding refuses it.
+
+Shape legend: T tokens of a sequence, V vocabulary.
+"""
+
+# gate: getattr - the settings and classes of foreign models differ
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_MAPPING,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from headrace.base.errors import ModelError
+from headrace.models.config import SUPPORTED, WHOLE
+from headrace.models.hub import local_directory, pinned
+from headrace.models.load import read_whole_config, text_config_of
+
+PROBE = 24
+"""The number of tokens on which the text model is compared with the multimodal model."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""The largest relative difference between the logits of the two."""
+WEIGHTS = "*.safetensors"
+_INDEX = "model.safetensors.index.json"
+_HEAD = "lm_head"
+
+
+def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the causal language model of a text configuration: that of transformers, or its text model with a head
+    where transformers has the head in the multimodal model only. ``None`` if it has neither."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return found
+    if not config.model_type.endswith("_text"):
+        return None
+    try:
+        return with_head(MODEL_MAPPING[type(config)])
+    except (KeyError, ValueError):  # a class of this version of transformers may be named and missing
+        return None
+
+
+@cache
+def with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a causal language model class: ``backbone`` and a linear head, whose weights may be tied to the
+    embedding."""
+    family = next(kind for kind in backbone.__mro__[1:] if issubclass(kind, PreTrainedModel))
+
+    class TextModelWithHead(family, GenerationMixin):  # type: ignore[misc, valid-type]
+        config_class = backbone.config_class
+        base_model_prefix = "model"
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' protocol
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = backbone(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Tensor, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> CausalLMOutputWithPast:
+            hidden_BTD = self.model(input_ids=input_ids, **kwargs)[0]
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden_BTD[:, kept]))
+
+    TextModelWithHead.__name__ = TextModelWithHead.__qualname__ = f"{backbone.__name__}WithHead"
+    return TextModelWithHead
+
+
+def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load the text part of the multimodal checkpoint ``path`` as a causal language model with its own attention, and
+    return it with transformers' report of the weights that it found. ``options`` are those of ``from_pretrained``.
+
+    Raises :class:`~headrace.base.errors.ModelError` if there is not exactly one text part, and if it computes other
+    logits than the multimodal model.
+    """
+    kind = _whole_class(path, config)
+    whole, info = kind.from_pretrained(
+        path, config=config, attn_implementation="eager", output_loading_info=True, **options
+    )
+    whole.eval()
+    place = TextPlace.of(path, whole)
+    text = place.take(whole)
+    _refuse_difference(path, whole, text)
+    text.config.name_or_path = str(path)
+    setattr(text.config, WHOLE, pinned(str(Path(path).absolute())))
+    return text, {**info, "missing_keys": {name for name in info["missing_keys"] if place.holds(name)}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPlace:
+    """The place of the text part in a multimodal model."""
+
+    backbone: str
+    """The name of the text model, such as ``model.language_model``."""
+    head: str
+    """The name of the layer that returns logits, such as ``lm_head``."""
+    causal: type[PreTrainedModel]
+    """The class of the causal language model with the same backbone."""
+
+    @classmethod
+    def of(cls, path: str, whole: PreTrainedModel) -> TextPlace:
+        """Find the text part of ``whole``. Raises :class:`~headrace.base.errors.ModelError` if there is not exactly
+        one."""
+        text = text_config_of(path, whole.config)
+        causal = causal_class(text)
+        wanted = None if causal is None else _backbone_class(text)
+        found = [name for name, module in whole.named_modules() if wanted is not None and type(module) is wanted]
+        heads = [name for name, module in whole.named_modules() if module is whole.get_output_embeddings()]
+        if causal is None or len(found) != 1 or len(heads) != 1:
+            raise ModelError(
+                f"model.path={path!r} is a {type(whole).__name__}: its text part is ambiguous: there are {len(found)} "
+                f"modules of type {text.model_type} ({', '.join(found) or 'none'}) and {len(heads)} heads over the "
+                "vocabulary",
+                remedy="use a model with one text model and one head over its vocabulary",
+            )
+        return cls(backbone=found[0], head=heads[0], causal=causal)
+
+    def take(self, whole: PreTrainedModel) -> PreTrainedModel:
+        """Return a causal language model with the modules of ``whole``, whose attention is transformers' own."""
+        backbone, head = whole.get_submodule(self.backbone), whole.get_submodule(self.head)
+        config: PreTrainedConfig = backbone.config  # type: ignore[assignment]
+        embedding = backbone.get_input_embeddings()  # type: ignore[operator]
+        config.tie_word_embeddings = getattr(head, "weight", None) is embedding.weight
+        config.architectures = [self.causal.__name__]
+        config.dtype = whole.dtype
+        with torch.device("meta"):
+            text = self.causal(config)
+        setattr(text, text.base_model_prefix, backbone)
+        text.set_output_embeddings(head)  # type: ignore[operator]
+        text.generation_config = whole.generation_config
+        empty = [name for name, tensor in (*text.named_parameters(), *text.named_buffers()) if tensor.is_meta]
+        if empty:
+            raise ModelError(
+                f"the text part of a {type(whole).__name__} has no {', '.join(empty[:3])}, which a "
+                f"{self.causal.__name__} needs",
+                remedy=SUPPORTED,
+            )
+        return text.eval()
+
+    def holds(self, name: str) -> bool:
+        """Return whether the tensor ``name`` of the multimodal model belongs to the text part."""
+        return name.startswith((f"{self.backbone}.", f"{self.head}."))
+
+    def renamed(self, text: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the tensors of the text model by their names in the multimodal model; tied ones under each name."""
+        prefixes = {f"{text.base_model_prefix}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
+        found: dict[str, Tensor] = {}
+        for name, tensor in text.state_dict().items():
+            old, new = next((old, new) for old, new in prefixes.items() if name.startswith(old))
+            found[new + name.removeprefix(old)] = tensor
+        return found
+
+
+def whole_checkpoint(config: PreTrainedConfig) -> Path | None:
+    """Return the directory of the multimodal checkpoint whose text part a model with this configuration is; ``None``
+    for other models. Raises :class:`~headrace.base.errors.ModelError` if it is on a hub and not available."""
+    name = getattr(config, WHOLE, None)
+    return None if name is None else Path(local_directory(name, "the multimodal checkpoint"))
+
+
+def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
+    """Write the multimodal checkpoint ``base`` with the weights of ``text`` as its text part into the directory
+    ``out``. All other tensors are copied bit for bit, whatever they are, and all other files too.
+
+    Raises :class:`~headrace.base.errors.ModelError` if a tensor of the text model has no place in the checkpoint.
+    """
+    config = read_whole_config(str(base))
+    with torch.device("meta"):
+        whole = _whole_class(str(base), config)(config)
+    files = sorted(base.glob(WEIGHTS))
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    trained = _placed(base, shapes, TextPlace.of(str(base), whole).renamed(text), whole)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in base.iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
+            shutil.copyfile(path, out / path.name)
+    total = 0
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            tensors = {
+                name: trained[name] if name in trained else file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118 (not a mapping)
+            }
+            save_file(tensors, out / path.name, metadata=file.metadata() or {"format": "pt"})
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    _correct(out / _INDEX, lambda tree: {**tree, "metadata": {**tree.get("metadata", {}), "total_size": total}})
+    dtype = str(text.dtype).removeprefix("torch.")
+    _correct(out / "config.json", lambda tree: _in_format(tree, dtype))
+
+
+def _placed(
+    base: Path, shapes: dict[str, list[int]], named: dict[str, Tensor], whole: PreTrainedModel
+) -> dict[str, Tensor]:
+    """Return the tensors of the text part by their names in the checkpoint's files, which are those of transformers'
+    conversions or, for a checkpoint that was written without them, the names in the model."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    problems = []
+    for candidates in (revert_weight_conversion(whole, dict(named)), named):
+        held = {name: tensor for name, tensor in candidates.items() if name in shapes}
+        there = {tensor.data_ptr() for tensor in held.values()}
+        lost = [
+            name
+            for name, tensor in candidates.items()
+            if name not in held and tensor.data_ptr() not in there  # tied: one of its names is enough
+        ]
+        lost += [name for name, tensor in held.items() if list(tensor.shape) != shapes[name]]
+        if not lost:
+            return {name: tensor.detach().contiguous().clone() for name, tensor in held.items()}
+        problems.append(f"{lost[0]} and {len(lost) - 1} more")
+    raise ModelError(
+        f"the text part has no place in {base}: its files do not hold {', nor '.join(problems)}",
+        remedy="export into the checkpoint that training was started from",
+    )
+
+
+def _refuse_difference(path: str, whole: PreTrainedModel, text: PreTrainedModel) -> None:
+    """Raise :class:`ModelError` unless the text model gives the logits that the multimodal model gives for text."""
+    ids_T = torch.tensor(list(_plain_ids(whole.config, text.config.vocab_size)), device=whole.device)
+    try:
+        with torch.no_grad():
+            expected_TV = whole(input_ids=ids_T[None], use_cache=False).logits[0].float()
+            found_TV = text(input_ids=ids_T[None], use_cache=False).logits[0].float()
+    except Exception as error:  # a foreign architecture may raise anything
+        raise ModelError(
+            f"model.path={path!r} is a {type(whole).__name__}: it cannot be run on text alone: "
+            f"{type(error).__name__}: {error}",
+            remedy=SUPPORTED,
+        ) from error
+    difference = ((found_TV - expected_TV).abs().max() / expected_TV.abs().max()).item()
+    if not difference <= TOLERANCE[whole.dtype]:
+        raise ModelError(
+            f"model.path={path!r} is a {type(whole).__name__}: as a {type(text).__name__} its text part gives logits "
+            f"that differ by {difference:.2g} (relative) from those of the whole model",
+            remedy=SUPPORTED,
+        )
+
+
+def _plain_ids(config: PreTrainedConfig, vocab_size: int) -> Iterable[int]:
+    """Yield ids of tokens that stand for text: not those that a configuration names, such as that of an image."""
+    barred = set(_numbers(config.to_dict(), ("_token_id", "_token_index")))
+    plain = [number for number in range(min(vocab_size, 8 * PROBE)) if number not in barred]
+    return [plain[place * 7 % len(plain)] for place in range(PROBE)]
+
+
+def _numbers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, ends)
+        elif str(key).endswith(ends):
+            yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+
+
+def _whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        raise ModelError(
+            f"model.path={path!r} is a {config.model_type}: it takes more than text, and transformers knows no "
+            "multimodal language model of that type",
+            remedy=SUPPORTED,
+        )
+    found: type[PreTrainedModel] = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    return found
+
+
+def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of the model of hidden states in the causal language model of a text configuration."""
+    small = copy.deepcopy(text)
+    causal = causal_class(text)
+    assert causal is not None
+    with torch.device("meta"):
+        model = causal(small)
+    return type(getattr(model, model.base_model_prefix))
+
+
+def _head_name(text: PreTrainedModel) -> str:
+    head = text.get_output_embeddings()
+    return next(name for name, module in text.named_modules() if module is head)
+
+
+def _correct(path: Path, change: Any) -> None:
+    if path.is_file():
+        path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8"))), indent=2), encoding="utf-8")
+
+
+def _in_format(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the settings of a checkpoint whose text part has the number format ``dtype``, so that reading it loses
+    nothing."""
+    changed = {key: dtype for key in ("dtype", "torch_dtype") if key in tree}
+    inner = {
+        key: _in_format(each, dtype)
+        for key, each in tree.items()
+        if isinstance(each, dict) and key.endswith("text_config")
+    }
+    return {**tree, **(changed or {"dtype": dtype}), **inner}

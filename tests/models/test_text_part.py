@@ -1,0 +1,129 @@
+"""The text part of a multimodal checkpoint is an ordinary model here, and goes back into the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.base.errors import ModelError
+from headrace.models import LoraConfig, ModelConfig, context_length, load_model
+from headrace.models.attention import PackedPlan, forward
+from headrace.models.lora import save_adapter
+from headrace.models.merge import export_merged
+from headrace.models.text_part import write_whole
+from headrace.run.session.exporting import export
+from tests.models.wrapped import WRAPPERS, tiny_wrapper, whole
+
+IDS = torch.arange(3, 36)
+
+
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return tiny_wrapper(tmp_path_factory.mktemp(request.param) / request.param, request.param)
+
+
+each = pytest.mark.parametrize("wrapper", WRAPPERS, indirect=True)
+one = pytest.mark.parametrize("wrapper", ["gemma3"], indirect=True)
+
+
+def logprobs(model: torch.nn.Module, *, packed: bool = True) -> torch.Tensor:
+    with torch.no_grad():
+        if not packed:
+            return model(input_ids=IDS[None], use_cache=False).logits[0].log_softmax(-1)
+        both = forward(model, torch.cat([IDS.flip(0), IDS]), PackedPlan([len(IDS), len(IDS)]))
+        return both[len(IDS) :].log_softmax(-1)
+
+
+def changed(path: Path, **settings: object) -> torch.nn.Module:
+    model = load_model(ModelConfig(path=str(path), **settings))
+    with torch.no_grad():
+        for number, parameter in enumerate(each for each in model.parameters() if each.requires_grad):
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    return model
+
+
+@each
+def test_text_part_computes_what_the_multimodal_model_computes_for_text(wrapper: Path) -> None:
+    model = load_model(ModelConfig(path=str(wrapper)))
+    torch.testing.assert_close(logprobs(model), logprobs(whole(wrapper), packed=False), atol=1e-5, rtol=0)
+    assert context_length(str(wrapper)) == 512
+
+
+@each
+def test_trained_text_goes_back_and_everything_else_stays_bit_for_bit(wrapper: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    for path in wrapper.iterdir():
+        (base / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    extra = {"mtp.fc.weight": torch.randn(3, 3), "ids": torch.arange(3)}  # what transformers' class does not read
+    save_file({**tensors, **extra}, base / "model.safetensors", metadata={"format": "pt"})
+    model = changed(base)
+    write_whole(base, model, tmp_path / "out")
+    torch.testing.assert_close(logprobs(whole(tmp_path / "out"), packed=False), logprobs(model), atol=1e-5, rtol=0)
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert list(before) == list(after)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(moved) == len({name for name, _ in model.named_parameters()})
+    assert not [name for name in moved if "vision" in name or "visual" in name or name in extra]
+
+
+@each
+def test_snapshot_is_a_text_model_that_export_puts_back(wrapper: Path, tmp_path: Path) -> None:
+    model = changed(wrapper)
+    model.save_pretrained(tmp_path / "snapshot")
+    again = load_model(ModelConfig(path=str(tmp_path / "snapshot")))
+    torch.testing.assert_close(logprobs(again), logprobs(model), atol=0, rtol=0)
+    done = export(tmp_path / "snapshot", tmp_path / "out")
+    assert done.whole == str(wrapper)
+    torch.testing.assert_close(logprobs(whole(tmp_path / "out"), packed=False), logprobs(model), atol=1e-5, rtol=0)
+
+
+@one
+def test_adapter_of_the_text_part_is_merged_into_the_whole(wrapper: Path, tmp_path: Path) -> None:
+    model = changed(wrapper, lora=LoraConfig(rank=2))
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter")
+    export_merged(wrapper, tmp_path / "adapter", tmp_path / "out")
+    merged = logprobs(whole(tmp_path / "out"), packed=False)
+    torch.testing.assert_close(merged, logprobs(model), atol=1e-5, rtol=0)
+    assert (merged - logprobs(whole(wrapper), packed=False)).abs().max() > 1e-3
+
+
+@one
+def test_text_in_bfloat16_is_read_back_as_it_was_trained(wrapper: Path, tmp_path: Path) -> None:
+    model = changed(wrapper, dtype="bfloat16")
+    write_whole(wrapper, model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]["dtype"] == "bfloat16"
+    assert whole(tmp_path / "out").dtype == torch.bfloat16
+
+
+@one
+def test_several_text_parts_are_refused_by_name(wrapper: Path, tmp_path: Path) -> None:
+    tree = json.loads((wrapper / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**tree, "decoder": tree["text_config"]}))
+    with pytest.raises(ModelError, match=r"'decoder', 'text_config'.*ambiguous"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@one
+def test_checkpoint_without_a_text_weight_is_refused_by_its_name(wrapper: Path, tmp_path: Path) -> None:
+    for path in wrapper.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(wrapper / "model.safetensors")
+    lost = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+    del tensors[lost]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack.*layers\.1\.mlp\.up_proj\.weight"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@one
+def test_export_into_another_checkpoint_is_refused(wrapper: Path, tmp_path: Path) -> None:
+    other = tiny_wrapper(tmp_path / "other", "gemma3", num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(ModelError, match="no place"):
+        write_whole(other, changed(wrapper), tmp_path / "out")
