@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CACHE_LINE = 64
 """The size of a cache line in bytes."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"})
 _REMEDY = (
     "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors; or its name on "
     "a hub: OWNER/NAME"
@@ -57,7 +57,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from headrace.models import attention, check
+    from headrace.models import attention, check, recurrent
 
     directory = _directory(config.path)
     _refuse_unsupported(config.path, read_config(config.path))
@@ -88,6 +88,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
         add_adapters(model, config.lora, config.path)  # drawn on the CPU: the same on every device
     model = model.to(device).eval()
+    recurrent.install(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -240,6 +241,8 @@ def _directory(path: str) -> Path:
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from headrace.models.recurrent import foreign_mixer
+
     quantised = getattr(config, "quantization_config", None)
     kind = config.model_type
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
@@ -249,6 +252,8 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
         "transformers knows no causal language model of that type": type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING,
         f"it has layers of type {', '.join(strange)}": strange,
     }
+    foreign = "" if any(reasons.values()) else foreign_mixer(config)
+    reasons[f"it has layers of type linear_attention, computed by {foreign}, whose state cannot be kept"] = foreign
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise ModelError(
