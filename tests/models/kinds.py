@@ -49,11 +49,58 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "olmo_hybrid": _LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **_EXPERTS},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+}
+"""Kinds with layers that keep a state, one for each kind of mixer and of model around it."""
+
 
 def tiny(directory: Path, kind: str, **extra: Any) -> Path:
     """A model with decided opinions, so that a wrong number is a wrong token."""
-    settings = {**KINDS.get(kind, {}), **extra}
-    return make_tiny(directory, TinySpec(vocab=VOCAB, kind=kind, hidden_size=32, init_std=0.25, extra=settings))
+    settings = {**KINDS.get(kind, {}), **HYBRIDS.get(kind, {}), **extra}
+    std = 0.1 if kind in HYBRIDS else 0.25  # the norms inside their mixers make larger ones chaotic
+    return make_tiny(directory, TinySpec(vocab=VOCAB, kind=kind, hidden_size=32, init_std=std, extra=settings))
 
 
 def plain(directory: Path) -> PreTrainedModel:

@@ -167,6 +167,10 @@ class EngineConfig(Section):
     cache_share: float | None = Field(default=None, gt=0, le=1)
     """The largest share of the memory that is free after the engine has loaded which the cache may take. Unset: 0.9 on
     a GPU that no learner uses, else 0.3, which leaves the rest to the learner."""
+    state_snapshots: int | None = Field(default=None, ge=0)
+    """The most snapshots of the states of recurrent layers that are kept, so that sequences can share a prefix; each
+    needs the memory of one sequence's states. Unset: as many as ``max_sequences``. Without effect for models whose
+    layers only attend."""
     fork_memory: int = Field(default=256, ge=0)
     """The number of ended sequences that can still be forked: the tokens of that many are kept."""
     max_pinned_versions: int = Field(default=2, ge=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headrace.base.errors import ModelError
+
+if TYPE_CHECKING:
+    from headrace.models.recurrent.base import Key, Recurrence, Tensors
 
 NAME = "headrace"
 """The name of the attention implementation in transformers."""
@@ -66,6 +69,10 @@ class Plan(Protocol):
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of one layer: ``[N, H, D]``."""
+        ...
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Compute a recurrence of one layer within each sequence: ``[N, ...]``. ``key`` names its state."""
         ...
 
 
@@ -123,6 +130,8 @@ class _Bucket:
     gather_BL: Tensor | None
     """The index in the pass of each row's tokens; padding repeats the first. ``None`` if the bucket is all tokens in
     order."""
+    lengths_B: Tensor
+    """The number of tokens of each row."""
 
 
 class PackedPlan:
@@ -166,13 +175,21 @@ class PackedPlan:
             filled += gather.size
             in_order = gather.size == total and bool((gather.ravel() == np.arange(total)).all())
             flat = None if in_order else torch.from_numpy(gather.ravel()).to(device)
-            self._buckets.append(_Bucket(num_rows=len(members), length=length, gather_BL=flat))
+            counts_B = torch.from_numpy(lengths[members]).to(device)
+            self._buckets.append(_Bucket(num_rows=len(members), length=length, gather_BL=flat, lengths_B=counts_B))
         whole = len(self._buckets) == 1 and self._buckets[0].gather_BL is None
         self._place_N = None if whole else torch.from_numpy(place_N).to(device)
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        outputs = [self._attend(bucket, (query_NHD, key_NKD, value_NKD), rule) for bucket in self._buckets]
+        return self._join([self._attend(bucket, (query_NHD, key_NKD, value_NKD), rule) for bucket in self._buckets])
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Compute a recurrence from the beginning of each sequence."""
+        return self._join([self._recur(bucket, recurrence, inputs_N) for bucket in self._buckets])
+
+    def _join(self, outputs: list[Tensor]) -> Tensor:
+        """Return the outputs of the buckets' rows in the order of the pass."""
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._place_N is None else joined.index_select(0, self._place_N)
 
@@ -182,6 +199,13 @@ class PackedPlan:
         mask = self._mask(bucket.length, rule, query.device) if windowed or not rule.plain else None
         out_BHLD = attend_masked(query, key, value, mask, rule)
         return out_BHLD.transpose(1, 2).flatten(0, 1)
+
+    @staticmethod
+    def _recur(bucket: _Bucket, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        gather = bucket.gather_BL
+        flat = inputs_N if gather is None else tuple(each.index_select(0, gather) for each in inputs_N)
+        inputs_BL = tuple(each.unflatten(0, (bucket.num_rows, bucket.length)) for each in flat)
+        return recurrence.chunk(inputs_BL, bucket.lengths_B, None)[0].flatten(0, 1)
 
     def _mask(self, length: int, rule: Rule, device: torch.device) -> Tensor:
         window = rule.window or length

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, forward
 from headrace.models.config import SUPPORTED
+from headrace.models.recurrent.base import Key, Recurrence, Tensors
 from headrace.models.rope import context_limit
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -28,18 +29,27 @@ FIRST, SECOND, FAR = 3, 6, 1
 that a model makes for long sequences, such as scaled position embeddings, must not affect its neighbours."""
 
 
-class _RuleRecorder:
-    """A plan that records the parameters of each layer's attention, with the last sequence at position ``far``."""
+TOKENWISE = frozenset({"mlp", "moe"})
+"""The types of layers that compute each token by itself."""
 
-    def __init__(self, plan: PackedPlan, far: int) -> None:
-        self.positions_N = plan.positions_N
+
+class _RuleRecorder(PackedPlan):
+    """A plan that records the parameters of each layer's attention, and which layers keep a state. The last sequence
+    is at position ``far``."""
+
+    def __init__(self, device: torch.device, far: int) -> None:
+        super().__init__([FIRST, SECOND, FAR], device)
         self.positions_N[FIRST + SECOND :] = far
         self.rules: list[Rule] = []
-        self._plan = plan
+        self.recurrent: set[int] = set()
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         self.rules.append(rule)
-        return self._plan.attend(query_NHD, key_NKD, value_NKD, rule)
+        return super().attend(query_NHD, key_NKD, value_NKD, rule)
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        self.recurrent.add(key[0])
+        return super().recur(key, recurrence, inputs_N)
 
 
 @torch.no_grad()  # under inference mode, gathered parameters could not be trained later
@@ -50,14 +60,14 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
     ids_N = torch.arange(FIRST + SECOND + FAR, device=model.device) % model.config.vocab_size
     limit = context_limit(model.config)
     far = 0 if limit is None else limit.length - 1
-    plan = _RuleRecorder(PackedPlan([FIRST, SECOND, FAR], model.device), far)
+    plan = _RuleRecorder(model.device, far)
     keep = torch.arange(FIRST, FIRST + SECOND, device=model.device)
     try:
         packed_NV = forward(model, ids_N, plan, keep).float()
     except Exception as error:  # an unsupported architecture may raise anything
         words = error.problem if isinstance(error, ModelError) else str(error)
         raise _refusal(model, path, f"a packed forward pass fails: {words}") from error
-    _refuse_strange_layers(model, path, plan.rules)
+    _refuse_strange_layers(model, path, plan)
     model.set_attn_implementation("eager")
     alone_NV = model(input_ids=ids_N[None, FIRST : FIRST + SECOND], use_cache=False).logits[0].float()
     model.set_attn_implementation(NAME)
@@ -71,17 +81,24 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
         )
 
 
-def _refuse_strange_layers(model: PreTrainedModel, path: str, rules: list[Rule]) -> None:
-    layers = [rule.layer for rule in rules]
-    if sorted(layers) != list(range(model.config.num_hidden_layers)):
+def _refuse_strange_layers(model: PreTrainedModel, path: str, plan: _RuleRecorder) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` unless every layer attends once or keeps a state, or its type
+    says that it does neither."""
+    layers = [rule.layer for rule in plan.rules]
+    kinds = getattr(model.config, "layers_block_type", None) or getattr(model.config, "layer_types", None) or []
+    free = {layer for layer, kind in enumerate(kinds) if kind in TOKENWISE}
+    every = range(model.config.num_hidden_layers)
+    if len(set(layers)) != len(layers) or {*layers, *plan.recurrent} | free != set(every):
+        rest = sorted({*every} - {*layers} - plan.recurrent - free)
         raise _refusal(
             model,
             path,
-            f"its {model.config.num_hidden_layers} layers must each call transformers' attention interface once, "
-            f"but the calls come from layers {layers}",
+            f"each of its {len(every)} layers must call transformers' attention interface once, or have a mixer whose "
+            f"state can be kept; the calls come from layers {layers}, the states from layers {sorted(plan.recurrent)}"
+            + (f", and layers {rest} compute in another way" if rest else ""),
         )
-    kinds = getattr(model.config, "layer_types", None) or []
-    blind = [rule.layer for rule in rules if kinds and kinds[rule.layer] == "sliding_attention" and not rule.window]
+    sliding = {layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+    blind = [rule.layer for rule in plan.rules if rule.layer in sliding and not rule.window]
     if blind:
         raise _refusal(model, path, f"layers {blind} are of type sliding_attention but do not say their window")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CACHE_LINE = 64
 """The size of a cache line in bytes."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"})
 _REMEDY = (
     "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors; or its name on "
     "a hub: OWNER/NAME"
@@ -56,7 +56,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     import torch
     from transformers.utils import logging
 
-    from headrace.models import check
+    from headrace.models import check, recurrent
 
     directory = _directory(config.path)
     read = read_config(config.path)
@@ -82,6 +82,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
         add_adapters(model, config.lora, config.path)  # drawn on the CPU: the same on every device
     model = model.to(device).eval()
+    recurrent.install(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -281,6 +282,7 @@ def _directory(path: str) -> Path:
 
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
+    from headrace.models.recurrent import foreign_mixer
     from headrace.models.text_part import causal_class
 
     kind = config.model_type
@@ -290,6 +292,8 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
         "transformers knows no causal language model of that type": causal_class(config) is None,
         f"it has layers of type {', '.join(strange)}": strange,
     }
+    foreign = "" if any(reasons.values()) else foreign_mixer(config)
+    reasons[f"it has layers of type linear_attention, computed by {foreign}, whose state cannot be kept"] = foreign
     if strange_rope := unknown_rope(config):
         raise ModelError(
             f"model.path={path!r} is a {kind}: rope_type={strange_rope!r} is unknown here, so that its numbers might "

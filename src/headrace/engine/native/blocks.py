@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -48,6 +49,16 @@ def blocks_for(num_tokens: int) -> int:
     (1, 2)
     """
     return -(-num_tokens // BLOCK)
+
+
+class KnownStates(Protocol):
+    """The digests of prefixes at whose end a sequence can begin (:class:`headrace.engine.native.states.Snapshots`)."""
+
+    def __contains__(self, digest: bytes) -> bool: ...
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        ...
 
 
 @dataclass(slots=True)
@@ -83,6 +94,7 @@ class BlockPool:
     """The blocks ``0 .. num_blocks - 1`` of one paged cache.
 
     ``secret``, of 64 bits, is part of every digest: without it nobody can construct two prefixes of the same digest.
+    ``states`` is for a model with recurrent layers: a prefix is matched only up to a digest in it.
 
     >>> pool = BlockPool(4)
     >>> ids_T = np.arange(40, dtype=np.int32)
@@ -93,8 +105,9 @@ class BlockPool:
     True
     """
 
-    def __init__(self, num_blocks: int, version: int = 0, secret: int = 0) -> None:
+    def __init__(self, num_blocks: int, version: int = 0, secret: int = 0, states: KnownStates | None = None) -> None:
         self.num_blocks = num_blocks
+        self._states = states
         self._secret = secret
         self._era = 0  # counts the calls of forget
         self._eras = [0] * num_blocks  # in which each block was registered
@@ -224,6 +237,8 @@ class BlockPool:
         """Invalidate all cached blocks, because weights of ``version`` are in use. Chains of other versions register
         nothing any more. Tables keep their blocks."""
         self.version = version
+        if self._states is not None:
+            self._states.clear()
         self._era += 1  # what is older is not found; the idle ones of it stand first, so that they make room first
 
     @property
@@ -255,6 +270,7 @@ class BlockPool:
         """Return the blocks of the longest cached prefix, and move the new ``chain`` to their end."""
         assert chain.length == 0
         blocks: list[int] = []
+        digests: list[bytes] = []
         if chain.version != self.version:
             return blocks
         data, digest = _bytes(ids_T), self._seed(chain)
@@ -264,8 +280,10 @@ class BlockPool:
             if block is None or self._eras[block] != self._era:
                 break
             blocks.append(block)
-            chain.digest = digest
-        chain.length = len(blocks)
+            digests.append(digest)
+        while self._states is not None and digests and digests[-1] not in self._states:
+            del blocks[-1], digests[-1]
+        chain.length, chain.digest = len(blocks), digests[-1] if digests else b""
         return blocks
 
     def _note(self, digest: bytes, block: int) -> None:

@@ -47,6 +47,7 @@ from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.engine.native.states import make_states
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.engine.native.waiting import Deadlines
@@ -100,23 +101,25 @@ class NativeEngine:
         self._weights = PackedWeightReceiver(receiver, model)
         attention, self._maker = choose(model.dtype, self._device)
         refuse_unequal(model, shapes, self._maker, max_context)
+        self._states = make_states(model, config)
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
-        self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64))
+        snapshots = None if self._states is None else self._states.snapshots
+        self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
         self._controls = Controls(config.max_sequences, self._device, exact)
         self._stops = Stops(decode) if decode is not None else None
-        followers: list[Follower] = (
-            [self._controls] if self._stops is None else [self._controls, StopsFollower(self._stops)]
-        )
+        followers: list[Follower] = [self._controls]
+        followers += [] if self._stops is None else [StopsFollower(self._stops)]
+        followers += [] if self._states is None else [self._states]
         self._rows = Rows(config.max_sequences, max_context, followers)
         self._routes = RoutingStore(model, self._cache.num_blocks)
         self._outbox = ChunkBuilder(self._rows, self._routes)
         self._switch = Switch(model)
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
         self._scheduler = Scheduler(
-            self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin
+            self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin, self._states
         )  # fmt: skip
         self._swaps = Swaps(self._weights, self._scheduler, self._rows, self._pool, clock)
-        self._scorer = PrefillScorer(model, self._cache, self._maker, exact)
+        self._scorer = PrefillScorer(model, self._cache, self._maker, exact, self._states)
         bounds = Bounds(
             vocab_size=self._vocab_size,
             max_context=max_context,
@@ -141,6 +144,7 @@ class NativeEngine:
             "routing_bytes": self._routes.num_bytes,
             "pinned_bytes": self._pins.num_bytes,
             "packed_bytes": self._weights.num_bytes,
+            **({} if self._states is None else {"recurrence": "torch", "state_bytes": self._states.num_bytes}),
         }
 
     def add(self, request: GenerateRequest) -> None:
@@ -184,8 +188,8 @@ class NativeEngine:
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
         count = self._scorer.blocks(request, self._vocab_size)
-        if self._swaps.stamp == NOT_SAMPLED or not self._cache.layers:
-            missing = "the cache, which was given back" if not self._cache.layers else "the first weights"
+        if self._swaps.stamp == NOT_SAMPLED or not self._cache.allocated:
+            missing = "the cache, which was given back" if not self._cache.allocated else "the first weights"
             raise RequestError(f"tokens to score came without {missing}", remedy="score after a commit, or a resume")
         self._swaps.finish()  # a score of half-exchanged weights is that of no version
         table = self._scheduler.borrow(count)
@@ -209,18 +213,22 @@ class NativeEngine:
     def pause(self, *, release: bool = False) -> None:
         if self._paused_s is None:
             self._paused_s = self._clock.now()
-        if release and self._cache.layers:
+        if release and self._cache.allocated:
             for sequence in list(self._rows.sequences):
                 self._scheduler.requeue(sequence)
             self._pool.forget(self._pool.version)
             self._cache.release()
+            if self._states is not None:
+                self._states.release()
             self._pins.move(torch.device("cpu"))
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # else this process keeps it
 
     def resume(self) -> None:
-        if not self._cache.layers:
+        if not self._cache.allocated:
             self._cache.allocate()
+            if self._states is not None:
+                self._states.allocate()
             self._pins.move(self._device)
         self._paused_s = None
 
@@ -258,6 +266,8 @@ class NativeEngine:
             with self._pins.weights(pin):
                 of_adapters = [each for _, each in part.split(rows.adapter_R[part.rows_R])]
                 drawn += [self._forward_pass(each, stamp if pin == NO_ROW else pin) for each in of_adapters]
+        if self._states is not None:
+            self._states.save()
         return drawn
 
     def _prepare_blocks(self, schedule: Schedule) -> None:
@@ -266,6 +276,8 @@ class NativeEngine:
             sources, targets = (list(blocks) for blocks in zip(*schedule.copies, strict=True))
             self._cache.copy(sources, targets)
             self._routes.copy(sources, targets)
+        if self._states is not None:
+            self._states.restore(list(schedule.restores))
 
     def _clear_dirty(self) -> None:
         if dirty := self._scheduler.pop_dirty():
@@ -282,7 +294,8 @@ class NativeEngine:
             counts_R=counts_R,
             num_decode=schedule.num_decode,
         )
-        plan = PagedPlan(self._cache, geometry, self._maker, self._device)
+        states = None if self._states is None else self._states.of_rows(rows_R)
+        plan = PagedPlan(self._cache, geometry, self._maker, self._device, states)
         if schedule.num_decode == len(rows_R):  # every row's only new token completes it
             ids_N, rows_D, keep_D = rows.ids_RC[rows_R, starts_R], rows_R, None
         else:

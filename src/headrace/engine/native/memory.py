@@ -28,7 +28,7 @@ def make_cache(
         num_blocks = blocks_for(config.cache_tokens)
     else:
         wanted = config.max_sequences * blocks_for(max_context)
-        num_blocks = max(1, min(wanted, int(share * free_bytes) // block_bytes))
+        num_blocks = max(1, min(wanted, int(share * free_bytes) // max(1, block_bytes)))
     why = f"{free_bytes} are free"
     try:
         if num_blocks * block_bytes <= free_bytes:

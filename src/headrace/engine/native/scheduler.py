@@ -31,7 +31,8 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.engine.native.siblings import Siblings
+from headrace.engine.native.siblings import Siblings, last_border
+from headrace.engine.native.states import SequenceStates
 from headrace.engine.native.waiting import Waiting
 from headrace.models.paged.base import BLOCK
 
@@ -48,6 +49,8 @@ class Schedule:
     """The number of first rows, which have one new token each."""
     copies: tuple[tuple[int, int], ...]
     """The blocks to copy before the pass: (source, target)."""
+    restores: tuple[tuple[int, int], ...]
+    """The states to copy before the pass, of a model with recurrent layers: (slot, row)."""
     joined: tuple[Sequence, ...]
     """The sequences that have just joined."""
 
@@ -58,6 +61,7 @@ class Schedule:
             counts_R=self.counts_R[chosen_R],
             num_decode=int(chosen_R[: self.num_decode].sum()),
             copies=(),
+            restores=(),
             joined=(),
         )
 
@@ -76,13 +80,16 @@ class _Allocation:
     num_cached: int
     chain: Chain
     copy: tuple[int, int] | None = None
+    state: int | None = None
+    """The slot of the state at the end of the cached tokens; ``None`` if there are none, or no recurrent layers."""
 
 
 class Scheduler:
     """The queue in front of the rows.
 
     ``before_change`` is called with each sequence whose cached context is about to be lost or computed again, unless it
-    ends. ``may_pin`` returns whether a sequence can be pinned to the present weights.
+    ends. ``may_pin`` returns whether a sequence can be pinned to the present weights. ``states`` are the states of
+    recurrent layers, if the model has any.
     """
 
     def __init__(
@@ -92,12 +99,15 @@ class Scheduler:
         max_step_tokens: int,
         before_change: Callable[[Sequence], None],
         may_pin: Callable[[], bool],
+        states: SequenceStates | None = None,
     ) -> None:
         self._rows = rows
         self._pool = pool
         self._max_step_tokens = max_step_tokens
         self._before_change = before_change
         self._may_pin = may_pin
+        self._states = states
+        self._restores: list[tuple[int, int]] = []
         self._waiting = Waiting()
         self._held: dict[int, Sequence] | None = None
         self._deferred: dict[int, Sequence] = {}
@@ -223,7 +233,8 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Decide the next step. It computes something as long as any sequence is in a row or may join one."""
         rows = self._rows
-        self._siblings = Siblings()
+        self._siblings = Siblings(by_snapshot=self._states is not None)
+        self._restores = []
         crowded = self._grow()
         ready = rows.decoding()
         decoding = self._decoding = np.flatnonzero(ready)
@@ -238,6 +249,8 @@ class Scheduler:
             if not rows.computed_R[row]:
                 self._match_recomputed(row)
             budget -= self._schedule_piece(row, budget, pieces)
+            if self._states is not None:
+                self._siblings.lead(rows.sequences[row], int(rows.computed_R[row]) + pieces[-1][1])
         self._return_deferred()
         while not crowded and budget > 0:
             joined = self._join_first()
@@ -250,7 +263,9 @@ class Scheduler:
         self._context_share = 0.0
         if not pieces:
             ones = np.ones(len(decoding), np.int64)
-            return Schedule(rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), joined=())
+            return Schedule(
+                rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), restores=(), joined=()
+            )  # fmt: skip
         rows_J, counts_J = np.array(pieces, np.int64).T
         self._context_share = float(counts_J.sum() / (counts_J.sum() + len(decoding)))
         return Schedule(
@@ -258,6 +273,7 @@ class Scheduler:
             counts_R=np.concatenate([np.ones(len(decoding), np.int64), counts_J]),
             num_decode=len(decoding),
             copies=tuple(copies),
+            restores=tuple(self._restores),
             joined=tuple(rows.sequences[num_before:]),
         )
 
@@ -288,18 +304,37 @@ class Scheduler:
         lengths = self._rows.length_R[decoding]
         for row in decoding[lengths % BLOCK == 0].tolist():
             self._register(row, int(self._rows.length_R[row]))
+            self._plan_snapshot(row, int(self._rows.length_R[row]))
 
     def _register(self, row: int, end: int) -> None:
         sequence = self._rows.sequences[row]
         if sequence.chain.version == self._pool.version:
             self._pool.register(sequence.chain, self._rows.table(row), self._rows.ids_RC[row, :end])
 
+    def _plan_snapshot(self, row: int, end: int) -> None:
+        """Plan a snapshot of the row's state after this step, if ``end`` tokens end a registered block then. Behind the
+        prompt, it replaces the one before."""
+        sequence = self._rows.sequences[row]
+        chain = sequence.chain
+        if self._states is None or chain.version != self._pool.version or chain.length * BLOCK != end:
+            return
+        snapshots = self._states.snapshots
+        if end >= len(sequence.given_ids_T):
+            snapshots.drop(sequence.border)
+            sequence.border = chain.digest
+        snapshots.plan(chain.digest, row)
+
     def _schedule_piece(self, row: int, budget: int, pieces: list[tuple[int, int]]) -> int:
         """Schedule the next tokens of the row's context, and return how many."""
         rows = self._rows
         start = int(rows.computed_R[row])
-        count = min(budget, int(rows.length_R[row]) - start)
+        length = int(rows.length_R[row])
+        count = min(budget, length - start)
+        if self._states is not None:  # a piece ends where a snapshot can be taken, if it reaches such a place
+            border = last_border(min(start + count + 1, length))
+            count = border - start if border > start else count
         self._register(row, start + count)
+        self._plan_snapshot(row, start + count)
         pieces.append((row, count))
         return count
 
@@ -311,6 +346,12 @@ class Scheduler:
         self._pool.release(rows.table(row)[: len(blocks)])
         rows.tables_RB[row, : len(blocks)] = blocks
         rows.computed_R[row] = len(blocks) * BLOCK
+        if (state := self._state_of(sequence.chain)) is not None:
+            self._restores.append((state, row))
+
+    def _state_of(self, chain: Chain) -> int | None:
+        """Return the slot of the snapshot at the end of a chain that has just been matched."""
+        return None if self._states is None or not chain.length else self._states.snapshots.find(chain.digest)
 
     def _return_deferred(self) -> None:
         """Return deferred sequences to the queue if they may join now."""
@@ -344,6 +385,8 @@ class Scheduler:
         if sequence.request.pinned and sequence.pin is None:
             sequence.pin = self.version
         self._rows.join(sequence, allocation.table, allocation.num_cached)
+        if allocation.state is not None:
+            self._restores.append((allocation.state, sequence.row))
         return sequence.row
 
     def _allocate(self, sequence: Sequence) -> _Allocation | None:
@@ -367,7 +410,8 @@ class Scheduler:
             matched = self._pool.claim(chain, ids_T, needed)
             if matched is None:
                 return None
-            return _Allocation(table=matched[0], num_cached=matched[1] * BLOCK, chain=chain)
+            state = self._state_of(chain)
+            return _Allocation(table=matched[0], num_cached=matched[1] * BLOCK, chain=chain, state=state)
         fresh = self._pool.allocate(needed - len(allocation.table))
         if fresh is None:
             self._pool.release(allocation.table)
@@ -387,17 +431,21 @@ class Scheduler:
         num_cached = min(int(rows.computed_R[parent.row]), len(ids_T) - 1)
         if not np.array_equal(rows.ids_RC[parent.row, :num_cached], ids_T[:num_cached]):
             return None  # the parent has begun again
+        if self._states is not None and num_cached != rows.computed_R[parent.row]:
+            return None  # the parent's state is that of more tokens
         forked = self._pool.fork(rows.table(parent.row), num_cached)
         if forked is None:
             return None
         chain = Chain(parent.chain.version, sequence.salt)
-        return _Allocation(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)
+        state = None if self._states is None else int(self._states.slots_R[parent.row])
+        return _Allocation(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy, state=state)
 
     def _fork_cached(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
         """Share the cached context of a parent that no longer runs. The block that the fork uses in part, which cannot
         be found by the fork's own tokens, is copied."""
         whole_T, num_cached = sequence.parent_ids_T, len(ids_T) - 1
-        if whole_T is None or not num_cached % BLOCK or version != self._pool.version:
+        partial = num_cached % BLOCK and self._states is None  # there is no state within a block
+        if whole_T is None or not partial or version != self._pool.version:
             return None
         num_blocks, chain = blocks_for(num_cached), Chain(version, sequence.salt)
         blocks = self._pool.match(chain, whole_T[: num_blocks * BLOCK + 1])

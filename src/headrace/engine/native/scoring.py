@@ -21,6 +21,7 @@ from headrace.base.types.taught import TopScores
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import score_problem
 from headrace.engine.native.sampler import LogSoftmax
+from headrace.engine.native.states import SequenceStates
 from headrace.models.attention import forward
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache, PagedPlan
 from headrace.models.rope import context_limit
@@ -36,12 +37,18 @@ class PrefillScorer:
     """The computation of logprobs under the weights that the model has at the time."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedCache, maker: AttentionMaker, exact: LogSoftmax | None
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        maker: AttentionMaker,
+        exact: LogSoftmax | None,
+        states: SequenceStates | None = None,
     ) -> None:
         self._model = model
         self._exact = exact
         self._cache = cache
         self._maker = maker
+        self._states = states
         self._replay: Replay | None = None
         self._routed_model: RoutedModel | None = None
 
@@ -74,9 +81,9 @@ class PrefillScorer:
                 num_decode=0,
             )
             with torch.inference_mode(), self._routed(request.routing, slice(start, end)):
-                logits_NV = forward(
-                    self._model, ids_T[start:end], PagedPlan(self._cache, geometry, self._maker, device)
-                )
+                states = None if self._states is None else self._states.of_scoring()
+                plan = PagedPlan(self._cache, geometry, self._maker, device, states)
+                logits_NV = forward(self._model, ids_T[start:end], plan)
                 kept = None if request.kept is None else request.kept[start + 1 : end + 1]
                 scaled_NV = logits_NV.float() / request.temperature
                 logprobs_N = self._logprobs(scaled_NV, ids_T[start + 1 : end + 1], kept)

@@ -23,6 +23,7 @@ from headrace.models.attention import NAME, PackedPlan, Rule, attend_masked, for
 from headrace.models.gap import largest_gap
 from headrace.models.mixtures import is_mixture
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
+from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 _COUNTS = ((1, 20), (1, 13), (1, 1))
 """New tokens of two sequences in each pass: a prompt in two pieces over several blocks beside a sequence that decodes,
@@ -146,6 +147,8 @@ def _paged(
     num_blocks = -(-max(len(ids_T) for ids_T in sequences) // BLOCK)
     cache = PagedCache(shapes, num_blocks * len(sequences), dtype=model.dtype, device=model.device)
     tables_RB = np.arange(len(sequences) * num_blocks, dtype=np.int32).reshape(len(sequences), num_blocks)
+    slots_R, states = np.arange(len(sequences)), state_shapes(model)
+    pool = StatePool(states, len(sequences), model.device) if states else None
     starts_R, computed = np.zeros(len(sequences), np.int64), [list[Tensor]() for _ in sequences]
     for wanted_R in np.array(_COUNTS, np.int64):
         left_R = np.array([len(ids_T) for ids_T in sequences]) - starts_R
@@ -160,7 +163,8 @@ def _paged(
             num_decode=int(np.cumprod(counts_R[rows] == 1).sum()),
         )
         ids_N = torch.cat([sequences[row][starts_R[row] : starts_R[row] + counts_R[row]] for row in rows])
-        logits_NV = forward(model, ids_N, PagedPlan(cache, geometry, maker, model.device))
+        kept = None if pool is None else StatePass(pool, slots_R[rows])
+        logits_NV = forward(model, ids_N, PagedPlan(cache, geometry, maker, model.device, kept))
         for row, part in zip(rows, logits_NV.split(counts_R[rows].tolist()), strict=True):
             computed[row].append(part)
         starts_R = starts_R + counts_R

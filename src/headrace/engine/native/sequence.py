@@ -71,6 +71,8 @@ class Sequence:
     required_version: int | None = None
     """The only version that may compute it, for a fork that has not joined and refuses other weights than those of its
     parent's cache; else ``None``."""
+    border: bytes = b""
+    """The digest of the newest snapshot of its state that was taken while it decoded; empty for none."""
     kept: list[Kept] = field(default_factory=list)
     """One kept-set per token since the last chunk, if it records them."""
     unreported: bool = True

@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from headrace.base.errors import ModelError
 from headrace.models.attention import Rule, attend_masked
+from headrace.models.recurrent.base import Key, Recurrence, Tensors
 
 Index = npt.NDArray[np.int64]
 
@@ -104,6 +106,12 @@ class ContextPlan:
         parts = [self._attend(query, key, value, run, rule) for whole in self._runs for run in _blocks(whole, rule)]
         parts.append(query_NHD.new_zeros(self._padding, query_NHD.shape[1], value_NKD.shape[2]))
         return torch.cat(parts)
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        raise ModelError(
+            f"layer {key[0]} is recurrent: its state cannot be handed from rank to rank",
+            remedy="set learner.parallel.context = 1",
+        )
 
     def _gather(self, tensor_NKD: Tensor) -> Tensor:
         return gather(tensor_NKD, self._group).index_select(0, self._found_M)

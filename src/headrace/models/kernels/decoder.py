@@ -22,6 +22,7 @@ from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, norm_ar
 from headrace.models.kernels.panels import Product
 from headrace.models.paged.base import Geometry, PagedCache, PagedPlan, cache_shapes
 from headrace.models.paged.compiled import CompiledAttention
+from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 _PARTS = {
     "input_layernorm": FusedNorm,
@@ -132,11 +133,14 @@ def _is_plain(module: nn.Module) -> bool:
 def _decoded(model: nn.Module, ops: Kernels) -> Tensor:
     """Return the logits of a probe that fills a paged cache and then decodes over it."""
     cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also layers that attend on torch
+    shapes = state_shapes(model)
+    pool = StatePool(shapes, 2, "cpu") if shapes else None
     tables_RB, starts_R, found = np.array([[0, 1], [2, 3]], np.int32), np.zeros(2, np.int64), []
     for counts in (_PROBE, (1, 1), (1, 1)):
         counts_R = np.array(counts, np.int64)
         geometry = Geometry(tables_RB=tables_RB, starts_R=starts_R.copy(), counts_R=counts_R, num_decode=0)
-        plan = PagedPlan(cache, geometry, lambda g, d: CompiledAttention(ops, g, d), torch.device("cpu"))
+        states = None if pool is None else StatePass(pool, np.arange(2))
+        plan = PagedPlan(cache, geometry, lambda g, d: CompiledAttention(ops, g, d), torch.device("cpu"), states)
         ids_N = torch.arange(int(counts_R.sum())) * 3 % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
         found.append(forward(model, ids_N, plan))
         starts_R += counts_R

@@ -27,6 +27,7 @@ from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.kernels.panels import PackedProduct
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache, PagedPlan
 from headrace.models.paged.compiled import CompiledAttention
+from headrace.models.recurrent import recurrent_layers
 from headrace.models.routing import find_routing
 
 _CPU = torch.device("cpu")
@@ -226,6 +227,11 @@ def make_deterministic(model: nn.Module) -> FuseReport:
         raise ModelError(
             f"there are no kernels that could make it deterministic: {loaded.reason}",
             remedy="install a C++ compiler (Debian, Ubuntu: apt install g++), or leave model.deterministic out",
+        )
+    if layers := recurrent_layers(model):
+        raise ModelError(
+            f"no kernel computes the recurrences of layers {layers} alike in batches and alone",
+            remedy="leave model.deterministic out, or use a model whose layers only attend",
         )
     report = fuse(model, loaded, layers=False)
     remedy = "leave model.deterministic out, or use an architecture whose layers the kernels cover: qwen3, llama, ..."

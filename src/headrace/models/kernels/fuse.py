@@ -189,9 +189,8 @@ def _probe(fused: Fused) -> Tensor:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return _all_linear(module, "q_proj", "k_proj", "v_proj", "o_proj") and isinstance(
-        getattr(module, "layer_idx", None), int
-    )
+    named = _all_linear(module, "q_proj", "k_proj", "v_proj", "o_proj") and "forward" not in module.__dict__
+    return named and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def _all_linear(module: nn.Module, *names: str) -> bool:

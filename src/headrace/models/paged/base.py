@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.buffers import zeros
-from headrace.base.errors import ModelError
 from headrace.models.attention import PackedPlan, Rule, forward
-from headrace.models.config import SUPPORTED
+from headrace.models.recurrent.base import Key, Recurrence, Tensors
+from headrace.models.recurrent.states import StatePass
 
 BLOCK = 16
 """The number of tokens in a block; a prefix is shared in whole blocks."""
@@ -64,6 +64,8 @@ class PagedCache:
         self.num_blocks = num_blocks
         self._dtype, self._device = dtype, device
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self.allocated = False
+        """Whether the memory is allocated."""
         self.allocate()
 
     @property
@@ -77,10 +79,12 @@ class PagedCache:
             (self._pool(shape.heads, shape.key_size), self._pool(shape.heads, shape.value_size))
             for shape in self.shapes
         ]
+        self.allocated = True
 
     def release(self) -> None:
         """Free the memory; its contents are lost."""
         self.layers = []
+        self.allocated = False
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -152,10 +156,21 @@ class AttentionMaker(Protocol):
 
 
 class PagedPlan:
-    """The plan of one engine pass over a paged cache (see :class:`headrace.models.attention.Plan`)."""
+    """The plan of one engine pass over a paged cache (see :class:`headrace.models.attention.Plan`), and over the states
+    of recurrent layers, if the model has any."""
 
-    def __init__(self, cache: PagedCache, geometry: Geometry, make: AttentionMaker, device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        geometry: Geometry,
+        make: AttentionMaker,
+        device: torch.device,
+        states: StatePass | None = None,
+    ) -> None:
         self._cache = cache
+        self._states = states
+        if states is not None:
+            states.begin(geometry.starts_R, geometry.counts_R, geometry.num_decode, device)
         self._attention = make(geometry, device)
         self.positions_N = torch.from_numpy(geometry.positions_N()).to(device)
         self.last_R = torch.from_numpy(geometry.last_R()).to(device)
@@ -163,6 +178,10 @@ class PagedPlan:
 
     def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
         return self._attention.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        assert self._states is not None, "a pass over a model with recurrent layers needs their states"
+        return self._states.recur(key, recurrence, inputs_N)
 
     def layer(self, rule: Rule) -> tuple[PagedAttention, tuple[Tensor, Tensor]]:
         """Return the attention of the pass, and the pools of the rule's layer, for a kernel that computes more than
@@ -174,33 +193,29 @@ NUM_TOKENS = 2
 """The number of tokens of the pass that :func:`cache_shapes` runs; enough for every layer to be called."""
 
 
-class _ShapeRecorder:
+_NO_CACHE = LayerShape(heads=0, key_size=0, value_size=0)
+"""The shape of a layer that does not attend."""
+
+
+class _ShapeRecorder(PackedPlan):
     """A plan that records the shapes of each layer's keys and values."""
 
-    def __init__(self, plan: PackedPlan) -> None:
-        self.positions_N = plan.positions_N
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([NUM_TOKENS], device)
         self.shapes: dict[int, LayerShape] = {}
-        self._plan = plan
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         self.shapes[rule.layer] = LayerShape(
             heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
         )
-        return self._plan.attend(query_NHD, key_NKD, value_NKD, rule)
+        return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
 
 @torch.inference_mode()
 def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """Return the shape of every layer's keys and values, in the order of the layers.
-
-    Raises :class:`~headrace.base.errors.ModelError` if a layer does not attend through transformers' interface, or
-    keys and values do not have the same number of heads.
+    """Return the shape of every layer's keys and values, in the order of the layers, up to the last one that attends.
+    A layer that does not attend has none; that it may leave it out is checked at load (:mod:`headrace.models.check`).
     """
-    watch = _ShapeRecorder(PackedPlan([NUM_TOKENS], model.device))
+    watch = _ShapeRecorder(model.device)
     forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)
-    if sorted(watch.shapes) != list(range(len(watch.shapes))) or not watch.shapes:
-        raise ModelError(
-            f"a {type(model).__name__} attends in layers {sorted(watch.shapes)} only: others keep no keys and values",
-            remedy=SUPPORTED,
-        )
-    return tuple(watch.shapes[layer] for layer in range(len(watch.shapes)))
+    return tuple(watch.shapes.get(layer, _NO_CACHE) for layer in range(max(watch.shapes, default=-1) + 1))

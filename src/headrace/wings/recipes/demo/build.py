@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -27,21 +27,37 @@ class Demo:
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "decoder_sparse_step": 1}
 """Settings of a mixture-of-experts model with about as many active parameters per token as the dense model."""
 
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+"""Settings of a model of the same size whose first layer is linear attention."""
+KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "dense": ("qwen3", {}),
+    "mixture": ("qwen3_moe", MIXTURE),
+    "hybrid": ("qwen3_5_text", HYBRID),
+}
+"""The kinds of models of the demo: the ``model_type`` of each, and its settings beyond the common ones."""
+
 
 def build_demo(
     directory: Path,
     *,
     seed: int,
-    mixture: bool = False,
+    kind: str = "dense",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Demo:
-    """Create the demo in ``directory``, with a mixture-of-experts model if ``mixture`` is true. ``progress`` is called
-    with the number of finished steps and of all steps of the supervised phase."""
+    """Create the demo in ``directory`` with a model of a kind of :data:`KINDS`. ``progress`` is called with the number
+    of finished steps and of all steps of the supervised phase."""
     from headrace.models.tiny import make_tiny
     from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
 
     run_file = lay_out(directory, seed=seed)
-    cold = make_tiny(directory / "untrained", _spec(seed, mixture=mixture, hidden_size=128, num_layers=2))
+    cold = make_tiny(directory / "untrained", _spec(seed, kind=kind, hidden_size=128, num_layers=2))
     warm_start(cold, directory / "model", Demonstrations(pairs=split(seed).warm), seed=seed, progress=progress)
     shutil.rmtree(cold)
     return Demo(directory=directory, run_file=run_file)
@@ -66,20 +82,21 @@ def build_teacher(directory: Path, *, seed: int) -> Path:
     from headrace.models.tiny import make_tiny
     from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
 
-    cold = make_tiny(directory / "untrained", _spec(seed, mixture=False, hidden_size=192, num_layers=3))
+    cold = make_tiny(directory / "untrained", _spec(seed, kind="dense", hidden_size=192, num_layers=3))
     demonstrations = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
     warm_start(cold, directory / "teacher", demonstrations, seed=seed, progress=lambda done, total: None)
     shutil.rmtree(cold)
     return directory / "teacher"
 
 
-def _spec(seed: int, *, mixture: bool, hidden_size: int, num_layers: int) -> TinySpec:
+def _spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpec:
     from headrace.models.tiny import TinySpec
 
+    model_type, extra = KINDS[kind]
     return TinySpec(
         vocab=VOCAB,
         seed=seed,
-        kind="qwen3_moe" if mixture else "qwen3",
+        kind=model_type,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=hidden_size // 32,
@@ -87,7 +104,7 @@ def _spec(seed: int, *, mixture: bool, hidden_size: int, num_layers: int) -> Tin
         intermediate_size=3 * hidden_size,
         max_positions=64,
         chat_template=CHAT_TEMPLATE,
-        extra={"tie_word_embeddings": True, **(MIXTURE if mixture else {})},
+        extra={"tie_word_embeddings": True, **extra},
     )
 
 

@@ -20,6 +20,7 @@ def demo(
     seed: int = typer.Option(0, "--seed", help="Fixes model, split, and every draw."),
     directory: Path = typer.Option(None, "--dir", help="Where to; default: runs/demo- and the time."),
     mixture: bool = typer.Option(False, "--mixture", help="A mixture of experts (qwen3_moe) instead of a dense model."),
+    hybrid: bool = typer.Option(False, "--hybrid", help="A hybrid with linear attention (qwen3_5_text) instead."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
     """Train a small model to add on this machine, and watch the reward climb.
@@ -47,8 +48,11 @@ def demo(
     if has_ledger(target / "run"):
         remedy = f"choose another --dir, or: headrace train {target / 'demo.toml'} --set run.dir=runs/again"
         raise ConfigError(f"--dir={str(target)!r} holds a demo already", remedy=remedy)
+    if mixture and hybrid:
+        raise ConfigError("--mixture and --hybrid name two models", remedy="give one of them")
+    kind = "mixture" if mixture else "hybrid" if hybrid else "dense"
     if as_json:
-        made = build_demo(target, seed=seed, mixture=mixture)
+        made = build_demo(target, seed=seed, kind=kind)
     else:
         out.print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
         with Progress(console=out, transient=True) as bar:
@@ -56,7 +60,7 @@ def demo(
             made = build_demo(
                 target,
                 seed=seed,
-                mixture=mixture,
+                kind=kind,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     quiet = ["observe.view=none"] if as_json else []

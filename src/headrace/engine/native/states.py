@@ -1,0 +1,157 @@
+"""The states of recurrent layers in the engine: a slot for each sequence of the batch, and snapshots for prefixes.
+
+    slots:   one for each row ─── one for scoring ─── snapshots, at most engine.state_snapshots
+    a pass:  restore (snapshot or parent ──▶ row) ──▶ compute ──▶ save (row ──▶ snapshot)
+
+Keys and values of a prefix can be used up to any block; a state cannot be turned back. So a prefix is shared only as
+far as there is a *snapshot*, a copy of the state at the end of a block. One is taken at the last block border of each
+prompt, and of each piece of a long one; while a sequence decodes, its newest border replaces the one before. A snapshot
+has the digest of the prefix as its key (:mod:`headrace.engine.native.blocks`), which includes the version: weights that
+are committed invalidate snapshots as they invalidate blocks. The snapshot that has not been used for the longest time
+makes room.
+
+Shape legend: R rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from headrace.base.errors import ConfigError
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.sampling import Sampling
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.rows import Index
+from headrace.models.recurrent import StatePass, StatePool, state_shapes
+
+
+class Snapshots:
+    """The slots of snapshots by the digest of their prefix. It is bookkeeping only and has no tensors.
+
+    >>> snapshots = Snapshots([7, 8])
+    >>> snapshots.plan(b"prompt", 0)
+    >>> snapshots.find(b"prompt")  # not before the pass that computes it
+    >>> snapshots.pop_planned(), snapshots.find(b"prompt")
+    ([(0, 8)], 8)
+    """
+
+    def __init__(self, slots: list[int]) -> None:
+        self._free = list(slots)
+        self._slots: dict[bytes, int] = {}  # the one that was used least recently first
+        self._planned: dict[bytes, tuple[int, int]] = {}
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def find(self, digest: bytes) -> int | None:
+        """Return the slot of a snapshot, which counts as used; ``None`` if there is none."""
+        slot = self._slots.pop(digest, None)
+        if slot is not None:
+            self._slots[digest] = slot
+        return slot
+
+    def plan(self, digest: bytes, row: int) -> None:
+        """Record that the state of ``row`` after the next pass is that of a prefix. Without any slot nothing
+        happens."""
+        if digest in self._slots or digest in self._planned or not (self._free or self._slots):
+            return
+        if not self._free:
+            self.drop(next(iter(self._slots)))
+        self._planned[digest] = row, self._free.pop()
+
+    def pop_planned(self) -> list[tuple[int, int]]:
+        """Return (row, slot) of every state to be saved now, after a pass. The snapshots can be found from now on."""
+        planned, self._planned = self._planned, {}
+        self._slots.update({digest: slot for digest, (_, slot) in planned.items()})
+        return list(planned.values())
+
+    def drop(self, digest: bytes) -> None:
+        """Forget a snapshot, if there is one."""
+        slot = self._slots.pop(digest, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Forget all snapshots."""
+        self._free += [*self._slots.values(), *(slot for _, slot in self._planned.values())]
+        self._slots, self._planned = {}, {}
+
+
+class SequenceStates:
+    """The states of an engine's sequences (see :class:`headrace.engine.native.rows.Follower`)."""
+
+    def __init__(self, pool: StatePool, num_rows: int) -> None:
+        self._pool = pool
+        self.slots_R = np.full(num_rows, -1, np.int64)
+        """The slot of each row."""
+        self._free = list(range(num_rows))
+        self.scoring_slot = num_rows
+        """The slot of a sequence that is scored."""
+        self.snapshots = Snapshots(list(range(num_rows + 1, pool.num_slots)))
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all slots."""
+        return self._pool.num_bytes
+
+    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        self.slots_R[row] = self._free.pop()
+
+    def move(self, sources: Index, targets: Index, count: int) -> None:
+        held = set(self.slots_R[self.slots_R >= 0].tolist())
+        self.slots_R[targets] = self.slots_R[sources]
+        self.slots_R[count:] = -1
+        self._free += sorted(held - set(self.slots_R[:count].tolist()))
+
+    def restore(self, copies: list[tuple[int, int]]) -> None:
+        """Copy slots to rows: (slot, row)."""
+        self._pool.copy([slot for slot, _ in copies], [int(self.slots_R[row]) for _, row in copies])
+
+    def save(self) -> None:
+        """Take the snapshots that were planned for the pass that has been computed."""
+        planned = self.snapshots.pop_planned()
+        self._pool.copy([int(self.slots_R[row]) for row, _ in planned], [slot for _, slot in planned])
+
+    def of_rows(self, rows_R: Index) -> StatePass:
+        """Return the states of some rows for one pass."""
+        return StatePass(self._pool, self.slots_R[rows_R])
+
+    def of_scoring(self) -> StatePass:
+        """Return the state of the sequence that is scored for one pass."""
+        return StatePass(self._pool, np.array([self.scoring_slot]))
+
+    def release(self) -> None:
+        """Free the memory; all states are lost."""
+        self.snapshots.clear()
+        self._pool.release()
+
+    def allocate(self) -> None:
+        """Allocate the memory again."""
+        self._pool.allocate()
+
+
+def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates | None:
+    """Allocate the states of an engine's sequences; ``None`` for a model without recurrent layers.
+
+    Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
+    """
+    shapes = state_shapes(model)
+    if not shapes:
+        return None
+    snapshots = config.max_sequences if config.state_snapshots is None else config.state_snapshots
+    num_slots, slot_bytes = config.max_sequences + 1 + snapshots, sum(shape.num_bytes for shape in shapes.values())
+    cuda = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(model.device)[0] if cuda else psutil.virtual_memory().available
+    if num_slots * slot_bytes > free:
+        raise ConfigError(
+            f"engine.max_sequences={config.max_sequences} with engine.state_snapshots={snapshots} needs "
+            f"{num_slots * slot_bytes} bytes for the states of recurrent layers on {model.device}, and {free} are free",
+            remedy="lower engine.state_snapshots or engine.max_sequences",
+        )
+    return SequenceStates(StatePool(shapes, num_slots, model.device), config.max_sequences)

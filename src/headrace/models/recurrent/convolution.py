@@ -1,0 +1,51 @@
+"""The causal convolution over the last few tokens, a channel at a time; its state is the window before the next token.
+
+Shape legend: B sequences of a bucket, L padded length, R sequences with one token each, C channels, W weights of a
+channel, P slots of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from headrace.models.recurrent.base import StateShape, Tensors
+
+
+class Convolution:
+    """A depthwise convolution with its activation (see :class:`headrace.models.recurrent.base.Recurrence`). Its input
+    is one tensor of C channels."""
+
+    def __init__(self, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None) -> None:
+        self._weight_CW = weight_CW
+        self._bias_C = bias_C
+        self._activate: Callable[[Tensor], Tensor] = torch.nn.Identity() if activation is None else ACT2FN[activation]
+
+    def shape(self, inputs_N: Tensors) -> StateShape:
+        channels, width = self._weight_CW.shape
+        return StateShape(sizes=(channels, width - 1), dtype=inputs_N[0].dtype)
+
+    def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        now_BCL = inputs_BL[0].transpose(1, 2)
+        width = self._weight_CW.shape[1]
+        before_BCW = now_BCL.new_zeros(*now_BCL.shape[:2], width - 1) if state_B is None else state_B.to(now_BCL)
+        seen_BCL = torch.cat([before_BCW, now_BCL], dim=-1)
+        out_BCL = F.conv1d(
+            seen_BCL.to(self._weight_CW.dtype), self._weight_CW[:, None], self._bias_C, groups=now_BCL.shape[1]
+        )
+        # the last width - 1 inputs up to the end of each sequence
+        places_BW = lengths_B[:, None] + torch.arange(width - 1, device=lengths_B.device)
+        after_BCW = seen_BCL.gather(2, places_BW[:, None].expand(-1, now_BCL.shape[1], -1))
+        return self._activate(out_BCL).to(now_BCL.dtype).transpose(1, 2), after_BCW
+
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor) -> Tensor:
+        seen_RCW = torch.cat([pool_P.index_select(0, slots_R), inputs_R[0][:, :, None]], dim=-1)
+        pool_P.index_copy_(0, slots_R, seen_RCW[:, :, 1:])
+        out_RC = (seen_RCW.to(self._weight_CW.dtype) * self._weight_CW).sum(-1)
+        if self._bias_C is not None:
+            out_RC = out_RC + self._bias_C
+        return self._activate(out_RC).to(inputs_R[0].dtype)

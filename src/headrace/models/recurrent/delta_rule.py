@@ -1,0 +1,77 @@
+"""The gated delta rule of linear attention (Yang et al. 2024, "Gated Delta Networks", eq. 10).
+
+The state S of a head maps keys to values. A token with key k, value v, decay g ≤ 0 and rate β makes it
+
+    S ← exp(g) · S;   S ← S + k ⊗ β · (v − Sᵀk);   output Sᵀq
+
+Shape legend: B sequences of a bucket, L padded length, R sequences with one token each, G key heads, H value heads, K
+size of a key, V size of a value, P slots of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.models.recurrent.base import StateShape, Tensors, inside
+
+_SMALLEST_CHUNK = 16
+_EPSILON = 1e-6
+"""The constant of the norm of queries and keys, as in transformers."""
+
+
+class DeltaRule:
+    """The gated delta rule on queries ``[.., G, K]``, keys ``[.., G, K]``, values ``[.., H, V]``, log decays
+    ``[.., H]`` and rates ``[.., H]`` (see :class:`headrace.models.recurrent.base.Recurrence`).
+
+    ``reference`` is transformers' computation in chunks of ``chunk_size`` tokens.
+    """
+
+    def __init__(self, reference: Callable[..., Any], chunk_size: int, *, normed: bool) -> None:
+        self._reference = reference
+        self._chunk_size = chunk_size
+        self._normed = normed
+
+    def shape(self, inputs_N: Tensors) -> StateShape:
+        _, key, value, *_ = inputs_N
+        return StateShape(sizes=(value.shape[-2], key.shape[-1], value.shape[-1]), dtype=torch.float32)
+
+    def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        query, key, value, decay_BLH, rate_BLH = inputs_BL
+        length = key.shape[1]
+        here_BL1 = inside(lengths_B, length)[:, :, None]
+        # a padded place neither decays the state nor writes into it
+        decay_BLH, rate_BLH = decay_BLH.where(here_BL1, 0.0), rate_BLH.where(here_BL1, 0.0)
+        out, after = self._reference(
+            query, key, value, decay_BLH, rate_BLH, chunk_size=self._size_for(length), initial_state=state_B,
+            output_final_state=True, use_qk_l2norm_in_kernel=self._normed,
+        )  # fmt: skip
+        return out, after
+
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor) -> Tensor:
+        query, key, value, decay_RH, rate_RH = (tensor.float() for tensor in inputs_R)
+        if self._normed:
+            query, key = _normed(query), _normed(key)
+        query = query * query.shape[-1] ** -0.5
+        shared = value.shape[1] // key.shape[1]
+        query, key = (tensor.repeat_interleave(shared, dim=1) for tensor in (query, key))
+        state_RHKV = pool_P.index_select(0, slots_R).mul_(decay_RH.exp()[:, :, None, None])
+        found_RHV = torch.matmul(key[:, :, None], state_RHKV)[:, :, 0]
+        change_RHV = (value - found_RHV) * rate_RH[:, :, None]
+        state_RHKV.addcmul_(key[..., None], change_RHV[:, :, None])
+        pool_P.index_copy_(0, slots_R, state_RHKV)
+        return torch.matmul(query[:, :, None], state_RHKV)[:, :, 0].to(inputs_R[0].dtype)
+
+    def _size_for(self, length: int) -> int:
+        """Return the size of the chunks: all of them are computed whole, so short sequences get small ones."""
+        size = self._chunk_size
+        while size > _SMALLEST_CHUNK and size >= 2 * length:
+            size //= 2
+        return size
+
+
+def _normed(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt((vectors * vectors).sum(dim=-1, keepdim=True) + _EPSILON)

@@ -1,0 +1,202 @@
+"""Let the mixers of a loaded model compute flattened tokens of many sequences.
+
+A mixer of transformers calls a few functions of its module that look at more than one token: a convolution, the scan
+of a state space, the delta rule. In a call with a plan it runs the same code with other functions under these names:
+they pass their arguments to the plan as a recurrence. The names are those of transformers' own exchange of kernels, so
+they are the same in all families. A mixer that looks at several tokens in any other way is found by
+:mod:`headrace.models.check`, which compares packed sequences with sequences alone.
+
+Shape legend: N tokens, C channels, H heads, W weights of a channel.
+"""
+
+# gate: getattr - the mixers of transformers differ from family to family
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from headrace.base.errors import ModelError
+from headrace.models.attention import PLAN
+from headrace.models.recurrent.base import Recurrence, Tensors
+from headrace.models.recurrent.convolution import Convolution
+from headrace.models.recurrent.delta_rule import DeltaRule
+from headrace.models.recurrent.state_space import StateSpace
+
+Function = Callable[..., Any]
+
+
+class MixerCall:
+    """One call of a mixer in a pass: the plan, and the number of its recurrences so far."""
+
+    def __init__(self, plan: Any, layer: int) -> None:
+        self._plan = plan
+        self._layer = layer
+        self._count = 0
+
+    def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Compute a recurrence over the tokens of the pass."""
+        key = self._layer, self._count
+        self._count += 1
+        found: Tensor = self._plan.recur(key, recurrence, inputs_N)
+        return found
+
+
+class RecurrentForward:
+    """The forward of a mixer: with the plan's recurrences in a call with a plan, else its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.layer: int = module.layer_idx  # type: ignore[assignment]
+        self._own = module.forward
+        self._call: MixerCall | None = None
+        plain = inspect.unwrap(type(module).forward)
+        replaced = {
+            name: make(self.recur, inspect.unwrap(plain.__globals__[name]))
+            for name, make in FUNCTIONS.items()
+            if name in plain.__code__.co_names
+        }
+        code = FunctionType(
+            plain.__code__, {**plain.__globals__, **replaced}, plain.__name__, plain.__defaults__, plain.__closure__
+        )
+        code.__kwdefaults__ = plain.__kwdefaults__
+        self._packed: Function = code.__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan = kwargs.get(PLAN)
+        if plan is None:
+            return self._own(*args, **kwargs)
+        self._call = MixerCall(plan, self.layer)
+        try:
+            return self._packed(*args, **kwargs)
+        finally:
+            self._call = None
+
+    def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Compute a recurrence over the tokens of the present call."""
+        assert self._call is not None
+        return self._call.recur(recurrence, inputs_N)
+
+
+Recur = Callable[[Recurrence, Tensors], Tensor]
+
+
+def _convolve(recur: Recur, reference: Function) -> Function:
+    def convolve(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        return recur(Convolution(weight, bias, activation), (hidden_states[0].T,)).T[None]
+
+    return convolve
+
+
+def _delta_rule(recur: Recur, reference: Function) -> Function:
+    def delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
+        use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        rule = DeltaRule(reference, chunk_size, normed=use_qk_l2norm_in_kernel)
+        return recur(rule, tuple(each[0] for each in (query, key, value, g, beta)))[None], None
+
+    return delta_rule
+
+
+def _scan(recur: Recur, reference: Function) -> Function:
+    def scan(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")), **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        if dt_softplus:
+            dt = F.softplus(dt)
+        dt = dt.clamp(*dt_limit)
+        inputs = hidden_states[0], dt[0], B[0], C[0]
+        return recur(StateSpace(reference, chunk_size, rate_H=A, skip_H=D), inputs)[None].contiguous()
+
+    return scan
+
+
+def _no_short_cut(recur: Recur, reference: Function) -> Function:
+    def combined(*args: Any, **kwargs: Any) -> None:
+        """Return that there is no kernel for the whole mixer, which would not know the sequences."""
+
+    return combined
+
+
+FUNCTIONS: dict[str, Callable[[Recur, Function], Function]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_split_conv1d_scan_combined": _no_short_cut,
+}
+"""For each name in a mixer's module the maker of the function that takes its place; the maker gets the function that
+computes a recurrence in the present call, and the original function."""
+OTHERS = ("mamba_selective_scan", "chunk_kimi_delta_attention")
+"""Functions of mixers that look at more than one token, for which there is no recurrence."""
+TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+"""The types of layers that have a mixer."""
+
+
+class _PlanBridge:
+    """Hooks that hand the plan of a call from a model to its trunk: some families' models drop further arguments."""
+
+    def __init__(self, model: nn.Module, trunk: nn.Module) -> None:
+        self._plan: Any = None
+        model.register_forward_pre_hook(self._take, with_kwargs=True)
+        trunk.register_forward_pre_hook(self._give, with_kwargs=True)
+
+    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._plan = kwargs.get(PLAN)
+
+    def _give(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plan, self._plan = self._plan, None
+        return None if plan is None or PLAN in kwargs else (args, {**kwargs, PLAN: plan})
+
+
+def install(model: PreTrainedModel) -> list[int]:
+    """Give every mixer of a model the forward that keeps sequences apart, and return the indices of their layers.
+
+    Raises :class:`~headrace.base.errors.ModelError` for a mixer that does not say its layer.
+    """
+    mixers = [module for module in model.modules() if not FUNCTIONS.keys().isdisjoint(_names(type(module).forward))]
+    for module in mixers:
+        if not isinstance(getattr(module, "layer_idx", None), int):
+            raise ModelError(
+                f"a {type(module).__name__} does not say the index of its layer",
+                remedy="use a model whose mixers have layer_idx",
+            )
+        module.forward = RecurrentForward(module)
+    if mixers:
+        _PlanBridge(model, model.base_model)
+    return sorted({int(module.layer_idx) for module in mixers})  # type: ignore[arg-type]
+
+
+def recurrent_layers(model: nn.Module) -> list[int]:
+    """Return the indices of the layers whose mixers keep a state."""
+    found = (module.__dict__.get("forward") for module in model.modules())
+    return sorted({each.layer for each in found if isinstance(each, RecurrentForward)})
+
+
+def foreign_mixer(config: PreTrainedConfig) -> str:
+    """Return what computes the recurrent layers of a model of this configuration, if their state cannot be kept; empty
+    if it can, or if there are none. Imports the model's class, and loads no weights."""
+    if TYPES.isdisjoint(getattr(config, "layer_types", None) or []):
+        return ""
+    known = vars(importlib.import_module(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__))
+    others = [name for name in OTHERS if name in known]
+    if not others and not FUNCTIONS.keys().isdisjoint(known):
+        return ""
+    return ", ".join(others) or "a mixer of their own"
+
+
+def _names(forward: Function) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return () if code is None else code.co_names

@@ -1,0 +1,69 @@
+"""The selective state space of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", section 2).
+
+The state h of a head holds D numbers for each of its E channels. A token with input x, step Δ and vectors B and C makes
+it
+
+    h ← exp(Δ · A) · h + Δ · x ⊗ B;   output h · C + D · x
+
+Shape legend: B sequences of a bucket, L padded length, R sequences with one token each, H heads, E channels of a head,
+G groups, S numbers of a channel's state, P slots of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.models.recurrent.base import StateShape, Tensors, inside
+
+_SMALLEST_CHUNK = 16
+
+
+class StateSpace:
+    """The state space on inputs ``[.., H, E]``, steps ``[.., H]`` (after bias, softplus and limits), and B and C
+    ``[.., G, S]`` (see :class:`headrace.models.recurrent.base.Recurrence`).
+
+    ``reference`` is transformers' computation in chunks of ``chunk_size`` tokens, ``rate_H`` is A and ``skip_H`` D.
+    """
+
+    def __init__(
+        self, reference: Callable[..., Any], chunk_size: int, *, rate_H: Tensor, skip_H: Tensor | None
+    ) -> None:
+        self._reference = reference
+        self._chunk_size = chunk_size
+        self._rate_H = rate_H
+        self._skip_H = skip_H
+
+    def shape(self, inputs_N: Tensors) -> StateShape:
+        x, _, key, _ = inputs_N
+        return StateShape(sizes=(*x.shape[-2:], key.shape[-1]), dtype=torch.float32)
+
+    def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        x_BLHE, step_BLH, into_BLGS, from_BLGS = inputs_BL
+        length = x_BLHE.shape[1]
+        # a step of 0 neither decays the state nor writes into it
+        step_BLH = step_BLH.where(inside(lengths_B, length)[:, :, None], 0.0)
+        out, after = self._reference(
+            x_BLHE, step_BLH, self._rate_H, into_BLGS, from_BLGS, chunk_size=self._size_for(length), D=self._skip_H,
+            initial_states=state_B, return_final_states=True,
+        )  # fmt: skip
+        return out, after
+
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor) -> Tensor:
+        x_RHE, step_RH, into_RGS, from_RGS = (tensor.float() for tensor in inputs_R)
+        shared = x_RHE.shape[1] // into_RGS.shape[1]
+        into_RHS, from_RHS = (tensor.repeat_interleave(shared, dim=1) for tensor in (into_RGS, from_RGS))
+        state_RHES = pool_P.index_select(0, slots_R).mul_((step_RH * self._rate_H.float()).exp()[:, :, None, None])
+        state_RHES.addcmul_((x_RHE * step_RH[:, :, None])[..., None], into_RHS[:, :, None])
+        pool_P.index_copy_(0, slots_R, state_RHES)
+        out_RHE = torch.matmul(state_RHES, from_RHS[..., None])[..., 0]
+        return out_RHE if self._skip_H is None else out_RHE + x_RHE * self._skip_H[:, None]
+
+    def _size_for(self, length: int) -> int:
+        size = self._chunk_size
+        while size > _SMALLEST_CHUNK and size >= 2 * length:
+            size //= 2
+        return size

@@ -1,0 +1,169 @@
+"""The memory of recurrent layers in an engine: slots of one sequence each, and the use of them in one pass.
+
+    pool: for each recurrence of each layer a tensor [P, ...]     slot: one index of all these tensors
+
+Shape legend: N tokens of the pass, R rows (sequences of the pass), D rows that decode, F tokens of the other rows, B
+rows of a bucket, L their padded length, P slots of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import ModelError
+from headrace.models.attention import PackedPlan, cut, forward
+from headrace.models.config import SUPPORTED
+from headrace.models.recurrent.base import Key, Recurrence, StateShape, Tensors
+
+Index = npt.NDArray[np.int64]
+NUM_TOKENS = 2
+"""The number of tokens of the pass that :func:`state_shapes` runs."""
+
+
+class StatePool:
+    """The states of ``num_slots`` sequences: zeros at first, and after :meth:`allocate`."""
+
+    def __init__(self, shapes: Mapping[Key, StateShape], num_slots: int, device: torch.device | str) -> None:
+        self.shapes = dict(shapes)
+        self.num_slots = num_slots
+        self._device = device
+        self.tensors: dict[Key, Tensor] = {}
+        self.allocate()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all slots in bytes, whether they are allocated or released."""
+        return self.num_slots * sum(shape.num_bytes for shape in self.shapes.values())
+
+    def allocate(self) -> None:
+        """Allocate the memory, also after a release; its contents are zeros."""
+        self.tensors = {
+            key: torch.zeros(self.num_slots, *shape.sizes, dtype=shape.dtype, device=self._device)
+            for key, shape in self.shapes.items()
+        }
+
+    def release(self) -> None:
+        """Free the memory; its contents are lost."""
+        self.tensors = {}
+
+    @torch.inference_mode()
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots; no target may be a source of the same call."""
+        if not len(sources):
+            return
+        for pool in self.tensors.values():
+            pool[list(targets)] = pool[list(sources)]
+
+    @torch.inference_mode()
+    def clear(self, slots: Sequence[int]) -> None:
+        """Fill slots with zeros, the state of no tokens."""
+        if not len(slots):
+            return
+        for pool in self.tensors.values():
+            pool[list(slots)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PaddedRows:
+    """Rows of similar numbers of tokens, padded on the right."""
+
+    gather_BL: Tensor
+    """The index of each token among those of the rows that do not decode; padding repeats the first of its row."""
+    lengths_B: Tensor
+    """The number of tokens of each row."""
+    slots_B: Tensor
+    """The slot of each row."""
+
+
+class StatePass:
+    """The recurrences of one engine pass over a pool, for a :class:`~headrace.models.paged.base.PagedPlan`.
+
+    ``slots_R`` is the slot of each row of the pass. The state of a row that begins at position 0 is cleared first.
+    """
+
+    def __init__(self, pool: StatePool, slots_R: Index) -> None:
+        self._pool = pool
+        self._slots_R = slots_R
+        self._num_decode = 0
+        self._slots_D: Tensor | None = None
+        self._buckets: list[_PaddedRows] = []
+        self._place_F: Tensor | None = None
+
+    def begin(self, starts_R: Index, counts_R: Index, num_decode: int, device: torch.device) -> None:
+        """Lay out the pass. ``counts_R`` is the number of new tokens of each row, from position ``starts_R`` on; the
+        first ``num_decode`` rows have one each."""
+        self._pool.clear(self._slots_R[starts_R == 0].tolist())
+        self._num_decode = num_decode
+        self._slots_D = torch.from_numpy(self._slots_R[:num_decode].copy()).to(device) if num_decode else None
+        counts = counts_R[num_decode:]
+        begins = np.cumsum(counts) - counts
+        place_F, filled = np.empty(int(counts.sum()), np.int64), 0
+        for members in cut(counts):
+            columns = np.arange(int(counts[members[0]]))
+            inside = columns < counts[members][:, None]
+            gather = begins[members][:, None] + np.where(inside, columns, 0)
+            place_F[gather[inside]] = filled + np.flatnonzero(inside)
+            filled += gather.size
+            self._buckets.append(
+                _PaddedRows(
+                    gather_BL=torch.from_numpy(gather).to(device),
+                    lengths_B=torch.from_numpy(counts[members]).to(device),
+                    slots_B=torch.from_numpy(self._slots_R[num_decode:][members]).to(device),
+                )
+            )
+        if len(self._buckets) > 1 or (self._buckets and filled != len(place_F)):
+            self._place_F = torch.from_numpy(place_F).to(device)
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Compute a recurrence over the tokens of the pass, and update the states: ``[N, ...]``."""
+        pool, parts = self._pool.tensors[key], []
+        if self._slots_D is not None:
+            parts.append(recurrence.decode(tuple(each[: self._num_decode] for each in inputs_N), pool, self._slots_D))
+        if self._buckets:
+            inputs_F = tuple(each[self._num_decode :] for each in inputs_N)
+            found = torch.cat([self._chunk(bucket, pool, recurrence, inputs_F) for bucket in self._buckets])
+            parts.append(found if self._place_F is None else found.index_select(0, self._place_F))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _chunk(self, bucket: _PaddedRows, pool: Tensor, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
+        inputs_BL = tuple(each[bucket.gather_BL] for each in inputs_F)
+        out, after = recurrence.chunk(inputs_BL, bucket.lengths_B, pool.index_select(0, bucket.slots_B))
+        pool.index_copy_(0, bucket.slots_B, after.to(pool.dtype))
+        return out.flatten(0, 1)
+
+
+class _StateRecorder(PackedPlan):
+    """A plan that records the shape of every state."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([NUM_TOKENS], device)
+        self.shapes: dict[Key, StateShape] = {}
+        self.twice: set[int] = set()
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        if key in self.shapes:
+            self.twice.add(key[0])
+        self.shapes[key] = recurrence.shape(inputs_N)
+        return super().recur(key, recurrence, inputs_N)
+
+
+@torch.inference_mode()
+def state_shapes(model: nn.Module) -> dict[Key, StateShape]:
+    """Return the shape of every state that a model keeps of a sequence; none for a model that only attends.
+
+    Raises :class:`~headrace.base.errors.ModelError` if two mixers have the same layer index.
+    """
+    device = next(model.parameters()).device
+    watch = _StateRecorder(device)
+    forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=device), watch)
+    if watch.twice:
+        raise ModelError(
+            f"a {type(model).__name__} has several recurrent mixers in layers {sorted(watch.twice)}", remedy=SUPPORTED
+        )
+    return watch.shapes
