@@ -45,8 +45,7 @@ MESSAGES = {
     "messages to the environment": environment.Message,
     "messages to a machine that has joined": node.Message,
     "knocks of machines that want to": node.JoinRequest,
-    "the answers": node.AtTheDoor,
-    "dials over a Redis server": node.Dial,
+    "the answers": node.JoinAnswer,
 }
 """Message types between processes, by their receiver."""
 MESSAGES_SHARE = 0.65

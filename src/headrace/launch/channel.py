@@ -6,8 +6,6 @@ any of its threads while its main thread waits for orders.
     between machines   TCP under CURVE: encrypted, and both ends prove their identity. The controller binds, with a key
                        made for this one part; connections without the key are not even answered. A connection that
                        breaks is not made again, since messages might be missing unnoticed: the part ends.
-    relayed            Sockets in a directory, as on this machine, and under CURVE, as between machines; a relay carries
-                       the bytes from one machine to the other (joining/relay.py).
 """
 
 from __future__ import annotations
@@ -186,8 +184,7 @@ class PartChannel:
 
 class ControllerChannel:
     """The controller's end of the sockets of one part. They are in ``directory``; for a part on another machine they
-    are at ``host``, which is an address of this machine that the other machine can reach, or a directory from which a
-    relay carries connections to it."""
+    are at ``host``, an address of this machine that the other machine can reach."""
 
     def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
         self._part = part
@@ -204,7 +201,7 @@ class ControllerChannel:
         except zmq.ZMQError as error:
             self.close()
             where, remedy = f"in {directory}", "set TMPDIR to a short path (under 60 characters) that can be written"
-            if host and not host.startswith("/"):
+            if host:
                 where, remedy = f"at {host}", "does that address belong to this machine?"
             raise RunError(f"the sockets of {part} cannot be made {where}: {error}", remedy=remedy) from None
 
@@ -261,15 +258,10 @@ class ControllerChannel:
     def _open_remote(self, host: str) -> ChannelAddresses:
         key = require_key(self._orders, self._reports)
         anywhere = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
-        addresses = (
-            local_addresses(Path(host), self._part)
-            if host.startswith("/")
-            else ChannelAddresses(orders=anywhere, reports=anywhere)
-        )
         bound: list[str] = []
-        for socket, address in ((self._orders, addresses.orders), (self._reports, addresses.reports)):
-            socket.setsockopt(zmq.IPV6, int("[" in address))
-            socket.bind(address)
+        for socket in (self._orders, self._reports):
+            socket.setsockopt(zmq.IPV6, int("[" in anywhere))
+            socket.bind(anywhere)
             bound.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
         return ChannelAddresses(orders=bound[0], reports=bound[1], key=key)
 

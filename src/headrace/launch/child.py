@@ -28,8 +28,6 @@ GRACE_S = 5.0
 """Seconds that a process may take to end after it was ordered to shut down."""
 LAST_WORDS_S = 2.0
 """Seconds to wait for the final error report of a process that has ended or has announced such a report."""
-ENDPOINT = "endpoint"
-"""The name, in :attr:`Rendezvous.relay_directory`, of the socket at which programs reach their episodes."""
 LOG_LINES = 8
 """Number of log lines that are quoted when a process dies."""
 OLD_LOGS = 16
@@ -51,11 +49,6 @@ class Rendezvous:
     """Called with the spans (times of activity) that the processes report."""
     old_logs: deque[Path] = field(default_factory=deque)
     """The logs of workers that have died, the oldest first."""
-
-    @property
-    def relay_directory(self) -> Path:
-        """The directory of the sockets that joined machines can reach through a Redis server."""
-        return self.directory / "far"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +78,7 @@ class Process(Protocol):
 
     @property
     def working_pid(self) -> int:
-        """The id of the process that does the work; it differs from ``pid`` where a keeper process is the parent."""
+        """The id of the process that does the work; it differs from ``pid`` where a supervisor is the parent."""
         ...
 
     @property
@@ -180,7 +173,7 @@ class Child:
 
     @property
     def working_pid(self) -> int:
-        """The id of the process that does the work; it differs from ``pid`` where a keeper process is the parent."""
+        """The id of the process that does the work; it differs from ``pid`` where a supervisor is the parent."""
         return self._process.working_pid
 
     async def computed_s(self) -> float:

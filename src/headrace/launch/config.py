@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -152,11 +151,7 @@ class LaunchConfig(Section):
     one machine, and a run that lends cores cannot be replayed bit for bit."""
     join: str = ""
     """``ADDRESS:PORT`` of this machine, at which others may join the run with workers for its environments: see
-    ``headrace join``. Or a Redis server that both reach, where they do not reach one another: ``redis://host:6379/0``,
-    ``rediss://...`` for TLS, ``unix:///path/of/socket``; without a password. Only with ``kind = "local"``, and an
-    environment that runs in workers."""
-    join_password_env: str = ""
-    """Name of the environment variable that holds the password of that Redis server; unset: it needs no password."""
+    ``headrace join``. Only with ``kind = "local"``, and an environment that runs in workers."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that a part may take to load its model and report; and, before that, to find room in a cluster."""
     engine_restarts: int = Field(default=3, ge=0)
@@ -172,11 +167,6 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _others_can_join(self) -> Self:
-        if self.join_password_env and not self.relayed:
-            raise ConfigError(
-                f"launch.join_password_env={self.join_password_env!r} is set, and launch.join={self.join!r} needs none",
-                remedy="set launch.join = 'redis://host:6379/0', or leave it out",
-            )
         if not self.join:
             return self
         if self.remote:
@@ -184,9 +174,13 @@ class LaunchConfig(Section):
                 f"launch.join={self.join!r}, and with launch.kind={self.kind!r} the cluster is what machines join",
                 remedy="leave launch.join out, and add those machines to the cluster",
             )
-        if self.relayed:
-            self._refuse_server()
-            return self
+        refuse_secret("launch.join", self.join, "machines join at an address of this machine, as in 10.0.0.5:7781")
+        if "://" in self.join:
+            raise ConfigError(
+                f"launch.join={self.join!r}: machines join over TCP, and no longer over a Redis server",
+                remedy="write ADDRESS:PORT of this machine, as in 10.0.0.5:7781; where no TCP connection is possible, "
+                "make one with a tunnel (ssh -R) or a VPN",
+            )
         try:
             host, _ = host_and_port(self.join)
         except ConfigError as error:
@@ -201,16 +195,6 @@ class LaunchConfig(Section):
                 remedy="write the address by which the others reach this one, as in 10.0.0.5:7781",
             )
         return self
-
-    def _refuse_server(self) -> None:
-        remedy = "name an environment variable that holds it: launch.join_password_env"
-        refuse_secret("launch.join", self.join, remedy)
-        parts = urlsplit(self.join)
-        if not (parts.path if parts.scheme == "unix" else parts.hostname and parts.scheme in ("redis", "rediss")):
-            raise ConfigError(
-                f"launch.join={self.join!r} is no Redis server",
-                remedy="write redis://host:6379/0, rediss://... for TLS, or unix:///path/of/socket",
-            )
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
@@ -244,11 +228,6 @@ class LaunchConfig(Section):
     def cluster(self) -> ClusterLaunch | None:
         """The launcher's functions for other machines; ``None`` where every part is on this machine."""
         return LAUNCHERS.load(self.kind).cluster
-
-    @property
-    def relayed(self) -> bool:
-        """Whether machines that join reach the run through a Redis server."""
-        return "://" in self.join
 
     def threads(self, role: Literal["engine", "learner"], count: int, num_cores: int) -> int:
         """Return the number of cores that each of ``count`` parts of a role computes with, on a machine with

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from headrace.base.clock import Clock
@@ -28,8 +27,6 @@ class At:
     """Path of a PEM file with the certificate; empty: without TLS."""
     tls_key: str = ""
     """Path of a PEM file with the certificate's key."""
-    path: Path | None = None
-    """Path of a Unix socket at which the endpoint listens too; ``None``: no such socket."""
 
 
 HERE = At()
@@ -50,9 +47,9 @@ class EpisodeAccess(Protocol):
 class EpisodeEndpoint(Protocol):
     """An endpoint that listens for requests."""
 
-    def session(self, episode: OpenEpisode, at: str = "") -> AbstractAsyncContextManager[EpisodeAccess]:
-        """Let programs reach ``episode`` during the body; ``at`` is a ``HOST:PORT`` on another machine that leads to
-        this endpoint. After the body the episode is complete: its key is refused, and none of its requests runs."""
+    def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[EpisodeAccess]:
+        """Let programs reach ``episode`` during the body. After the body the episode is complete: its key is refused,
+        and none of its requests runs."""
         ...
 
 

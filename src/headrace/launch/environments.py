@@ -12,7 +12,7 @@ from headrace.base.clock import RealClock
 from headrace.base.config.addresses import host_and_port
 from headrace.base.plugins import Registry
 from headrace.base.types.observation import Event
-from headrace.launch.child import ENDPOINT, Child, Rendezvous, Starter
+from headrace.launch.child import Child, Rendezvous, Starter
 from headrace.launch.clients import EnvPool, EnvPoolConfig
 from headrace.launch.clients.environment import Listening
 from headrace.launch.endpoints import At, open_endpoint
@@ -62,10 +62,9 @@ def _listening(order: LaunchOrder, processes: Processes) -> Listening | None:
     if not order.env.has_endpoint:
         return None
     env, launch = order.env, order.launch
-    joined = host_and_port(launch.join)[0] if launch.join and not launch.relayed else ""
+    joined = host_and_port(launch.join)[0] if launch.join else ""
     at = At(
         host=env.host or joined or processes.starter.host_address,
-        path=processes.site.relay_directory / ENDPOINT if launch.relayed else None,
         tls_certificate=env.tls_certificate,
         tls_key=env.tls_key,
     )

@@ -50,7 +50,7 @@ from headrace.launch.starts import (
 from headrace.rollout.scoring.sandbox.run import LAUNCHER
 
 KEEPER_S = 2.0
-"""Seconds that a keeper process gets to end the process that it watches, before both are killed."""
+"""Seconds that a supervisor process gets to end the process that it watches, before both are killed."""
 
 
 STOPPED = {
@@ -161,7 +161,7 @@ class LocalProcess:
 
     async def kill(self) -> None:
         if self._kept and self.returncode is None:
-            await self._ask_keeper()
+            await self._ask_supervisor()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group has ended
             os.killpg(self.pid, signal.SIGKILL)
         await self.wait()
@@ -185,8 +185,8 @@ class LocalProcess:
         if self._memory is not None:
             self._memory.end()
 
-    async def _ask_keeper(self) -> None:
-        """Order the keeper to end the process with everything it started, and then itself."""
+    async def _ask_supervisor(self) -> None:
+        """Order the supervisor to end the process with everything it started, and then itself."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -264,7 +264,7 @@ def _is_kept(keep: ResourceLimits | None) -> bool:
 
 
 def _program(directory: Path, name: str, keep: ResourceLimits | None, lifeline: int) -> list[str]:
-    """Return the command line of the process itself or, where it has resource limits, of its keeper."""
+    """Return the command line of the process itself or, where it has resource limits, of its supervisor."""
     program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
     if keep is None or not _is_kept(keep):
         return program

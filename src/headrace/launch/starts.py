@@ -105,7 +105,7 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources that a process with user code may use, together with all processes that it starts. A keeper process
+    """The resources that a process with user code may use, together with all processes that it starts. A supervisor
     kills all of them if they use more or if their parent ends; they can see no other processes."""
 
     memory_bytes: int

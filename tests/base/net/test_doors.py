@@ -57,7 +57,6 @@ SERVERS = {
     "wings/serve/app.py": "tested here",
     "wings/serve/run.py": "the application of wings/serve/app.py",
     "base/net/shell.py": "the server of all ASGI applications; it answers nothing itself",
-    "wings/cluster/joining/relay.py": "no HTTP of its own: leads to doors of the run",
     "run/observe/writers/prometheus.py": "tested here",
     "wings/agents/app.py": "tested here",
     "wings/agents/serving.py": "the application of wings/agents/app.py",

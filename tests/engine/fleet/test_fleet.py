@@ -208,7 +208,7 @@ async def test_engine_that_says_nothing_while_it_has_sequences_is_ended() -> Non
         await asyncio.sleep(8.0)
         assert [name for name, _ in ended] == ["a"]
         assert "a has said nothing for 5 s and has" in ended[0][1]
-        engines["a"].die()  # as its keeper makes it
+        engines["a"].die()  # as its supervisor makes it
         for task in tasks:
             await task
         watching.cancel()

@@ -24,7 +24,7 @@ from headrace.launch.config import INVITATION_FILE, LaunchConfig
 from headrace.launch.local_process import LocalStarter
 from headrace.launch.starts import EnvironmentStart, ResourceLimits
 from headrace.rollout import UNLIMITED, Conversations, EpisodeLimits
-from headrace.wings.cluster.joining.door import JoinListener, StartWorker, opened_door
+from headrace.wings.cluster.joining.listener import JoinListener, StartWorker, listen_for_machines
 from tests.rollout.models import conversations
 
 
@@ -43,7 +43,7 @@ class Crew:
     talks: list[Conversations] = field(default_factory=list)
     """Of the episodes, in the order they were asked for."""
     events: list[str] = field(default_factory=list)
-    """What the door had to say."""
+    """What the listener had to say."""
     invitation: Path = Path()
     """To join."""
 
@@ -77,12 +77,12 @@ def task(deed: str) -> Task:
 
 @asynccontextmanager
 async def _at_work(
-    pool: EnvPool, door: JoinListener | None, start: EnvironmentStart, start_worker: StartWorker
+    pool: EnvPool, listener: JoinListener | None, start: EnvironmentStart, start_worker: StartWorker
 ) -> AsyncIterator[asyncio.Task[None]]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(pool.keep())]
-        if door is not None:
-            tasks.append(group.create_task(door.admit(pool, start, start_worker)))
+        if listener is not None:
+            tasks.append(group.create_task(listener.admit(pool, start, start_worker)))
         if pool.keeps_some_here:
             await pool.started()
         yield tasks[0]
@@ -97,7 +97,7 @@ async def crew(
     """Workers of ``entry`` in a file with this ``code``; they do not outlive the body. ``join``: where others may bring
     more."""
     (directory / "my_env.py").write_text(textwrap.dedent(code))
-    joining = {name: terms.pop(name, "") for name in ("join", "join_password_env")}
+    join = terms.pop("join", "")
     settled = EnvPoolConfig(
         **{"num_workers": 1, "concurrency": 64, "block_s": 30.0, "start_timeout_s": 60.0, "scored": False, **terms}
     )
@@ -125,12 +125,15 @@ async def crew(
         pool = EnvPool(partial(start_worker, start), settled, warn=warnings.append)
         events: list[str] = []
         order: Any = SimpleNamespace(
-            launch=LaunchConfig(**joining, start_timeout_s=settled.start_timeout_s),
+            launch=LaunchConfig(join=join, start_timeout_s=settled.start_timeout_s),
             run_dir=directory,
             on_event=lambda event: events.append(event.text),
         )
         try:
-            async with opened_door(order, site) as door, _at_work(pool, door, start, start_worker) as keeping:
+            async with (
+                listen_for_machines(order, site) as listener,
+                _at_work(pool, listener, start, start_worker) as keeping,
+            ):
                 yield Crew(
                     pool=pool, keeping=keeping, children=children, warnings=warnings, events=events,
                     invitation=directory / INVITATION_FILE,

@@ -13,7 +13,17 @@ from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger.opening import SQLITE_FILE
 from headrace.learner import checkpoint
-from headrace.run.session.directory import choose_directory, locked, read_status, read_summary, run_file_of, write_json
+from headrace.run.session.config import load_config
+from headrace.run.session.directory import (
+    CONFIG_FILE,
+    choose_directory,
+    locked,
+    read_settings,
+    read_status,
+    read_summary,
+    run_file_of,
+    write_json,
+)
 
 
 def test_a_directory_is_held_by_one_process_alone(tmp_path: Path) -> None:
@@ -125,3 +135,11 @@ def test_evaluating_a_directory_leaves_the_snapshot_that_is_being_written_alone(
     assert isinstance(tree, dict)
     assert merge(tree) == {"model": {"path": "m"}}
     assert unfinished.exists()
+
+
+def test_settings_that_no_longer_exist_are_passed_over_in_the_record_of_an_older_run(tmp_path: Path) -> None:
+    launch = {"join": "", "join_password_env": ""}
+    write_json(tmp_path / CONFIG_FILE, {"model": {"path": str(tmp_path)}, "launch": launch})
+    assert read_settings(tmp_path)["launch"] == {"join": ""}
+    with pytest.raises(ConfigError, match=r"launch\.join_password_env is not a setting"):
+        load_config({"launch": launch})

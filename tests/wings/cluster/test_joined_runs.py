@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.base.net.certificates import certificate
-from tests.redis_server import redis_server
 from tests.rollout.environments.tasks import chat_model, make_env_run
 from tests.run.session.runs import Running, command, headrace, running
 
@@ -68,28 +66,10 @@ def test_a_run_of_programs_all_of_them_on_another_machine(tmp_path: Path) -> Non
     run_of_programs(tmp_path, join_at=address(), place=HOST)
 
 
-@pytest.mark.timeout(180)
-def test_a_run_of_programs_all_of_them_on_a_machine_that_is_reached_over_redis_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crt, key = certificate(tmp_path / "tls")
-    monkeypatch.setenv("SSL_CERT_FILE", str(crt))
-    with redis_server() as server:
-        # the endpoint is at another address here: programs there cannot reach it but over the server
-        env = {"host": HOST, "tls_certificate": str(crt), "tls_key": str(key)}
-        run_of_programs(tmp_path, join_at=server.url, place="127.0.0.1", **env)
-        assert not server.client().keys()
-        passed = b"".join(path.read_bytes() for path in server.directory.glob("appendonlydir/*.aof"))
-    assert b"XADD" in passed
-    for word in (b"messages", b"completions", b"OPENAI_API_KEY", b"prompt", b"Bearer"):
-        assert word not in passed, "nothing passes the server that it could read"
-
-
-def run_of_programs(tmp_path: Path, *, join_at: str, place: str, **more: str) -> None:
+def run_of_programs(tmp_path: Path, *, join_at: str, place: str) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text(textwrap.dedent(PROGRAM).replace("PLACE", place))
     env = {"kind": "program", "entry": "", "command": f"{sys.executable} {agent}", "workers": 0, "concurrency": 4}
-    env |= more
     model = chat_model(tmp_path / "tiny")
     run_file = make_env_run(tmp_path / "run", model, ROLLOUT, "rollout", env=env,
                             launch={"engine_threads": 1, "learner_threads": 1, "join": join_at})  # fmt: skip
@@ -144,22 +124,3 @@ def test_machines_come_and_are_killed_and_each_group_is_trained_once(tmp_path: P
             machines.append(join(run_dir))
             machines[-2].send_signal(signal.SIGKILL)
         assert ended(run, run_dir)["trained"] == 120
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_machines_and_the_redis_server_between_are_killed_and_each_group_is_trained_once(tmp_path: Path) -> None:
-    with redis_server(appendonly="no") as server, joining() as machines:
-        run_file = long_run(tmp_path, server.url)
-        run_dir = run_file.parent / "run"
-        with running("train", run_file) as run:
-            machines.append(join(run_dir, "--workers", "2"))
-            for step in (10, 20):
-                run.until_step(step)
-                server.kill()
-                server.start(appendonly="no")
-                machines.append(join(run_dir))
-            run.until_step(30)
-            machines.append(join(run_dir))
-            machines[-2].send_signal(signal.SIGKILL)
-            assert ended(run, run_dir)["trained"] == 120

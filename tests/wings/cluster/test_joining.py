@@ -20,11 +20,11 @@ import zmq.asyncio
 from headrace import __version__
 from headrace.base.errors import ConfigError, DataError, HeadraceError
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.messages.node import AtTheDoor, JoinRefused, JoinRequest
+from headrace.base.types.messages.node import JoinAnswer, JoinRefused, JoinRequest
 from headrace.launch.channel import present_key
 from headrace.launch.starts import ResourceLimits
 from headrace.run.session import load_config
-from headrace.wings.cluster.far.keeper import family_of
+from headrace.wings.cluster.far.supervisor import family_of
 from headrace.wings.cluster.joining import node
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
 from headrace.wings.cluster.joining.node import Offer, RunUnreachable, join
@@ -228,7 +228,7 @@ def test_who_is_not_invited_is_told_so_and_nothing_comes_of_it(
             invitation = read_invitation(at.invitation)
             knock = JoinRequest(token=invitation.token, headrace=__version__, address="x", workers=1)
             answer = await asyncio.to_thread(
-                knocked, invitation, MessageCodec(AtTheDoor).encode(change_of(knock, change))
+                knocked, invitation, MessageCodec(JoinAnswer).encode(change_of(knock, change))
             )
             assert isinstance(answer, JoinRefused)
             assert problem in answer.problem
@@ -250,7 +250,7 @@ def knocked(invitation: Invitation, data: bytes) -> object:
         if not line.poll(1000, zmq.POLLOUT):  # the connection has ended by now, and is made once
             return None
         line.send(data)
-        return MessageCodec(AtTheDoor).decode(line.recv()) if line.poll(1000) else None
+        return MessageCodec(JoinAnswer).decode(line.recv()) if line.poll(1000) else None
 
 
 def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
                 line.sendall(b"GET / HTTP/1.1\r\n\r\n")
             welcome = JoinRequest(token=invitation.token, headrace=__version__, address="\x1b[2J" * 99, workers=1)
             assert not isinstance(
-                await asyncio.to_thread(knocked, invitation, MessageCodec(AtTheDoor).encode(welcome)), JoinRefused
+                await asyncio.to_thread(knocked, invitation, MessageCodec(JoinAnswer).encode(welcome)), JoinRefused
             )
             assert set(map(type, await at.run("pid"))) == {float}  # it was let in, and never showed itself
             assert at.events == []
@@ -288,6 +288,9 @@ def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
         (["launch.join=10.0.0.5"], "launch.join='10.0.0.5' is no address with a port"),
         (["launch.join=10.0.0.5:0"], "no address with a port"),
         (["launch.join=10.0.0.5:99999"], "no address with a port"),
+        (["launch.join=redis://10.0.0.5:6379/0"], "machines join over TCP, and no longer over a Redis server"),
+        (["launch.join=redis://:hush@10.0.0.9"], "launch.join holds a password"),
+        (["launch.join=unix:///redis.socket"], "machines join over TCP, and no longer over a Redis server"),
         (["launch.join=10.0.0.5:7781", "launch.kind=ray"], "the cluster is what machines join"),
         (["launch.join=10.0.0.5:7781", *SINGLE], "runs in no worker that another machine could bring"),
         (["env.workers=0"], "env.workers=0 keeps no environment on this machine, and no other may join"),

@@ -16,9 +16,9 @@ from headrace import __version__
 from headrace.base.types.messages import environment, node
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Alive, Done, Leaving, Ready
-from headrace.base.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
+from headrace.base.types.messages.node import Do, Drop, Farewell, JoinAnswer, JoinRefused, JoinRequest, Welcome
 from headrace.launch.channel import ChannelAddresses, PartChannel
-from headrace.wings.cluster.far.keeper import Begin, FarExit, NodeReply
+from headrace.wings.cluster.far.supervisor import Begin, FarExit, NodeReply
 from headrace.wings.cluster.joining.invitation import read_invitation
 from tests.rollout.environments.crews import Crew, crew
 from tests.wings.cluster.test_joining import PLACES, free_address, joined, knocked, until
@@ -45,7 +45,7 @@ class Liar:
     """How many of its workers begin at once; the others begin only then. ``None``: all."""
     begun: int = 0
     calls: dict[int, int] = field(default_factory=dict)
-    """By which the run waits for the end of a process, by keeper."""
+    """By which the run waits for the end of a process, by supervisor."""
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def live(self) -> None:
@@ -66,13 +66,13 @@ class Liar:
     def _hear(self, message: object) -> None:
         match message:
             case Do(what="ended"):
-                self.calls[message.keeper] = message.call
+                self.calls[message.supervisor] = message.call
                 if "ended" in self.answers:
                     self.to_say.append(Done(call=message.call, answer=self.answers["ended"]))
             case Do():
                 self._do(message)
-            case Drop() if message.keeper in self.calls:
-                self.to_say.append(Done(call=self.calls[message.keeper], answer=ENDED))
+            case Drop() if message.supervisor in self.calls:
+                self.to_say.append(Done(call=self.calls[message.supervisor], answer=ENDED))
             case Farewell():
                 self.to_say += [Done(call=each.call, answer=7) for each in self.waiting]
                 self.waiting.clear()
@@ -102,7 +102,7 @@ def knock(path: Path, **more: object) -> object:
     invitation = read_invitation(path)
     words = {"token": invitation.token, "headrace": __version__, "address": "liar", "workers": 1, **more}
     return knocked(
-        invitation, MessageCodec(AtTheDoor).encode(msgspec.convert(words | {"type": "JoinRequest"}, JoinRequest))
+        invitation, MessageCodec(JoinAnswer).encode(msgspec.convert(words | {"type": "JoinRequest"}, JoinRequest))
     )
 
 

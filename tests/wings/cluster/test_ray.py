@@ -29,8 +29,8 @@ from headrace.launch.starts import EnvironmentStart, LearnerStart, ScorerStart, 
 from headrace.rollout.scoring import FunctionReward
 from headrace.run.session import load_config
 from headrace.sync.config import Route
-from headrace.wings.cluster.far.keeper import ProcessKeeper, paths_of
-from headrace.wings.cluster.far.process import FarProcess, KeeperLost, KeeperUnusable
+from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable
+from headrace.wings.cluster.far.supervisor import ProcessSupervisor, paths_of
 from headrace.wings.cluster.ray import cluster, starter
 from headrace.wings.cluster.ray.cluster import RayNode, bundle
 from headrace.wings.cluster.ray.fit import devices_of
@@ -128,15 +128,15 @@ def test_what_ray_says_of_a_lost_actor_is_told_in_a_few_words(said: str, told: s
 
 @dataclass(slots=True)
 class Seat:
-    """An actor that stands in this process: it is the real keeper."""
+    """An actor that stands in this process: it is the real supervisor."""
 
-    keeper: ProcessKeeper = field(default_factory=partial(ProcessKeeper, HERE))
+    supervisor: ProcessSupervisor = field(default_factory=partial(ProcessSupervisor, HERE))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     breaks: BaseException | None = None
     tasks: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        answer = asyncio.ensure_future(self._obey(getattr(self.keeper, method), arguments))
+        answer = asyncio.ensure_future(self._obey(getattr(self.supervisor, method), arguments))
         self.tasks.add(answer)
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         return answer
@@ -153,13 +153,13 @@ class Seat:
         if work.done():
             return work.result()
         work.cancel()
-        raise KeeperLost("was lost with its node")
+        raise SupervisorLost("was lost with its node")
 
     async def leave(self) -> None:
         """What the end of its process would do."""
         self.kill()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        process, directory = self.keeper._process, self.keeper._directory
+        process, directory = self.supervisor._process, self.supervisor._directory
         if directory.path.exists():
             if process is not None:
                 await process.wait()
@@ -169,7 +169,7 @@ class Seat:
     def kill(self) -> None:
         """As the kernel does it when an actor's process is killed: the pipe is closed."""
         self.lost.set()
-        process = self.keeper._process
+        process = self.supervisor._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -182,7 +182,7 @@ class Seats:
     seats: list[Seat]
     taken: list[Seat] = field(default_factory=list)
 
-    def keeper(self, name: str, share: ResourceShare, room: object) -> Seat:
+    def supervisor(self, name: str, share: ResourceShare, room: object) -> Seat:
         self.taken.append(self.seats.pop(0))
         return self.taken[-1]
 
@@ -285,7 +285,7 @@ def test_a_process_whose_node_is_lost_has_ended_and_says_so(tmp_path: Path) -> N
 
 def test_a_node_that_is_lost_while_a_part_starts_there_is_made_up_for_by_another(tmp_path: Path) -> None:
     async def main() -> None:
-        seats = Seats([Seat(breaks=KeeperLost("was lost with its node")), Seat()])
+        seats = Seats([Seat(breaks=SupervisorLost("was lost with its node")), Seat()])
         async with on_seats(tmp_path, seats, grader(tmp_path)) as child:
             assert child.state == "starting"
         assert len(seats.taken) == 2
@@ -328,17 +328,17 @@ def test_a_learner_must_see_the_run_directory_itself(tmp_path: Path) -> None:
         snapshot="", route=Route(transport="http"), num_threads=1,
     )  # fmt: skip
 
-    class Elsewhere(ProcessKeeper):
+    class Elsewhere(ProcessSupervisor):
         def look(self, asked: bytes) -> bytes:
             (tmp_path / "mark").unlink()
             return super().look(asked)
 
-    error = refusal(tmp_path, Seat(keeper=Elsewhere(HERE)), start, of={"name": "learner"})
+    error = refusal(tmp_path, Seat(supervisor=Elsewhere(HERE)), start, of={"name": "learner"})
     assert f"run.dir={str(tmp_path)!r} of node {HERE}, where learner is to run, is not the one of" in error.problem
 
 
 def test_a_node_without_headrace_says_so(tmp_path: Path) -> None:
-    seat = Seat(breaks=KeeperUnusable("ModuleNotFoundError: No module named 'headrace'"))
+    seat = Seat(breaks=SupervisorUnusable("ModuleNotFoundError: No module named 'headrace'"))
     error = refusal(tmp_path, seat, grader(tmp_path))
     assert "scorer-0 cannot be started on its node: ModuleNotFoundError" in error.problem
     assert "is headrace installed there" in error.remedy

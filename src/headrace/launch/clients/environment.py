@@ -231,7 +231,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         call.begun = worker.served = True
         if self._endpoint is None:
             return await self._in_worker(worker, call, number, call.order)
-        async with self._endpoint.session(call.episode, worker.group.programs) as access:
+        async with self._endpoint.session(call.episode) as access:
             order = msgspec.structs.replace(call.order, variables=dict(access.variables))
             found = await self._in_worker(worker, call, number, order)
         if isinstance(found, EpisodeDone) and found.reason and access.last_refusal:

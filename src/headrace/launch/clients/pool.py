@@ -143,8 +143,6 @@ class WorkerGroup:
     start_worker: Callable[[], Awaitable[WorkerProcess]]
     """Starts a worker. Raises :class:`MachineGone` once the machine has left or is lost."""
     num_workers: int
-    programs: str = ""
-    """The ``HOST:PORT`` on that machine at which programs reach their episodes; empty: the endpoint's own address."""
     tasks: asyncio.TaskGroup | None = None
     """The tasks of the workers, while the machine belongs to a pool."""
     workers: set[Worker[Any]] = field(default_factory=set)

@@ -222,6 +222,26 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return tree
 
 
+REMOVED_SETTINGS = {"launch": ("join_password_env",)}
+"""Settings of earlier versions that no longer exist, by section; the settings of older runs hold them."""
+
+
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the recorded settings of the run in ``run_dir`` without those that no longer exist.
+
+    Raises :class:`~headrace.base.errors.ConfigError` where the directory holds no run, and
+    :class:`~headrace.base.errors.DataError` where the file is damaged.
+    """
+    try:
+        tree = read_sealed(run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"{run_dir} has no settings: {error}", remedy="give the directory of a run") from None
+    for section, keys in REMOVED_SETTINGS.items():
+        for key in keys:
+            tree.get(section, {}).pop(key, None)
+    return tree
+
+
 def read_status(run_dir: Path) -> Status | None:
     """Return the last status of the run; ``None`` where it has not written one. Raises
     :class:`~headrace.base.errors.DataError` where the file is damaged."""

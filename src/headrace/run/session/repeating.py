@@ -36,7 +36,7 @@ from headrace.launch.starts import RecordedEngine
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.rollout.runner import episode_seed
 from headrace.run.session.config import RunConfig, as_recorded, load_config
-from headrace.run.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
+from headrace.run.session.directory import FACTS_FILE, read_sealed, read_settings
 from headrace.run.session.prepare import Prepared
 
 CHANGEABLE = (
@@ -59,10 +59,7 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
     Raises :class:`~headrace.base.errors.ConfigError` where the directory holds no run.
     """
-    try:
-        tree = read_sealed(run_dir / CONFIG_FILE)
-    except OSError as error:
-        raise ConfigError(f"{run_dir} has no settings: {error}", remedy="give the directory of a run") from None
+    tree = read_settings(run_dir)
     tree["run"] = {**tree["run"], "dir": ""}
     return tree
 

@@ -27,7 +27,7 @@ from headrace.models import load_model
 from headrace.models.devices import use
 from headrace.models.weights import weight_tensors
 from headrace.run.session.config import RunConfig, load_config, with_local_models
-from headrace.run.session.directory import CONFIG_FILE, read_sealed
+from headrace.run.session.directory import read_settings
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 
@@ -97,11 +97,7 @@ def _route(config: RunConfig, scratch: Path) -> Route:
 def _settings(run_dir: Path) -> RunConfig:
     """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` where its
     learner has several ranks."""
-    try:
-        tree = read_sealed(run_dir / CONFIG_FILE)
-    except OSError as error:
-        raise ConfigError(f"{run_dir} has no settings: {error}", remedy="give the directory of a run") from None
-    config = load_config(tree)
+    config = load_config(read_settings(run_dir))
     if config.learner.parallel.world > 1:
         raise ConfigError(
             f"the learner of {run_dir} has {config.learner.parallel.world} ranks, and a replay has one",

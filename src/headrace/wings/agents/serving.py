@@ -8,7 +8,6 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from pathlib import Path
 
 from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
@@ -60,7 +59,7 @@ class Endpoint:
         dispatcher = EndpointDispatcher(
             sessions=sessions, limits=limits, clock=clock, on_ignored=_IgnoredWarnings(sampling, warn), agents=agents
         )  # fmt: skip
-        with _bound(at.host) as listening, _bound_to(at.path) as more:
+        with _bound(at.host) as listening:
             shell = ShellLimits(
                 idle_timeout_s=limits.idle_timeout_s,
                 max_connections=MAX_CONNECTIONS,
@@ -70,15 +69,13 @@ class Endpoint:
             server = HttpServer(make_app(dispatcher), shell)
             host, port = listening.getsockname()[:2]
             scheme, host = "https" if at.tls_certificate else "http", f"[{host}]" if ":" in host else host
-            async with _beside(server, [listening, *more]):
+            async with _beside(server, [listening]):
                 yield cls(f"{scheme}://{host}:{port}", sessions)
 
-    def session(self, episode: OpenEpisode, at: str = "") -> AbstractAsyncContextManager[Access]:
-        """Open ``episode`` to programs while the body runs. ``at`` is a ``HOST:PORT`` of another machine that forwards
-        to this endpoint. Afterwards the key is refused and no request runs, so the episode is complete. Raises an error
-        of the run that the program could not have prevented."""
-        scheme, _, here = self.base_url.partition("://")
-        return self._sessions.open(episode, f"{scheme}://{at or here}")
+    def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
+        """Open ``episode`` to programs while the body runs. Afterwards the key is refused and no request runs, so the
+        episode is complete. Raises an error of the run that the program could not have prevented."""
+        return self._sessions.open(episode, self.base_url)
 
 
 class _IgnoredWarnings:
@@ -127,14 +124,3 @@ def _bound(host: str) -> Iterator[socket.socket]:
         ) from None
     with contextlib.closing(listening):
         yield listening
-
-
-@contextmanager
-def _bound_to(path: Path | None) -> Iterator[list[socket.socket]]:
-    """Yield a Unix socket that listens at ``path``; no socket for ``None``."""
-    if path is None:
-        yield []
-        return
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        yield [listening]

@@ -19,12 +19,6 @@ def join(
         show_default=False,
     ),
     wait: float = typer.Option(0.0, min=0.0, help="Seconds to wait for a run that takes this machine in."),
-    password_env: str = typer.Option(
-        "",
-        help="Environment variable that holds the password, where the way to the run is a Redis server; unset: the one "
-        "that the run names.",
-        show_default=False,
-    ),
 ) -> None:
     """Lend this machine to a run with launch.join: its environments run here too, until it ends or Ctrl-C.
 
@@ -34,7 +28,7 @@ def join(
     from headrace.wings.cluster.joining.node import Offer, join
 
     out = console()
-    offer = Offer(workers=workers, entry=entry, wait_s=wait, password_env=password_env)
+    offer = Offer(workers=workers, entry=entry, wait_s=wait)
     join(invitation, offer, lambda text: out.print(readable(text)))
 
 

@@ -253,7 +253,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Do``: a keeper on a machine that has joined has done its task."""
+    """The answer to ``Do``: a supervisor on a machine that has joined has done its task."""
 
     call: int
     answer: bytes | int | float

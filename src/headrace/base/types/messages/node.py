@@ -20,17 +20,6 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The number of processes that the machine may run."""
     entry: str = ""
     """The path of the environment on that machine; empty for the path that the run file names."""
-    programs: str = ""
-    """The ``HOST:PORT`` at which programs on that machine reach their episodes; empty for the address of the run."""
-
-
-class Dial(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that opens a connection through a Redis server."""
-
-    to: str
-    """The name of the run's socket to connect to."""
-    number: int
-    """The number of the connection, drawn by the client; the names of its streams contain it."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -54,27 +43,27 @@ class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Do(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A call of a keeper on the machine, which answers with ``Done``."""
+    """A call of a supervisor on the machine, which answers with ``Done``."""
 
     call: int
-    keeper: int
-    """The number of the keeper; the first call with a number creates it."""
+    supervisor: int
+    """The number of the supervisor; the first call with a number creates it."""
     what: Literal["look", "begin", "ended", "computed_s", "halted"]
     asked: bytes = b""
     """The argument as JSON; empty for calls without one."""
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to end a keeper and its process."""
+    """The order to end a supervisor and its process."""
 
-    keeper: int
+    supervisor: int
 
 
 class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The message that the run has ended."""
 
 
-AtTheDoor = Welcome | JoinRefused
+JoinAnswer = Welcome | JoinRefused
 """The answers to a :class:`JoinRequest`."""
 Message = Do | Drop | JoinRefused | Farewell
 """The messages that a machine receives after it has joined."""

@@ -52,8 +52,8 @@ def write_record(descriptor: int, record: Order) -> None:
     os.write(descriptor, json.dumps(record).encode() + b"\n")
 
 
-class CommandKeeper:
-    """A keeper of one command, from its start to the end of the last process that it started."""
+class CommandSupervisor:
+    """A supervisor of one command, from its start to the end of the last process that it started."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -220,19 +220,19 @@ def jailed() -> None:
     while len(data) < size:
         data += os.read(0, PIPE_BYTES) or _exit_without_caller()
     order = json.loads(data)
-    keeper = CommandKeeper(order)
+    supervisor = CommandSupervisor(order)
     os.set_inheritable(order["report"], False)
-    keeper.prepare()
-    init_pid = keeper.start()
+    supervisor.prepare()
+    init_pid = supervisor.start()
     null = os.open(os.devnull, os.O_RDWR)
     for output in (1, 2):  # only the command holds its outputs, so that they end with it
         os.dup2(null, output)
-    keeper.watch(init_pid, {0: lambda: False})  # any input, or its end, means: end the command
+    supervisor.watch(init_pid, {0: lambda: False})  # any input, or its end, means: end the command
     with contextlib.suppress(
         OSError
     ):  # the caller may be gone; the directory is not empty where the jail had no root of its own
         os.rmdir(order["scratch"])
-    write_record(order["report"], keeper.report)
+    write_record(order["report"], supervisor.report)
 
 
 def _exit_without_caller() -> bytes:
@@ -245,13 +245,13 @@ def kept(order: Order) -> None:
     die_with_line(order["line"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output, write_end = os.pipe()
-    keeper = CommandKeeper(order)
-    keeper.prepare()
+    supervisor = CommandSupervisor(order)
+    supervisor.prepare()
     log = os.dup(2)
     for descriptor in (1, 2):
         os.dup2(write_end, descriptor)
     os.close(write_end)
-    init_pid = keeper.start()
+    init_pid = supervisor.start()
     for descriptor in (1, 2):  # the command alone holds the pipe now
         os.dup2(log, descriptor)
     bytes_left = order["limits"]["log_bytes"]
@@ -266,15 +266,15 @@ def kept(order: Order) -> None:
         return True
 
     os.set_blocking(output, False)
-    keeper.watch(init_pid, {output: pass_on})
+    supervisor.watch(init_pid, {output: pass_on})
     with contextlib.suppress(BlockingIOError):
         while select.select([output], [], [], 0)[0] and (data := os.read(output, PIPE_BYTES)):
             write_all(log, data[: max(0, bytes_left)])
-    if keeper.report["reason"]:
-        write_all(log, f"killed: it went beyond its limit of {keeper.report['reason']}\n".encode())
-    if "error" in keeper.report:
-        write_all(log, keeper.report["error"].encode() + b"\n")
-    end_as(int(keeper.report.get("status", -signal.SIGKILL)))
+    if supervisor.report["reason"]:
+        write_all(log, f"killed: it went beyond its limit of {supervisor.report['reason']}\n".encode())
+    if "error" in supervisor.report:
+        write_all(log, supervisor.report["error"].encode() + b"\n")
+    end_as(int(supervisor.report.get("status", -signal.SIGKILL)))
 
 
 def die_with_line(line: int) -> None:

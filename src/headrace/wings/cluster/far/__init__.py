@@ -1,5 +1,5 @@
 """A process on another machine, which is the node of a cluster (ray/), or a machine that has joined (joining/).
 
-keeper.py     starts the process and watches it, on its machine
+supervisor.py     starts the process and watches it, on its machine
 process.py    represents the process in the run
 """

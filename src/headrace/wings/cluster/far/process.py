@@ -1,4 +1,4 @@
-"""A process on another machine, as the run sees it through its keeper."""
+"""A process on another machine, as the run sees it through its supervisor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.wings.cluster.far.keeper import FarExit
+from headrace.wings.cluster.far.supervisor import FarExit
 
 METER_S = 1.0
 """Longest wait for a reading of processor time, in seconds."""
@@ -19,29 +19,30 @@ KILL_S = 30.0
 """Longest wait, in seconds, for the report that a killed process has ended; after it the process counts as lost."""
 
 
-class KeeperLost(Exception):
-    """A keeper has ended or cannot be reached. The text gives the reason."""
+class SupervisorLost(Exception):
+    """A supervisor has ended or cannot be reached. The text gives the reason."""
 
 
-class KeeperUnusable(Exception):
-    """A keeper cannot be made on its machine, and trying again would not help. The text gives the reason."""
+class SupervisorUnusable(Exception):
+    """A supervisor cannot be made on its machine, and trying again would not help. The text gives the reason."""
 
 
-class Keeping(Protocol):
-    """A handle of a :class:`~headrace.wings.cluster.far.keeper.ProcessKeeper` on another machine."""
+class SupervisorHandle(Protocol):
+    """A handle of a :class:`~headrace.wings.cluster.far.supervisor.ProcessSupervisor` on another machine."""
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Call a method of the keeper. The future fails with :class:`KeeperLost` or :class:`KeeperUnusable`."""
+        """Call a method of the supervisor. The future fails with :class:`SupervisorLost` or
+        :class:`SupervisorUnusable`."""
         ...
 
     def kill(self) -> None:
-        """End the keeper, and its process with it."""
+        """End the supervisor, and its process with it."""
         ...
 
 
 async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
-    """Return the result of ``answer``. Raises :class:`KeeperLost`, :class:`KeeperUnusable`, or ``TimeoutError`` after
-    ``timeout_s``."""
+    """Return the result of ``answer``. Raises :class:`SupervisorLost`, :class:`SupervisorUnusable`, or ``TimeoutError``
+    after ``timeout_s``."""
     await asyncio.wait([answer], timeout=timeout_s)
     if not answer.done():
         raise TimeoutError
@@ -51,10 +52,10 @@ async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
 class FarProcess:
     """A process on another machine; see :class:`~headrace.launch.child.Process`."""
 
-    def __init__(self, keeper: Keeping, pid: int, node: str, *, kept: bool) -> None:
-        self._keeper, self._pid, self._node, self._kept = keeper, pid, node, kept
+    def __init__(self, supervisor: SupervisorHandle, pid: int, node: str, *, kept: bool) -> None:
+        self._supervisor, self._pid, self._node, self._kept = supervisor, pid, node, kept
         self._end: asyncio.Future[FarExit] = asyncio.get_running_loop().create_future()
-        keeper.call("ended").add_done_callback(self._learn_end)
+        supervisor.call("ended").add_done_callback(self._learn_end)
 
     @property
     def pid(self) -> int:
@@ -81,21 +82,21 @@ class FarProcess:
         return self._end.result().code
 
     async def kill(self) -> None:
-        self._keeper.kill()  # this closes the pipe to the process, which then ends
+        self._supervisor.kill()  # this closes the pipe to the process, which then ends
         await asyncio.wait([self._end], timeout=KILL_S)
         if not self._end.done():
             self._end.set_result(_gone("was ended, and its machine does not say that it is gone"))
 
     async def computed_s(self) -> float:
         try:
-            return float(await in_time(self._keeper.call("computed_s"), METER_S))
-        except (KeeperLost, KeeperUnusable, TimeoutError):
+            return float(await in_time(self._supervisor.call("computed_s"), METER_S))
+        except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return 0.0
 
     async def halted(self) -> str:
         try:
-            words: bytes = await in_time(self._keeper.call("halted"), METER_S)
-        except (KeeperLost, KeeperUnusable, TimeoutError):
+            words: bytes = await in_time(self._supervisor.call("halted"), METER_S)
+        except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return ""
         return words[:MAX_WORDS].decode("utf-8", "replace")
 
@@ -106,7 +107,7 @@ class FarProcess:
         return self._end.result().lines
 
     def close(self) -> None:
-        self._keeper.kill()
+        self._supervisor.kill()
 
     def _learn_end(self, answer: asyncio.Future[Any]) -> None:
         if self._end.done() or answer.cancelled():

@@ -15,15 +15,11 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     """An invitation to one run, valid as long as the run lives."""
 
     address: str
-    """``HOST:PORT`` of the run, or the URL of a Redis server."""
+    """``HOST:PORT`` of the run."""
     key: str
     """Public key of the listener; without it a connection gets no answer."""
     token: str
     """Secret that proves that the sender was invited."""
-    relay: str = ""
-    """Name of the run on the Redis server; empty over TCP."""
-    password_env: str = ""
-    """Environment variable with the Redis server's password; empty if it needs none."""
 
 
 def write_invitation(path: Path, invitation: Invitation) -> None:
@@ -40,8 +36,7 @@ def read_invitation(path: Path) -> Invitation:
         path = path / INVITATION_FILE
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Invitation)
-        if not found.relay:
-            host_and_port(found.address)
+        host_and_port(found.address)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}",

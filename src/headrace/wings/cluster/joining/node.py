@@ -1,7 +1,7 @@
 """The program ``headrace join``: a machine that offers a run workers for its environments.
 
-It starts the processes that the run orders, each with a keeper as on a cluster (far/keeper.py), and reports how they
-ended. When the run ends, or the connection to it breaks, all processes that it has started end too.
+It starts the processes that the run orders, each with a supervisor as on a cluster (far/supervisor.py), and reports how
+they ended. When the run ends, or the connection to it breaks, all processes that it has started end too.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -26,18 +24,15 @@ import zmq.asyncio
 from headrace.base import __version__
 from headrace.base.clock import RealClock
 from headrace.base.config.addresses import host_and_port
-from headrace.base.environ import secret
-from headrace.base.errors import ConfigError, DataError, DeadlineError, RunError
+from headrace.base.errors import DataError, DeadlineError, RunError
 from headrace.base.types.messages import node
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Alive, Done, Failure, Leaving, Left, Ready
-from headrace.base.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
+from headrace.base.types.messages.node import Do, Drop, Farewell, JoinAnswer, JoinRefused, JoinRequest, Welcome
 from headrace.launch.channel import ChannelAddresses, PartChannel, present_key
 from headrace.launch.starts import EnvironmentStart
-from headrace.wings.cluster.far.keeper import Begin, ProcessKeeper
+from headrace.wings.cluster.far.supervisor import Begin, ProcessSupervisor
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation
-from headrace.wings.cluster.joining.relay import JOIN_SOCKET, RelayRoute, open_files, relay_from_machine
-from headrace.wings.cluster.joining.streams import RedisStreams, RedisUnreachable
 
 ANSWER_S = 10.0
 """Longest wait for the answer to a request to join, in seconds."""
@@ -59,8 +54,6 @@ class Offer:
     """The environment's entry on this machine; empty: the one that the run names."""
     wait_s: float = 0.0
     """Seconds to wait for a run that admits this machine."""
-    password_env: str = ""
-    """Environment variable with the password of the Redis server; empty: the one that the run names."""
 
 
 class RunUnreachable(DeadlineError):
@@ -83,8 +76,7 @@ async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
     while True:
         try:
             invitation = read_invitation(path)  # read again each time: a run that starts again writes a new one
-            async with _route_to_run(invitation, offer, say) as route:
-                await _serve(invitation, await _request_to_join(invitation, offer, route), route, say)
+            await _serve(invitation, await _request_to_join(invitation, offer), say)
             return
         except (RunUnreachable, DataError) as error:
             if clock.now() + RETRY_S > until_s:
@@ -95,48 +87,16 @@ async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
         await asyncio.sleep(RETRY_S)
 
 
-class _DirectRoute:
-    """The route to a run that this machine reaches over TCP: every address is used as it is."""
-
-    programs = ""
-
-    async def to(self, address: str) -> str:
-        return address
-
-
-@asynccontextmanager
-async def _route_to_run(
-    invitation: Invitation, offer: Offer, say: Callable[[str], None]
-) -> AsyncIterator[_DirectRoute | RelayRoute]:
-    if not invitation.relay:
-        yield _DirectRoute()
-        return
-    open_files()
-    variable = offer.password_env or invitation.password_env
-    if variable and not secret(variable):
-        raise ConfigError(
-            f"the password of the Redis server is to be in {variable}, and that environment variable is not set",
-            remedy=f"export {variable}=..., or name another: --password-env",
-        )
-    streams = RedisStreams(invitation.address, invitation.relay, secret(variable) or None, say)
-    try:
-        async with relay_from_machine(streams) as route:
-            yield route
-    except RedisUnreachable as error:
-        raise RunUnreachable(error.problem, remedy=error.remedy) from None
-
-
-async def _request_to_join(invitation: Invitation, offer: Offer, route: _DirectRoute | RelayRoute) -> Welcome:
+async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
     request = JoinRequest(
         token=invitation.token,
         headrace=__version__,
         address=_own_address(invitation),
         workers=offer.workers,
         entry=_absolute_entry(offer.entry),
-        programs=route.programs,
     )
-    codec = MessageCodec(AtTheDoor)
-    address = await route.to(JOIN_SOCKET if invitation.relay else f"tcp://{invitation.address}")
+    codec = MessageCodec(JoinAnswer)
+    address = f"tcp://{invitation.address}"
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
         try:
@@ -180,10 +140,7 @@ def _absolute_entry(entry: str) -> str:
 
 def _own_address(invitation: Invitation) -> str:
     """Return the address of this machine on its route to the run."""
-    server = urlsplit(invitation.address)
-    if server.scheme == "unix":
-        return "127.0.0.1"
-    host, port = (server.hostname, server.port or 6379) if invitation.relay else host_and_port(invitation.address)
+    host, port = host_and_port(invitation.address)
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -196,19 +153,17 @@ def _own_address(invitation: Invitation) -> str:
         ) from None
 
 
-async def _serve(
-    invitation: Invitation, welcome: Welcome, route: _DirectRoute | RelayRoute, say: Callable[[str], None]
-) -> None:
+async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
-    ends = await _local_ends(ChannelAddresses(orders=welcome.orders, reports=welcome.reports, key=welcome.key), route)
+    ends = ChannelAddresses(orders=welcome.orders, reports=welcome.reports, key=welcome.key)
     on_broken = partial(loop.call_soon_threadsafe, _give_up, ended, _BROKEN)
     channel = await asyncio.to_thread(PartChannel, ends, node.Message, on_broken)
     try:
         async with asyncio.TaskGroup() as tasks:
             dispatcher = _NodeDispatcher(
-                channel=channel, address=_own_address(invitation), route=route, ended=ended, say=say, tasks=tasks
+                channel=channel, address=_own_address(invitation), ended=ended, say=say, tasks=tasks
             )  # fmt: skip
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, dispatcher.leave)
@@ -224,13 +179,8 @@ async def _serve(
             await dispatcher.drop_all()
         ended.result()
     finally:
-        await asyncio.to_thread(channel.close)  # what was data last may be carried meanwhile
+        await asyncio.to_thread(channel.close)  # waits until the last messages are sent
         receiver.shutdown()
-
-
-async def _local_ends(ends: ChannelAddresses, route: _DirectRoute | RelayRoute) -> ChannelAddresses:
-    """Return the channel's addresses as they are reached from this machine."""
-    return msgspec.structs.replace(ends, orders=await route.to(ends.orders), reports=await route.to(ends.reports))
 
 
 async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecutor) -> None:
@@ -265,17 +215,16 @@ _BROKEN = RunError(
 
 @dataclass(slots=True, kw_only=True)
 class _NodeDispatcher:
-    """The orders of the run, and the keepers of the processes that run here."""
+    """The orders of the run, and the supervisors of the processes that run here."""
 
     channel: PartChannel
     address: str
-    route: _DirectRoute | RelayRoute
     ended: asyncio.Future[None]
     say: Callable[[str], None]
     tasks: asyncio.TaskGroup
-    keepers: dict[int, ProcessKeeper] = field(default_factory=dict)
+    supervisors: dict[int, ProcessSupervisor] = field(default_factory=dict)
     watched: set[int] = field(default_factory=set)
-    """Numbers of the keepers whose process's end the run waits for."""
+    """Numbers of the supervisors whose process's end the run waits for."""
     asked_to_leave: bool = False
 
     def tell(self, message: object) -> None:
@@ -288,7 +237,7 @@ class _NodeDispatcher:
             case Do():
                 self.tasks.create_task(self._do(message))
             case Drop():
-                self.tasks.create_task(self._drop(message.keeper))
+                self.tasks.create_task(self._drop(message.supervisor))
             case JoinRefused():
                 self.tell(Left())
                 words = f"the run sends this machine away: {message.problem}"
@@ -309,51 +258,49 @@ class _NodeDispatcher:
 
     async def drop_all(self) -> None:
         """End all processes that were started here."""
-        await asyncio.gather(*(self._drop(number) for number in self.keepers))
+        await asyncio.gather(*(self._drop(number) for number in self.supervisors))
 
     async def _do(self, order: Do) -> None:
         answer: bytes | int | float = b""
         try:
-            keeper = self.keepers.get(order.keeper) or ProcessKeeper(self.address)
-            self.keepers[order.keeper] = keeper
+            supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
+            self.supervisors[order.supervisor] = supervisor
             match order.what:
                 case "look":
-                    answer = keeper.look(order.asked)
+                    answer = supervisor.look(order.asked)
                 case "begin":
-                    answer = await keeper.begin(await self._checked_start(order.asked))
+                    answer = await supervisor.begin(_checked_start(order.asked))
                 case "computed_s":
-                    answer = await keeper.computed_s()
+                    answer = await supervisor.computed_s()
                 case "halted":
-                    answer = await keeper.halted()
+                    answer = await supervisor.halted()
                 case "ended":
-                    self.watched.add(order.keeper)
-                    answer = await keeper.ended()
-                    self._forget(order.keeper)
+                    self.watched.add(order.supervisor)
+                    answer = await supervisor.ended()
+                    self._forget(order.supervisor)
         except (OSError, RunError, msgspec.DecodeError) as error:
             self.tell(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
         else:
             self.tell(Done(call=order.call, answer=answer))
 
-    async def _checked_start(self, asked: bytes) -> bytes:
-        """Return the :class:`Begin` in ``asked`` with the channel's addresses as they are reached from here. Raises
-        :class:`~headrace.base.errors.RunError` unless it starts an environment."""
-        begin = msgspec.json.decode(asked, type=Begin)
-        if not isinstance(begin.briefing.start, EnvironmentStart):
-            what = type(begin.briefing.start).__name__
-            raise RunError(f"the run wants to start {what} here", remedy="only environments run here")
-        briefing = msgspec.structs.replace(
-            begin.briefing, addresses=await _local_ends(begin.briefing.addresses, self.route)
-        )
-        return msgspec.json.encode(msgspec.structs.replace(begin, briefing=briefing))
-
     async def _drop(self, number: int) -> None:
-        keeper = self.keepers.get(number)
-        if keeper is None:
+        supervisor = self.supervisors.get(number)
+        if supervisor is None:
             return
-        await keeper.drop()
+        await supervisor.drop()
         if number not in self.watched:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
         self.watched.discard(number)
-        self.keepers.pop(number, None)
+        self.supervisors.pop(number, None)
+
+
+def _checked_start(order: bytes) -> bytes:
+    """Return ``order``, a :class:`Begin` as JSON. Raises :class:`~headrace.base.errors.RunError` unless it starts an
+    environment."""
+    begin = msgspec.json.decode(order, type=Begin)
+    if not isinstance(begin.briefing.start, EnvironmentStart):
+        what = type(begin.briefing.start).__name__
+        raise RunError(f"the run wants to start {what} here", remedy="only environments run here")
+    return order

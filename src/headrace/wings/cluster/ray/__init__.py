@@ -1,4 +1,4 @@
-"""Processes on the nodes of a Ray cluster, each started and watched by an actor (far/keeper.py).
+"""Processes on the nodes of a Ray cluster, each started and watched by an actor (far/supervisor.py).
 
 fit.py        refuses settings that a run on a cluster cannot have
 cluster.py    the only file that imports Ray: nodes, resources, actors

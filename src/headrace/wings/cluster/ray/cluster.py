@@ -16,8 +16,8 @@ from typing import Any
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError, DeadlineError
 from headrace.launch.config import ResourceShare
-from headrace.wings.cluster.far.keeper import ProcessKeeper
-from headrace.wings.cluster.far.process import KeeperLost, KeeperUnusable
+from headrace.wings.cluster.far.process import SupervisorLost, SupervisorUnusable
+from headrace.wings.cluster.far.supervisor import ProcessSupervisor
 
 REACH_S = 10.0
 """Longest wait for the head of the cluster to accept a connection, in seconds."""
@@ -39,12 +39,12 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """A keeper as a Ray actor."""
+    """A supervisor as a Ray actor."""
 
     handle: Any
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Call a method of the keeper; see :class:`~headrace.wings.cluster.far.process.Keeping`."""
+        """Call a method of the supervisor; see :class:`~headrace.wings.cluster.far.process.SupervisorHandle`."""
         bound = getattr(self.handle, method)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -55,7 +55,7 @@ class Actor:
             if error is None:
                 answer.set_result(reply.result())
             else:
-                answer.set_exception(keeper_error(error))
+                answer.set_exception(supervisor_error(error))
                 answer.exception()  # marks the error as seen, since the caller may have gone
 
         asyncio.wrap_future(bound.remote(*arguments).future()).add_done_callback(settle)
@@ -91,14 +91,14 @@ def _no_cluster(address: str, why: str) -> ConfigError:
     )
 
 
-def keeper_error(error: BaseException) -> KeeperLost | KeeperUnusable:
-    """Return what an error of Ray means for the keeper in the actor."""
+def supervisor_error(error: BaseException) -> SupervisorLost | SupervisorUnusable:
+    """Return what an error of Ray means for the supervisor in the actor."""
     from ray import exceptions
 
     made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
     if made or "creation task" in str(error):
-        return KeeperUnusable(_last_line(error))
-    return KeeperLost(_end_reason(error))
+        return SupervisorUnusable(_last_line(error))
+    return SupervisorLost(_end_reason(error))
 
 
 class RayReservation:
@@ -204,7 +204,7 @@ class RayCluster:
             f"the largest with {largest.cpus:g} and {largest.gpus:g}"
         )
 
-    def keeper(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
+    def supervisor(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
         """Start an actor for the process ``name``. It may have to wait for its resources."""
         import ray
 
@@ -218,7 +218,7 @@ class RayCluster:
             "max_restarts": 0,
             "max_concurrency": 16,
         }
-        return Actor(ray.remote(_NodeKeeper).options(**options).remote())
+        return Actor(ray.remote(_NodeSupervisor).options(**options).remote())
 
 
 def own_address() -> str:
@@ -228,8 +228,8 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-class _NodeKeeper(ProcessKeeper):
-    """A keeper that takes the address of its node from Ray."""
+class _NodeSupervisor(ProcessSupervisor):
+    """A supervisor that takes the address of its node from Ray."""
 
     def __init__(self) -> None:
         super().__init__(own_address())

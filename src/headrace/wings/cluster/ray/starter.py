@@ -29,8 +29,8 @@ from headrace.launch.engines import engine_names
 from headrace.launch.order import LaunchOrder
 from headrace.launch.processes import teacher_role
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
-from headrace.wings.cluster.far.keeper import Begin, NodeQuery, NodeReply, paths_of
-from headrace.wings.cluster.far.process import FarProcess, KeeperLost, KeeperUnusable, in_time
+from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
+from headrace.wings.cluster.far.supervisor import Begin, NodeQuery, NodeReply, paths_of
 from headrace.wings.cluster.ray.cluster import Actor, RayCluster, RayReservation, own_address, refuse_absent
 
 WARN_S = 20.0
@@ -95,7 +95,7 @@ class RayStarter:
         self._waiting_actors |= {name: self._actor(name) for name in names}
 
     def _actor(self, name: str) -> Actor:
-        return self._cluster.keeper(name, share_of(name, self._order.launch.ray), self._reservation)
+        return self._cluster.supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
         """Start a process on any node with free resources; if the node is lost meanwhile, on another one."""
@@ -108,16 +108,16 @@ class RayStarter:
                 return await self._started(actor, site, spec, deadline_s)
             except BaseException as error:
                 actor.kill()
-                if isinstance(error, KeeperUnusable):
+                if isinstance(error, SupervisorUnusable):
                     raise _start_error(spec.name, error) from None
                 late = self._clock.now() > deadline_s
-                if isinstance(error, TimeoutError) or (isinstance(error, KeeperLost) and late):
+                if isinstance(error, TimeoutError) or (isinstance(error, SupervisorLost) and late):
                     raise DeadlineError(
                         f"{spec.name} needs {share}, and has found no place for {timeout_s:g} s; "
                         f"{await self._cluster.words()}",
                         remedy="add nodes, ask for less in [launch.ray], or raise launch.start_timeout_s",
                     ) from None
-                if not isinstance(error, KeeperLost):
+                if not isinstance(error, SupervisorLost):
                     raise
             await asyncio.sleep(AGAIN_S)
 

@@ -1,4 +1,4 @@
-"""A machine that has joined a run (a guest), as the run sees it, and the processes that it starts there."""
+"""A machine that has joined, as the run sees it, and the processes that it starts there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from headrace.launch.child import Process, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.pool import MachineGone
 from headrace.launch.starts import Briefing, EnvironmentStart
-from headrace.wings.cluster.far.keeper import Begin, FarExit, NodeQuery, NodeReply, paths_of
-from headrace.wings.cluster.far.process import FarProcess, KeeperLost, KeeperUnusable, in_time
+from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
+from headrace.wings.cluster.far.supervisor import Begin, FarExit, NodeQuery, NodeReply, paths_of
 
 LAST_S = 1.0
 """Longest wait for a machine's confirmation that it leaves, in seconds."""
 
 
-class GuestPeer(ForeignPeer):
+class MachinePeer(ForeignPeer):
     """The controller's connection to a machine that has joined."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -62,11 +62,11 @@ class GuestPeer(ForeignPeer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuestConfig:
+class MachineConfig:
     """The settings for workers on machines that have joined."""
 
     home: str
-    """Address of this machine, as the others reach it; or the directory of the sockets that are relayed to them."""
+    """Address of this machine, as the others reach it."""
     start_timeout_s: float
     """Longest time to start a worker there, in seconds."""
     query: NodeQuery
@@ -76,14 +76,14 @@ class GuestConfig:
 class JoinedStarter:
     """A machine that has joined, as a starter of workers; see :class:`~headrace.launch.child.Starter`."""
 
-    def __init__(self, peer: GuestPeer, channel: ControllerChannel, address: str, config: GuestConfig) -> None:
+    def __init__(self, peer: MachinePeer, channel: ControllerChannel, address: str, config: MachineConfig) -> None:
         self.peer, self.channel, self.address = peer, channel, address
         self.gone = False
         self.broke = False
         """Whether a connection of the machine's channel broke and the machine was not heard since."""
         self.host_address = config.home
         self._query, self._timeout_s = config.query, config.start_timeout_s
-        self._num_keepers = 0
+        self._num_supervisors = 0
 
     async def send_away(self, word: Farewell | JoinRefused) -> None:
         """Tell the machine that the run does not need it any more, or why it is refused, and close its channel."""
@@ -104,15 +104,15 @@ class JoinedStarter:
         """Start a worker there. Raises :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, or
         the reason why the worker cannot start."""
         assert isinstance(spec.start, EnvironmentStart)
-        keeper = _GuestKeeper(self, self._num_keepers)
-        self._num_keepers += 1
+        supervisor = _MachineSupervisor(self, self._num_supervisors)
+        self._num_supervisors += 1
         try:
-            return await self._started(keeper, site, spec, spec.start)
+            return await self._started(supervisor, site, spec, spec.start)
         except BaseException as error:
-            keeper.kill()
-            if isinstance(error, KeeperLost):
+            supervisor.kill()
+            if isinstance(error, SupervisorLost):
                 raise MachineGone(str(error)) from None
-            if isinstance(error, KeeperUnusable):
+            if isinstance(error, SupervisorUnusable):
                 raise RunError(
                     f"{spec.name} cannot be started on {self.address}: {error}", remedy="look at that machine"
                 ) from None
@@ -124,9 +124,9 @@ class JoinedStarter:
             raise
 
     async def _started(
-        self, keeper: _GuestKeeper, site: Rendezvous, spec: ProcessSpec, start: EnvironmentStart
+        self, supervisor: _MachineSupervisor, site: Rendezvous, spec: ProcessSpec, start: EnvironmentStart
     ) -> tuple[Peer, Process]:
-        found = await self._query_node(keeper, start)
+        found = await self._query_node(supervisor, start)
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=self.host_address)
         peer = spec.make_peer(channel)
         try:
@@ -137,18 +137,18 @@ class JoinedStarter:
                 num_threads=spec.num_threads,
                 log=str(site.logs / f"{spec.name}.log") if found.shared else "",
             )
-            pid = await in_time(keeper.call("begin", msgspec.json.encode(order)), self._timeout_s)
+            pid = await in_time(supervisor.call("begin", msgspec.json.encode(order)), self._timeout_s)
         except BaseException:
             peer.close()
             raise
-        return peer, FarProcess(keeper, pid, self.address, kept=start.keep is not None)
+        return peer, FarProcess(supervisor, pid, self.address, kept=start.keep is not None)
 
-    async def _query_node(self, keeper: _GuestKeeper, start: EnvironmentStart) -> NodeReply:
+    async def _query_node(self, supervisor: _MachineSupervisor, start: EnvironmentStart) -> NodeReply:
         """Return what the machine has of what the environment needs. Raises :class:`~headrace.base.errors.ConfigError`
         for a missing path."""
         query = msgspec.structs.replace(self._query, paths=paths_of(start))
         found = msgspec.json.decode(
-            await in_time(keeper.call("look", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
+            await in_time(supervisor.call("look", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
         )
         for path in found.missing.values():
             raise ConfigError(
@@ -158,41 +158,42 @@ class JoinedStarter:
         return found
 
 
-class _GuestKeeper:
-    """A handle of a keeper on a machine that has joined; see :class:`~headrace.wings.cluster.far.process.Keeping`."""
+class _MachineSupervisor:
+    """A handle of a supervisor on a machine that has joined; see
+    :class:`~headrace.wings.cluster.far.process.SupervisorHandle`."""
 
-    def __init__(self, guest: JoinedStarter, number: int) -> None:
-        self._guest, self._number = guest, number
+    def __init__(self, machine: JoinedStarter, number: int) -> None:
+        self._machine, self._number = machine, number
 
     def call(self, method: Any, *arguments: Any) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._guest.gone:
-            answer.set_exception(KeeperLost(_LOST))
+        if self._machine.gone:
+            answer.set_exception(SupervisorLost(_LOST))
             return answer
-        peer = self._guest.peer
+        peer = self._machine.peer
         call = peer.next_call()
 
         def settle(done: asyncio.Future[Done]) -> None:
             if answer.done():
                 return
             if done.cancelled():
-                answer.set_exception(KeeperLost(_LOST))
+                answer.set_exception(SupervisorLost(_LOST))
             elif error := done.exception():
-                answer.set_exception(KeeperUnusable(str(error)))
+                answer.set_exception(SupervisorUnusable(str(error)))
             elif not _is_sound(method, done.result().answer):
-                answer.set_exception(KeeperUnusable(f"its machine answers {method!r} with something else"))
+                answer.set_exception(SupervisorUnusable(f"its machine answers {method!r} with something else"))
             else:
                 answer.set_result(done.result().answer)
                 return
             answer.exception()  # marks the error as seen, since the caller may have gone
 
         peer.expect(call, Done).add_done_callback(settle)
-        peer.send(Do(call=call, keeper=self._number, what=method, asked=arguments[0] if arguments else b""))
+        peer.send(Do(call=call, supervisor=self._number, what=method, asked=arguments[0] if arguments else b""))
         return answer
 
     def kill(self) -> None:
-        if not self._guest.gone:
-            self._guest.peer.send(Drop(keeper=self._number))
+        if not self._machine.gone:
+            self._machine.peer.send(Drop(supervisor=self._number))
 
 
 _LOST = "was lost with its machine"

@@ -2,7 +2,7 @@
 
 headrace join ─JoinRequest▶ listener       one address, known from the invitation
               ◀──Welcome───                addresses and key of a channel for this machine
-              ──Ready─────▶ guest          from here as with any part: orders, answers, heartbeats
+              ──Ready─────▶ machine        from here as with any part: orders, answers, heartbeats
               ◀──Do────────                start a worker, report how it ended
 its worker    ──Ready─────▶ environment-n  a worker like any other, with a channel of its own
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -23,7 +24,6 @@ import zmq.asyncio
 from headrace.base import __version__
 from headrace.base.clock import RealClock
 from headrace.base.config.addresses import host_and_port
-from headrace.base.config.redis import read_password
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.types.messages import controller
 from headrace.base.types.messages.codec import MessageCodec
@@ -37,11 +37,9 @@ from headrace.launch.clients.pool import WorkerGroup
 from headrace.launch.config import INVITATION_FILE
 from headrace.launch.order import LaunchOrder
 from headrace.launch.starts import EnvironmentStart
-from headrace.wings.cluster.far.keeper import NodeQuery
-from headrace.wings.cluster.joining.guest import GuestConfig, GuestPeer, JoinedStarter
+from headrace.wings.cluster.far.supervisor import NodeQuery
 from headrace.wings.cluster.joining.invitation import Invitation, write_invitation
-from headrace.wings.cluster.joining.relay import JOIN_SOCKET, open_files, relay_to_run
-from headrace.wings.cluster.joining.streams import RedisStreams
+from headrace.wings.cluster.joining.machine import JoinedStarter, MachineConfig, MachinePeer
 
 READY_S = 20.0
 """Longest time in seconds until a machine that was admitted reports that it is ready."""
@@ -58,30 +56,28 @@ MAX_WORKERS = 1024
 """Largest number of workers of one machine."""
 FILES = 16
 """Number of open files in this process for each remote worker and each machine: its sockets and their needs."""
-FILES_CARRIED = 4
-"""Number of further open files where connections pass over a Redis server: each of the two needs one socket to the
-process's own and one to the server."""
+MOST_FILES = 1 << 16
+"""Number of open files up to which this process raises its own limit, if allowed."""
 
 StartWorker = Callable[[EnvironmentStart, Starter], Awaitable[Child]]
 
 
 @asynccontextmanager
-async def opened_door(order: LaunchOrder, site: Rendezvous) -> AsyncIterator[JoinListener | None]:
+async def listen_for_machines(order: LaunchOrder, site: Rendezvous) -> AsyncIterator[JoinListener | None]:
     """Listen for machines that join while the body runs, and write an invitation into the run's directory; yield
     ``None`` if the run admits none."""
     if not order.launch.join:
         yield None
         return
-    door = JoinListener(order, site)
+    listener = JoinListener(order, site)
     try:
-        async with door.carried():
-            yield door
+        yield listener
     finally:
-        door.close()
+        listener.close()
 
 
 class JoinListener:
-    """A listener that admits machines to the run; see :func:`opened_door`."""
+    """A listener that admits machines to the run; see :func:`listen_for_machines`."""
 
     def __init__(self, order: LaunchOrder, site: Rendezvous) -> None:
         self._order, self._site = order, site
@@ -89,25 +85,20 @@ class JoinListener:
         self._opened_s = self._clock.now()
         self._codec = MessageCodec(JoinRequest)
         self._token = secrets.token_hex(32)
-        self._num_guests = 0
+        self._num_machines = 0
         self._num_here = 0
         """Number of machines that were admitted and have not left, plus the number of their workers."""
         self._most_files = open_files()
         launch = order.launch
-        self._sockets = site.relay_directory if launch.relayed else None
-        """Directory of the sockets that other machines reach over a Redis server; ``None`` over TCP."""
-        self._relay = secrets.token_hex(8) if launch.relayed else ""
-        if self._sockets is not None:
-            self._sockets.mkdir(mode=0o700)
-        self._host = str(self._sockets or host_and_port(launch.join)[0])
-        """Address or directory at which the channels of machines are made."""
+        self._host = host_and_port(launch.join)[0]
+        """Address at which the channels of machines are made."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         key = require_key(self._socket, max_bytes=MAX_REQUEST_BYTES)
         self._socket.setsockopt(zmq.IPV6, int(":" in self._host))
         try:
-            self._socket.bind(f"ipc://{self._sockets / JOIN_SOCKET}" if self._sockets else f"tcp://{launch.join}")
+            self._socket.bind(f"tcp://{launch.join}")
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(
@@ -117,19 +108,7 @@ class JoinListener:
         self._invitation = order.run_dir / INVITATION_FILE
         self._mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
         self._mark.touch()
-        invitation = Invitation(
-            address=launch.join, key=key, token=self._token, relay=self._relay, password_env=launch.join_password_env
-        )
-        write_invitation(self._invitation, invitation)
-
-    def carried(self) -> AbstractAsyncContextManager[None]:
-        """Relay connections over the Redis server while the context is open; does nothing over TCP."""
-        launch = self._order.launch
-        if self._sockets is None:
-            return nullcontext()
-        password = read_password("launch.join_password_env", launch.join_password_env)
-        streams = RedisStreams(launch.join, self._relay, password, partial(self._tell, warning=True))
-        return relay_to_run(streams, self._sockets, self._most_files // 8)
+        write_invitation(self._invitation, Invitation(address=launch.join, key=key, token=self._token))
 
     def close(self) -> None:
         """Stop admitting machines, and delete the invitation. Machines that had joined were told before."""
@@ -146,17 +125,17 @@ class JoinListener:
                 if isinstance(request, JoinRefused):
                     await self._answer(sender, request)
                     continue
-                guest = self._guest(request)
-                ends = guest.channel.addresses
+                machine = self._machine(request)
+                ends = machine.channel.addresses
                 await self._answer(
                     sender,
                     Welcome(orders=ends.orders, reports=ends.reports, key=ends.key, token=self._site.token),
                 )
                 # the environment may lie under another path there
                 theirs = msgspec.structs.replace(start, entry=request.entry or start.entry)
-                workers = WorkerGroup(partial(start_worker, theirs, guest), request.workers, request.programs[:64])
+                workers = WorkerGroup(partial(start_worker, theirs, machine), request.workers)
                 self._num_here += 1 + request.workers
-                visits.create_task(self._serve_guest(guest, workers, pool))
+                visits.create_task(self._serve_machine(machine, workers, pool))
 
     async def _receive_request(self) -> tuple[bytes, bytes]:
         while True:
@@ -185,7 +164,7 @@ class JoinListener:
             )
         if not 1 <= request.workers <= MAX_WORKERS:
             return JoinRefused(problem=f"{request.workers} workers", remedy=f"offer 1 to {MAX_WORKERS}")
-        most_here = self._most_files // 2 // (FILES + FILES_CARRIED if self._relay else FILES)
+        most_here = self._most_files // 2 // FILES
         if self._num_here + 1 + request.workers > most_here:
             return JoinRefused(
                 problem=f"with its {request.workers} workers the run would have more machines and workers elsewhere "
@@ -194,70 +173,70 @@ class JoinListener:
             )
         return request
 
-    def _guest(self, request: JoinRequest) -> JoinedStarter:
-        name = f"node-{self._num_guests}"
-        self._num_guests += 1
+    def _machine(self, request: JoinRequest) -> JoinedStarter:
+        name = f"node-{self._num_machines}"
+        self._num_machines += 1
         channel = ControllerChannel(self._site.directory, name, controller.Message, host=self._host)
-        peer = GuestPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
+        peer = MachinePeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
         query = NodeQuery(paths={}, run_dir=str(self._order.run_dir), mark=self._mark.name)
         address = request.address[:64].encode("ascii", "replace").decode()
-        config = GuestConfig(home=self._host, start_timeout_s=self._order.launch.start_timeout_s, query=query)
+        config = MachineConfig(home=self._host, start_timeout_s=self._order.launch.start_timeout_s, query=query)
         return JoinedStarter(peer, channel, address, config)
 
-    async def _serve_guest(self, guest: JoinedStarter, workers: WorkerGroup, pool: EnvPool) -> None:
+    async def _serve_machine(self, machine: JoinedStarter, workers: WorkerGroup, pool: EnvPool) -> None:
         """Keep one machine from its arrival to its departure. An error of the machine ends its part in the run, and not
         the run."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(guest.peer.listen())]
+            tasks = [group.create_task(machine.peer.listen())]
             try:
-                if await _becomes_ready(guest.peer):
-                    self._tell(f"{guest.address} has joined, with {_workers(workers)}")
+                if await _becomes_ready(machine.peer):
+                    self._tell(f"{machine.address} has joined, with {_workers(workers)}")
                     tasks += [
-                        group.create_task(self._watch(guest, workers)),
-                        group.create_task(_listen_for_breaks(guest)),
+                        group.create_task(self._watch(machine, workers)),
+                        group.create_task(_listen_for_breaks(machine)),
                     ]
                     await pool.use_machine(workers)
-                    self._say_goodbye(guest)
+                    self._say_goodbye(machine)
             except HeadraceError as error:
-                self._tell(f"{guest.address} cannot be used, and was sent away: {error.problem}", warning=True)
-                await guest.send_away(JoinRefused(problem=error.problem, remedy=error.remedy))
+                self._tell(f"{machine.address} cannot be used, and was sent away: {error.problem}", warning=True)
+                await machine.send_away(JoinRefused(problem=error.problem, remedy=error.remedy))
             finally:
-                await guest.send_away(Farewell())
+                await machine.send_away(Farewell())
                 self._num_here -= 1 + workers.num_workers
                 for task in tasks:
                     task.cancel()
 
-    def _say_goodbye(self, guest: JoinedStarter) -> None:
-        if guest.gone:
-            self._tell(f"{guest.address} was lost: what ran there begins again elsewhere", warning=True)
+    def _say_goodbye(self, machine: JoinedStarter) -> None:
+        if machine.gone:
+            self._tell(f"{machine.address} was lost: what ran there begins again elsewhere", warning=True)
         else:
-            self._tell(f"{guest.address} has left")
+            self._tell(f"{machine.address} has left")
 
-    async def _watch(self, guest: JoinedStarter, workers: WorkerGroup) -> None:
+    async def _watch(self, machine: JoinedStarter, workers: WorkerGroup) -> None:
         """Take the machine's workers out of the pool when it asks to leave, or is lost."""
         quiet_looks = 0
-        while quiet_looks < (LAST_LOOKS if guest.broke else QUIET_LOOKS) and not guest.peer.reported.is_set():
+        while quiet_looks < (LAST_LOOKS if machine.broke else QUIET_LOOKS) and not machine.peer.reported.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
-                    await guest.peer.leaving.wait()
+                    await machine.peer.leaving.wait()
                     workers.leaving.set()
-                    await guest.peer.reported.wait()
+                    await machine.peer.reported.wait()
             # any message resets the count
-            quiet_looks = 0 if guest.peer.was_heard else quiet_looks + 1
-            guest.broke &= not guest.peer.was_heard
-            guest.peer.was_heard = False
+            quiet_looks = 0 if machine.peer.was_heard else quiet_looks + 1
+            machine.broke &= not machine.peer.was_heard
+            machine.peer.was_heard = False
         workers.lose()
-        guest.close()
+        machine.close()
 
     def _tell(self, text: str, *, warning: bool = False) -> None:
         wall_s = self._clock.now() - self._opened_s
         self._order.on_event(Event(wall_s=wall_s, text=text, level="warning" if warning else "info"))
 
 
-async def _listen_for_breaks(guest: JoinedStarter) -> None:
+async def _listen_for_breaks(machine: JoinedStarter) -> None:
     while True:
-        await guest.channel.broken()
-        guest.broke, guest.peer.was_heard = True, False
+        await machine.channel.broken()
+        machine.broke, machine.peer.was_heard = True, False
 
 
 async def _becomes_ready(peer: Peer) -> bool:
@@ -267,3 +246,14 @@ async def _becomes_ready(peer: Peer) -> bool:
 
 def _workers(workers: WorkerGroup) -> str:
     return f"{workers.num_workers} worker{'' if workers.num_workers == 1 else 's'}"
+
+
+def open_files() -> int:
+    """Raise this process's limit of open files up to :data:`MOST_FILES` and return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_FILES
+    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(limit, soft)

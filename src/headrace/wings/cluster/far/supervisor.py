@@ -1,6 +1,6 @@
-"""The keeper of one process of the run on another machine: an actor of a cluster, or a part of the program ``headrace
-join``. When the keeper or its machine ends, the pipe that it holds closes, and the process ends with all that it
-started."""
+"""The supervisor of one process of the run on another machine: an actor of a cluster, or a part of the program
+``headrace join``. When the supervisor or its machine ends, the pipe that it holds closes, and the process ends with all
+that it started."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     num_threads: int
     log: str
-    """Path of the log; empty if the node does not see the run directory. Then the keeper holds the log while the
+    """Path of the log; empty if the node does not see the run directory. Then the supervisor holds the log while the
     process lives."""
 
 
@@ -74,12 +74,12 @@ class FarExit(msgspec.Struct, frozen=True, kw_only=True):
     """The last lines of the process's log."""
 
 
-class ProcessKeeper:
-    """The keeper of one process, from its start to its end. Its methods take and return JSON bytes, strings and
+class ProcessSupervisor:
+    """The supervisor of one process, from its start to its end. Its methods take and return JSON bytes, strings and
     numbers, which can cross machines."""
 
     def __init__(self, address: str) -> None:
-        """Make a keeper. ``address`` is the address at which other machines reach this one."""
+        """Make a supervisor. ``address`` is the address at which other machines reach this one."""
         self._address = address
         self._process: LocalProcess | None = None
         self._log = Path()
@@ -148,7 +148,7 @@ class ProcessKeeper:
 
     def _running(self) -> LocalProcess:
         if self._process is None:
-            raise RunError("this keeper has no process", remedy="start one first")
+            raise RunError("this supervisor has no process", remedy="start one first")
         return self._process
 
 
