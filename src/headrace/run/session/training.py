@@ -205,7 +205,8 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
                 comparisons.append(writer)
             observers = watching.observers
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
-            for warning in (each["fallback"] for each in facts.values() if "fallback" in each):
+            fallbacks = [each["fallback"] for each in facts.values() if "fallback" in each]
+            for warning in (*fallbacks, *prepared.exposed):
                 watching.controller.state.warn(str(warning))
             return watching.controller
 
