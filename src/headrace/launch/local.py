@@ -40,6 +40,9 @@ from headrace.models.load import read_config
 from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
 
+START_REPORT_S = 3.0
+"""The interval, in seconds, between two reports of what a run that starts is waiting for."""
+
 
 @asynccontextmanager
 async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
@@ -150,14 +153,34 @@ async def _watched(
             if join_server is not None:
                 start = environment_start(processes.order.env)
                 tasks.append(group.create_task(join_server.admit(envs, start, processes.start_environment)))
+        tell = processes.order.on_event
+        starting = group.create_task(
+            report_start(lambda: processes.children, lambda text: tell(Event(wall_s=0.0, text=text)))
+        )
         await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
             await _environments_ready(envs, processes.order)
         for each in engines:
             await each.fleet.wait_until_complete()  # what is ready joins at once; weights go to those that have joined
+        starting.cancel()
         yield
         for task in tasks:
             task.cancel()
+
+
+async def report_start(children: Callable[[], Sequence[Child]], tell: Callable[[str], None]) -> None:
+    """Report every :data:`START_REPORT_S` which processes have not started, and what they do; this ends only by
+    cancellation."""
+    waited_s = 0.0
+    while True:
+        await asyncio.sleep(START_REPORT_S)
+        waited_s += START_REPORT_S
+        starting = [child.role for child in children() if child.state == "starting"]
+        workers = [role for role in starting if role.startswith(("scorer-", "environment-"))]
+        models = [role for role in starting if role not in workers]
+        doing = [f"{', '.join(models)}: load the model"] if models else []
+        doing += [f"{', '.join(workers)}: import your code"] if workers else []
+        tell(f"starting for {waited_s:.0f} s; {'; '.join(doing) or 'the engines get ready to take weights'}")
 
 
 def _vitals(processes: Processes) -> Vitals:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import EnvError, EpisodeError
+from headrace.rollout.environments import program
 from headrace.rollout.environments.program import Program
 from headrace.rollout.scoring.sandbox import apart, processes
 
@@ -81,6 +82,41 @@ def test_a_program_cannot_read_the_keys_of_other_episodes(tmp_path: Path) -> Non
     if not user_namespaces():
         pytest.skip("this kernel refuses user namespaces")
     assert asyncio.run(main(own_namespace=True)) == [0, 0]
+
+
+REFUSED = "import os, sys; sys.stdout.write('[Errno 1] unshare: Operation not permitted\\n')"
+
+
+def test_a_machine_without_user_namespaces_is_warned_of_and_one_with_them_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = (sys.executable, "-I", "-S", "-B", apart.__file__)
+    if sys.platform == "linux" and user_namespaces():
+        assert program.exposed_here() == []
+        assert subprocess.run(refused, capture_output=True, text=True, check=True).stdout == ""
+    monkeypatch.setattr(program, "_APART", (sys.executable, "-c", REFUSED))
+    (warning,) = program.exposed_here()
+    assert "get no user namespaces of their own here ([Errno 1] unshare: Operation not permitted)" in warning
+    assert "env.own_namespace = false" in warning
+    assert program.exposed_here(own_namespace=False) == []
+    monkeypatch.setattr(program, "_APART", ())
+    assert f"({sys.platform} has none)" in program.exposed_here()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="user namespaces are of Linux")
+def test_a_refused_namespace_is_said_in_the_words_of_the_kernel() -> None:
+    if not user_namespaces():
+        pytest.skip("this kernel refuses user namespaces")
+    # within one namespace the kernel is told to allow no further ones
+    inside = (
+        "import subprocess, sys; open('/proc/sys/user/max_user_namespaces', 'w').write('0'); "
+        f"print(subprocess.run([sys.executable, '-I', '-S', '-B', {apart.__file__!r}], capture_output=True).stdout)"
+    )
+    command = [sys.executable, "-I", "-S", "-B", apart.__file__, sys.executable, "-c", inside]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "OSError" in done.stderr or "PermissionError" in done.stderr:
+        pytest.skip("this user may not lower the limit")
+    assert "No space left on device" in done.stdout or "Errno" in done.stdout, done
 
 
 def user_namespaces() -> bool:
@@ -175,6 +211,7 @@ time.sleep(600)
 """
     worker = f"""
 import asyncio
+from headrace.rollout.environments import program
 from headrace.rollout.environments.program import Program
 from headrace.rollout.scoring.sandbox import apart, processes
 asyncio.run(Program([{sys.executable!r}, "-c", {program!r}]).run({{}}, {{}}))

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
@@ -32,6 +33,8 @@ KEPT_BYTES = 64 * 2**10
 """The number of last bytes of its output that are kept."""
 CLOSING_S = 2.0
 """How long, after the end of the program, its last output may take to arrive."""
+TRY_S = 30.0
+"""How long the attempt to enter a namespace may take; it needs some hundredths of a second."""
 QUOTED = 600
 """The number of characters of its last output that an error message quotes."""
 _APART = (sys.executable, "-I", "-S", "-B", apart.__file__) if sys.platform == "linux" else ()
@@ -156,6 +159,23 @@ def find_program(command: Sequence[str]) -> str:
             remedy="name one that is on the PATH, or give its path, and make it executable",
         )
     return found
+
+
+def exposed_here(*, own_namespace: bool = True) -> list[str]:
+    """Return a warning if programs cannot have user namespaces of their own on this machine, though they should."""
+    if not own_namespace:
+        return []
+    if _APART:
+        tried = subprocess.run(_APART, capture_output=True, text=True, check=False, timeout=TRY_S)
+        refusal = tried.stdout.strip() or tried.stderr.strip().rpartition("\n")[2]
+    else:
+        refusal = f"{sys.platform} has none"
+    if not refusal:
+        return []
+    return [
+        f"programs of env.command get no user namespaces of their own here ({visible(refusal, 200)}): one can read the "
+        "key of an episode that runs beside it (allow user namespaces, or set env.own_namespace = false to accept this)"
+    ]
 
 
 def with_absolute_files(command: Sequence[str], directory: Path) -> list[str]:

@@ -43,6 +43,7 @@ def train(
         from headrace.run.session import load_config
         from headrace.run.session.repeating import opened_recording, recorded_settings
 
+    starting("checking the settings, the rows, the model and this machine")
     config = load_config(
         run_file if replay is None or run_file else recorded_settings(replay), overrides, like=like
     )  # fmt: skip

@@ -32,7 +32,7 @@ from headrace.launch.starts import EnvironmentStart
 from headrace.launch.trial import trial_pool
 from headrace.rollout.environments.blocking import blocking_calls
 from headrace.rollout.environments.bridges import BRIDGES, find_bridge
-from headrace.rollout.environments.program import with_absolute_files
+from headrace.rollout.environments.program import exposed_here, with_absolute_files
 from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, has_right_answer
 from headrace.rollout.scoring.fit import imported_signatures
 from headrace.run.observe.words import plural
@@ -286,7 +286,7 @@ def _findings(
         lambda: _rewards_are_numbers(kind, attempts),
         lambda: _rewards_differ(attempts),
         lambda: _is_repeatable(kind, attempts),
-        lambda: _does_not_block(blocking, attempts) if kind != "program" else None,
+        lambda: _does_not_block(blocking, attempts) if kind != "program" else _is_separate(),
         lambda: _can_be_copied(attempts) if kind == "env" else None,
         lambda: _tools_are_described(attempts),
     ]
@@ -300,6 +300,11 @@ def _finding(clause: str, problems: Sequence[str], passed: str, level: Level = L
         return EnvFinding(clause=clause, level=Level.OK, detail=passed)
     more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
     return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:4]) + more)
+
+
+def _is_separate() -> EnvFinding:
+    clause = "its episodes cannot read one another's keys"
+    return _finding(clause, exposed_here(), "each runs in a user namespace of its own", Level.WARN)
 
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:

@@ -137,6 +137,9 @@ async def _evaluate(prepared: Prepared, measures: Measures, where: Path, tell: C
     run, clock = prepared.config.run, RealClock()
     tokens, reported_s = 0, clock.now()
     warnings = [] if measures.elsewhere else slower_here(prepared.config, prepared.devices)
+    warnings += prepared.exposed
+    for warning in prepared.exposed:
+        tell(f"warning: {warning}")
 
     def count(arrived: int) -> None:
         nonlocal tokens, reported_s

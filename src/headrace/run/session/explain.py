@@ -169,6 +169,7 @@ def _machine_sentences(prepared: Prepared, cores: int) -> list[str]:
         f"{plural(threads(config.launch.learner_threads, cores), 'thread')}; this machine has {plural(cores, 'core')}.",
         *_device_sentences(prepared),
         *(f"Slower than it could be: {words}." for words in slower_here(config, prepared.devices)),
+        *(f"Less separate than it could be: {words}." for words in prepared.exposed),
     ]
 
 

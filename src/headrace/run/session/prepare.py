@@ -33,7 +33,7 @@ from headrace.rollout import Chat
 from headrace.rollout.environments import Curriculum
 from headrace.rollout.environments.bridges import find_bridge
 from headrace.rollout.environments.data import Row, RowOrder, as_rows, load_rows
-from headrace.rollout.environments.program import find_program
+from headrace.rollout.environments.program import exposed_here, find_program
 from headrace.rollout.environments.prompts import make_tasks
 from headrace.rollout.scoring.fit import refuse_missing_columns
 from headrace.rollout.scoring.reward import reward_reference, split_reference
@@ -86,6 +86,9 @@ class Prepared:
     """The models that the engines of agents with weights of their own load, by the agent's name."""
     teachers: Mapping[str, TeacherOrder]
     """The teachers that have engines of their own, by name."""
+
+    exposed: Sequence[str] = ()
+    """Warnings about what the programs of episodes can read of one another on this machine."""
 
     def fingerprint(self) -> str:
         """Return a hash of the settings and rows that decide what is learned. Left out are the length of the run,
@@ -152,7 +155,14 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         devices=devices,
         agents=agents,
         teachers=teacher_orders(config, tasks, tokenizer, facts.context) if training else {},
+        exposed=_exposed(config),
     )
+
+
+def _exposed(config: RunConfig) -> list[str]:
+    """Return the warnings about programs that are not kept apart; none if no programs run on this machine."""
+    env = config.env
+    return exposed_here(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
 
 
 def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,30 +190,42 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
             ledger = ledgers[0] if ledgers else _open_ledger(config, run_dir, stack, start)
             writer: LedgerWriter = ThreadedWriter(ledger)
             stack.callback(writer.close)
-            settings = ControlSettings(
-                run=config.run,
-                flow=config.flow,
-                order=row_order(config, len(prepared.tasks)),
-                curriculum=curriculum(config, len(prepared.tasks)),
-                taught=bool(config.learner.teachers),
-                env_column=config.observe.env_column,
-                largest_gap=explained_gap(config),
-                fingerprint=prepared.fingerprint(),
-            )
+            settings = _control_settings(prepared)
             if recording is not None:
                 settings = recording.settings(settings)
                 writer = ReplayComparison(writer, recording)
                 comparisons.append(writer)
             observers = watching.observers
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
-            fallbacks = [str(each["fallback"]) for each in facts.values() if "fallback" in each]
-            for warning in (*fallbacks, *idle_clip(config)):
+            for warning in _warnings(prepared, facts):
                 watching.controller.state.warn(warning)
             return watching.controller
 
         watchers = Watchers(held=life.held, watching=watching, interrupts=interrupts)
         summary = await _run(_order(life, start, watching), control, start, watchers)
         return comparisons[0].finish(summary) if comparisons else summary
+
+
+def _control_settings(prepared: Prepared) -> ControlSettings:
+    """Return what the controller has to know of the run's settings."""
+    config = prepared.config
+    return ControlSettings(
+        run=config.run,
+        flow=config.flow,
+        order=row_order(config, len(prepared.tasks)),
+        curriculum=curriculum(config, len(prepared.tasks)),
+        taught=bool(config.learner.teachers),
+        env_column=config.observe.env_column,
+        largest_gap=explained_gap(config),
+        fingerprint=prepared.fingerprint(),
+    )
+
+
+def _warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the warnings that are known when the parts have started: slower paths that a part of ``facts`` fell back
+    to, a clip that cannot act, and programs that are not isolated."""
+    fallbacks = (str(each["fallback"]) for each in facts.values() if "fallback" in each)
+    return (*fallbacks, *idle_clip(prepared.config), *map(str, prepared.exposed))
 
 
 def _verdict_settings(prepared: Prepared) -> VerdictSettings:

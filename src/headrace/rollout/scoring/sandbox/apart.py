@@ -3,7 +3,8 @@
 The command is the same user with the same rights to files, and keeps its process, its group and its environment. But it
 has no access to processes of other user namespaces, even those of the same user: it cannot read their environment or
 their memory, nor trace them (ptrace(2), "Ptrace access mode checking": PTRACE_MODE_READ requires the same namespace or
-CAP_SYS_PTRACE in the other one). If the kernel refuses such namespaces, the command runs without one.
+CAP_SYS_PTRACE in the other one). If the kernel refuses such namespaces, the command runs without one. Without a COMMAND
+it prints the reason of that refusal, or nothing.
 """
 
 from __future__ import annotations
@@ -64,8 +65,18 @@ def _write(process: str, texts: dict[str, str]) -> None:
             file.write(text)
 
 
+def _print_refusal() -> None:
+    try:
+        enter()
+    except OSError as error:
+        sys.stdout.write(f"{error}\n")
+
+
 def main(command: list[str]) -> None:
-    """Replace this process by ``command``."""
+    """Replace this process by ``command``; without one, print why the kernel refuses a namespace, if it does."""
+    if not command:
+        _print_refusal()
+        return
     if processes.succeeds(enter):
         enter()
     try:
