@@ -33,6 +33,7 @@ from headrace.base.types.taught import TopScores
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.config import EngineConfig
+from headrace.engine.native.adapters import EngineAdapters, PassRows, SwitchedAdapters
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.checks import refuse_long
 from headrace.engine.native.controls import Controls
@@ -56,7 +57,6 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
 from headrace.models.kernels.fuse import fits, fuse
 from headrace.models.kernels.ops import kernels as compiled_kernels
-from headrace.models.lora import Switch
 from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry, PagedPlan, cache_shapes
 from headrace.models.rope import context_limit
@@ -78,8 +78,9 @@ class NativeEngine:
     """An :class:`~headrace.engine.base.EngineCore` over a model of :func:`headrace.models.load_model`.
 
     ``max_context`` is the most tokens of a prompt and its completion together. ``decode`` returns the text of ids, for
-    stop strings; without it, requests with stop strings are refused. The same calls in the same order give the same
-    tokens and logprobs, bit for bit; a draw does not depend on the other sequences of the batch.
+    stop strings; without it, requests with stop strings are refused. ``adapters`` are those that requests may choose;
+    by default, those that the model was loaded with. The same calls in the same order give the same tokens and
+    logprobs, bit for bit; a draw does not depend on the other sequences of the batch.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class NativeEngine:
         receiver: WeightReceiver,
         clock: Clock,
         decode: Decode | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock = model, config, clock
@@ -113,7 +115,7 @@ class NativeEngine:
         self._rows = Rows(config.max_sequences, max_context, followers)
         self._routes = RoutingStore(model, self._cache.num_blocks)
         self._outbox = ChunkBuilder(self._rows, self._routes)
-        self._switch = Switch(model)
+        self._adapters = adapters or SwitchedAdapters(model)
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
         self._scheduler = Scheduler(
             self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin, self._states
@@ -126,7 +128,7 @@ class NativeEngine:
             num_blocks=self._cache.num_blocks,
             max_waiting=config.max_waiting,
             stop_strings=decode is not None,
-            agents=self._switch.agents,
+            adapters=self._adapters,
         )
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
@@ -264,7 +266,9 @@ class NativeEngine:
         pin_R = rows.pin_R[schedule.rows_R]
         for pin, part in schedule.split(np.where(pin_R == stamp, NO_ROW, pin_R)):
             with self._pins.weights(pin):
-                of_adapters = [each for _, each in part.split(rows.adapter_R[part.rows_R])]
+                of_adapters = [part]
+                if not self._adapters.share_passes:
+                    of_adapters = [each for _, each in part.split(rows.adapter_R[part.rows_R])]
                 drawn += [self._forward_pass(each, stamp if pin == NO_ROW else pin) for each in of_adapters]
         if self._states is not None:
             self._states.save()
@@ -298,20 +302,23 @@ class NativeEngine:
         plan = PagedPlan(self._cache, geometry, self._maker, self._device, states)
         if schedule.num_decode == len(rows_R):  # every row's only new token completes it
             ids_N, rows_D, keep_D = rows.ids_RC[rows_R, starts_R], rows_R, None
+            complete_R = np.ones(len(rows_R), bool)
         else:
             ids_N = rows.ids_RC[np.repeat(rows_R, counts_R), geometry.positions_N()]
             complete_R = starts_R + counts_R == rows.length_R[rows_R]
             rows_D, keep_D = rows_R[complete_R], plan.last_R[self._tensor(complete_R)]
         self._routes.record(bool(rows.records_routing_R[rows_R].any()))
-        with self._switch.on(self._switch.agents[rows.adapter_R[rows_R[0]]]):
+        computed = PassRows(adapter_R=rows.adapter_R[rows_R], counts_R=counts_R, completes_R=complete_R)
+        with self._adapters.on(computed):
+            stamps = self._adapters.versions(rows.adapter_R[rows_D], stamp)
             logits_DV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_D)
         self._routes.store(geometry)
         rows.computed_R[rows_R] += counts_R
         if not len(rows_D):
             return _Drawn(rows_D=rows_D, sound_D=np.zeros(0, bool))
-        return self._draw(logits_DV, rows_D, stamp)
+        return self._draw(logits_DV, rows_D, stamps)
 
-    def _draw(self, logits_DV: Tensor, rows_D: Index, stamp: int) -> _Drawn:
+    def _draw(self, logits_DV: Tensor, rows_D: Index, stamp: int | Index) -> _Drawn:
         draw = self._controls.draw(logits_DV, self._rows.length_R[rows_D], rows_D)
         self._controls.append(draw.ids_R, rows_D)
         entropies_D = None if draw.entropies_R is None else draw.entropies_R.cpu().numpy()

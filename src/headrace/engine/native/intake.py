@@ -12,6 +12,7 @@ from headrace.base.types.columns import IntColumn
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
+from headrace.engine.native.adapters import EngineAdapters
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.rows import Rows
@@ -45,8 +46,8 @@ class Bounds:
     """The most requests in the queue."""
     stop_strings: bool
     """Whether the engine can decode tokens, which stop strings need."""
-    agents: tuple[str, ...] = ("",)
-    """The agents that have an adapter; the policy's is the empty name."""
+    adapters: EngineAdapters
+    """The adapters among which requests choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +133,14 @@ class Intake:
         )
 
     def _adapter(self, request: GenerateRequest, name: str) -> int:
-        agents = self._bounds.agents
-        if request.agent not in agents:
+        adapters = self._bounds.adapters
+        place = adapters.find(request.agent)
+        if place is None:
             raise RequestError(
                 f"{name}: agent {request.agent[:80]!r} has no adapter here",
-                remedy=f"{nearest(request.agent[:80], filter(None, agents))}; or leave agent out",
+                remedy=f"{nearest(request.agent[:80], filter(None, adapters.names()))}; or leave agent out",
             )
-        return agents.index(request.agent)
+        return place
 
     def _answer(self, request: GenerateRequest, name: str) -> FinishedSequence | None:
         """Return the answer that another engine has begun, as if the sequence had been preempted here."""

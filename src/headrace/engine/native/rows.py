@@ -162,9 +162,15 @@ class Rows:
         return rows[np.lexsort((self.arrival_R[rows], -self.priority_R[rows]))]
 
     def record(
-        self, rows_D: Index, ids_D: Index, logprobs_D: FloatColumn, version: int, entropies_D: FloatColumn | None = None
+        self,
+        rows_D: Index,
+        ids_D: Index,
+        logprobs_D: FloatColumn,
+        version: int | Index,
+        entropies_D: FloatColumn | None = None,
     ) -> None:
-        """Append one sampled token to each of these rows, and its entropy where a row records it."""
+        """Append one sampled token to each of these rows, with its version, and its entropy where a row records
+        it."""
         column_D = self.length_R[rows_D]
         self.ids_RC[rows_D, column_D] = ids_D
         self._logprobs_RC[rows_D, column_D] = logprobs_D

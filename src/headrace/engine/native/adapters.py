@@ -1,0 +1,77 @@
+"""The adapters of an engine: which one computes a request, and how a step computes rows of several.
+
+A model whose adapters are modules (peft) can compute one of them at a time, so that a step makes a pass for each. Other
+adapters can share a pass, come and go while the engine runs, and have versions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel
+
+from headrace.models.lora import Switch
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRows:
+    """The rows of one forward pass."""
+
+    adapter_R: Index
+    """The index of the adapter that computes each row."""
+    counts_R: Index
+    """The number of tokens of each row in the pass, one row after the other."""
+    completes_R: npt.NDArray[np.bool_]
+    """Whether the logits of each row's last token are computed."""
+
+
+class EngineAdapters(Protocol):
+    """The adapters among which the requests of an engine choose. All methods may be called between any two passes."""
+
+    share_passes: bool
+    """Whether rows of several adapters can be computed in one pass."""
+
+    def names(self) -> Iterable[str]:
+        """Return the names that a request may give; the empty name is the model without a choice."""
+        ...
+
+    def find(self, name: str) -> int | None:
+        """Return the index of the adapter ``name``, which no other adapter ever gets; ``None`` for an unknown name."""
+        ...
+
+    def on(self, rows: PassRows) -> AbstractContextManager[None]:
+        """Compute a pass over ``rows`` with their adapters within this context."""
+        ...
+
+    def versions(self, adapter_D: Index, version: int) -> int | Index:
+        """Return the version that tokens carry which these adapters have just sampled, where ``version`` is that of
+        the model."""
+        ...
+
+
+class SwitchedAdapters:
+    """The adapters of a model that computes one of them at a time."""
+
+    share_passes = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._switch = Switch(model)
+
+    def names(self) -> Iterable[str]:
+        return self._switch.agents
+
+    def find(self, name: str) -> int | None:
+        return self._switch.agents.index(name) if name in self._switch.agents else None
+
+    def on(self, rows: PassRows) -> AbstractContextManager[None]:
+        return self._switch.on(self._switch.agents[rows.adapter_R[0]])
+
+    def versions(self, adapter_D: Index, version: int) -> int | Index:
+        return version

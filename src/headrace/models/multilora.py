@@ -1,0 +1,186 @@
+"""Low-rank adapters that are no modules: they come and go at run time, and one pass computes tokens of several.
+
+    linear layer:  x ──▶ base product, once for all tokens ───────────────▶ + ──▶ y
+                   └──▶ tokens of adapter a ──▶ A_a ──▶ B_a ──▶ · scale ──▶ ┘
+                   └──▶ tokens of adapter b ──▶ A_b ──▶ B_b ──▶ · scale ──▶ ┘
+
+:mod:`.lora` wraps layers by peft, with one shape for all adapters, fixed when the model is loaded. Here every adapter
+is a record of tensors with a rank and layers of its own, and the model only gets a hook on each layer.
+
+Shape legend: N tokens of a pass, K tokens whose logits are computed, I inputs and O outputs of a layer, R the rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headrace.base.errors import ModelError
+
+ATTENTION, MLP, HEAD = "attention", "mlp", "head"
+"""The parts of a model whose layers an adapter can have."""
+
+_ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """A linear layer that can be adapted."""
+
+    part: str
+    """The part of the model that it belongs to: :data:`ATTENTION`, :data:`MLP` or :data:`HEAD`."""
+    num_inputs: int
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoraTensors:
+    """The tensors of one adapter (LoRA, Hu et al. 2022): layer ``name`` computes W x + scale · B A x."""
+
+    rank: int
+    scale: float
+    """The factor of the product, α / rank."""
+    tensors: dict[str, Tensor]
+    """A ``[R, I]`` as ``NAME.lora_A`` and B ``[O, R]`` as ``NAME.lora_B``, for each adapted layer."""
+    _pairs: dict[str, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in sorted({key.rpartition(".")[0] for key in self.tensors}):
+            self._pairs[name] = self.tensors[f"{name}.lora_A"], self.tensors[f"{name}.lora_B"]
+
+    def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return A and B of the layer ``name``; ``None`` for a layer that it does not adapt."""
+        return self._pairs.get(name)
+
+    def copy(self) -> LoraTensors:
+        """Return a copy without gradients, which stays what it is while this one is trained."""
+        tensors = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        return LoraTensors(rank=self.rank, scale=self.scale, tensors=tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The tokens of one pass that one adapter computes."""
+
+    lora: LoraTensors | None
+    """``None`` for tokens that the base computes alone."""
+    rows_N: Tensor | None = None
+    """The indices of its tokens in the pass; ``None`` for all of them."""
+    rows_K: Tensor | None = None
+    """The indices of its tokens among those whose logits are computed; ``None`` for all of them."""
+
+
+class MultiLora:
+    """The hooks on the linear layers of one model, and what they compute now. It is not thread-safe: a model is used by
+    one thread at a time. Weights of the base are frozen.
+
+    >>> import tempfile; from pathlib import Path
+    >>> from headrace.models import ModelConfig, load_model
+    >>> from headrace.models.tiny import TinySpec, make_tiny
+    >>> path = make_tiny(Path(tempfile.mkdtemp()) / "model", TinySpec(vocab="ab", hidden_size=16, num_layers=1))
+    >>> multi = MultiLora(load_model(ModelConfig(path=str(path))))
+    >>> lora = multi.new(rank=2, parts=("attention",), seed=1)
+    >>> sorted(lora.tensors)[0], tuple(lora.tensors["model.layers.0.self_attn.q_proj.lora_A"].shape)
+    ('model.layers.0.self_attn.k_proj.lora_A', (2, 16))
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Freeze ``model`` and add the hooks. Raises :class:`~headrace.base.errors.ModelError` for a model without
+        linear layers."""
+        model.requires_grad_(requires_grad=False)
+        self._device, self._segments = model.device, list[Segment]()
+        head: Any = model.get_output_embeddings()
+        self.layers: dict[str, LayerShape] = {}
+        """Every layer that can be adapted, by name."""
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                part = HEAD if module is head else ATTENTION if _ATTENTION.search(name) else MLP
+                outputs, inputs = module.weight.shape
+                self.layers[name] = LayerShape(part=part, num_inputs=inputs, num_outputs=outputs)
+                module.register_forward_hook(self._hook(name, part == HEAD))
+        self.heads = [name for name, layer in self.layers.items() if layer.part == HEAD]
+        """The names of the layers that make the logits."""
+        if not self.layers:
+            raise ModelError(
+                f"a {type(model).__name__} has no linear layers to adapt",
+                remedy="take an architecture whose projections are linear layers, such as qwen3 or llama",
+            )
+        self.has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
+        """Whether the model holds weights of experts, which get no adapter here."""
+
+    def new(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
+        """Return a new adapter of the layers of ``parts``. A is drawn from ``seed``, uniform in ±1/√inputs, layer by
+        layer in the order of names; B is 0, so that training begins at the base. torch's generators do not change."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors: dict[str, Tensor] = {}
+        for name, layer in sorted(self.layers.items()):
+            if layer.part in parts:
+                bound = 1.0 / math.sqrt(layer.num_inputs)
+                drawn = torch.empty(rank, layer.num_inputs).uniform_(-bound, bound, generator=generator)
+                tensors[f"{name}.lora_A"] = drawn.to(self._device).requires_grad_()
+                tensors[f"{name}.lora_B"] = torch.zeros(layer.num_outputs, rank, device=self._device).requires_grad_()
+        return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
+
+    @contextmanager
+    def on(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Compute each segment's tokens with its adapter within this context, for forward passes."""
+        before, self._segments = self._segments, [one for one in segments if one.lora is not None]
+        try:
+            yield
+        finally:
+            self._segments = before
+
+    def _hook(self, name: str, is_head: bool) -> Any:
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            for segment in self._segments:
+                assert segment.lora is not None
+                pair = segment.lora.pair(name)
+                if pair is not None:
+                    rows = segment.rows_K if is_head else segment.rows_N
+                    output = _plus(output, inputs[0], pair, segment.lora.scale, rows)
+            return output
+
+        return add
+
+
+def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None) -> Tensor:
+    """Return ``output`` with the product of the adapter added to ``rows``."""
+    a_RI, b_OR = pair
+    if rows is None:
+        return output + ((given.to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale).to(output.dtype)
+    flat = given.reshape(-1, given.shape[-1]).index_select(0, rows).to(a_RI.dtype)
+    added = (flat @ a_RI.T) @ b_OR.T * scale
+    return output.view(-1, output.shape[-1]).index_add(0, rows, added.to(output.dtype)).view(output.shape)
+
+
+def to_peft(lora: LoraTensors, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the settings and the tensors of ``lora`` in the format of peft's files, with which
+    ``PeftModel.from_pretrained`` computes the same. ``base`` is the name of the base model."""
+    names = sorted({key.rpartition(".")[0] for key in lora.tensors})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": names,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    tensors = {f"base_model.model.{key}.weight": value.detach().contiguous() for key, value in lora.tensors.items()}
+    return settings, tensors
+
+
+def from_tensors(tensors: Mapping[str, Tensor], *, rank: int, scale: float, trained: bool) -> LoraTensors:
+    """Return the adapter of ``tensors``, which are copied; ``trained`` says whether they get gradients."""
+    own = {name: tensor.detach().clone().requires_grad_(trained) for name, tensor in tensors.items()}
+    return LoraTensors(rank=rank, scale=scale, tensors=own)

@@ -1,0 +1,254 @@
+"""The HTTP side of the server: routes, the key, limits on bodies, and errors as the client shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace.base.clock import Clock
+from headrace.base.errors import HeadraceError
+from headrace.base.net.connection import mark_authorized
+from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
+from headrace.wings.tinker import schema
+from headrace.wings.tinker.service import Found, TinkerService
+
+PREFIX = "/api/v1"
+URLS_S = 3600.0
+"""Seconds for which the client may take the URLs of files for valid; they stay valid while the checkpoint is there."""
+
+REFUSED = {
+    "auth/token": "this server takes its key as it is",
+    "create_custom_loss": "losses are not stored: pass the function to forward_backward_custom",
+    "retrieve_futures": "results are fetched one by one: client/config says so",
+    "join_sampling_session": "clones of a sampling client draw their own numbers: client/config says so",
+    "copy_weights": "there is one project on this server",
+    "sessions/search": "list the sessions instead",
+    "audit": "this server keeps no audit log",
+    "billing": "nothing is billed here",
+}
+"""The endpoints that are refused, with the reason; all others that are not served are unknown."""
+
+
+class ServerHolder:
+    """The state of the server: it starts without a service, and refuses requests until there is one."""
+
+    def __init__(self) -> None:
+        self.service: TinkerService | None = None
+
+    def ready(self) -> TinkerService:
+        """Return the service. Raises :class:`Refusal`, after which the client asks again, while there is none."""
+        if self.service is None:
+            raise Refusal("the model is being loaded", remedy="ask again soon", status=503)
+        return self.service
+
+
+class KeyAuth:
+    """An ASGI application that passes requests with the server's key on to ``app``, and refuses others."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in ("/healthz", f"{PREFIX}/healthz"):
+            given = Headers(scope=scope).get("x-api-key", "").encode("latin-1")
+            if not hmac.compare_digest(given.strip(), self._key):
+                problem = Refusal(
+                    "the request does not carry this server's key",
+                    remedy="export TINKER_API_KEY as headrace tinker printed it",
+                    status=401,
+                )
+                await _refused(Request(scope, receive), problem)(scope, receive, send)  # type: ignore[operator]
+                return
+            mark_authorized(scope)
+        await self._app(scope, receive, send)
+
+
+def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Clock) -> KeyAuth:
+    """Return the whole server as an ASGI application."""
+    routes = _Routes(holder, max_body_bytes, clock)
+    app = Starlette(
+        routes=routes.all(),
+        exception_handlers={
+            HeadraceError: _refused,
+            HTTPException: _not_found,
+            Exception: _broken,
+        },
+    )
+    return KeyAuth(app, key)
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class _Routes:
+    def __init__(self, holder: ServerHolder, max_body_bytes: int, clock: Clock) -> None:
+        self._holder, self._max_body_bytes, self._clock = holder, max_body_bytes, clock
+
+    def all(self) -> list[Route]:
+        """Return every route of the server."""
+        of_model = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+        posts: dict[str, Endpoint] = {
+            "client/config": self._fixed({}, schema.ClientConfigBody),
+            "client/dynamic_config": self._fixed({"sample_cancel_enabled": True}, schema.ClientConfigBody),
+            "create_session": self._posted(lambda service, body: service.create_session(body)),
+            "session_heartbeat": self._posted(lambda service, body: service.heartbeat(body)),
+            "create_model": self._posted(lambda service, body: service.create_model(body)),
+            "get_info": self._posted(lambda service, body: service.get_info(body)),
+            "forward_backward": self._train,
+            "load_weights": self._posted(lambda service, body: service.load_weights(body)),
+            "create_sampling_session": self._posted(lambda service, body: service.create_sampling_session(body)),
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "cancel_future": self._posted(lambda service, body: service.cancel(body)),
+            "telemetry": self._telemetry,
+            "weights_info": self._posted(lambda service, body: service.weights_info(body)),
+            **{kind: self._of_model(kind) for kind in of_model},
+        }
+        run = f"{PREFIX}/training_runs/{{model}}"
+        checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
+        gets: dict[str, Endpoint] = {
+            "/healthz": self._healthz,
+            f"{PREFIX}/healthz": self._healthz,
+            f"{PREFIX}/get_server_capabilities": self._got(lambda service, _: service.capabilities()),
+            f"{PREFIX}/samplers/{{sampler}}": self._got(lambda service, path: service.get_sampler(path["sampler"])),
+            f"{PREFIX}/sessions/{{session}}": self._got(lambda service, path: service.session(path["session"])),
+            f"{PREFIX}/sessions": self._got(lambda service, _: service.sessions()),
+            f"{PREFIX}/training_runs": self._listed(lambda service, *page: service.training_runs(*page)),
+            f"{PREFIX}/checkpoints": self._listed(lambda service, *page: service.checkpoints(None, *page)),
+            run: self._got(lambda service, path: service.training_run(path["model"])),
+            f"{run}/checkpoints": self._got(lambda service, path: service.checkpoints(path["model"])),
+            f"{checkpoint}/external_weights_urls": self._urls,
+            f"{checkpoint}/files/{{file}}": self._file,
+        }
+        return [
+            *(Route(f"{PREFIX}/{path}", endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+            Route(f"{PREFIX}/sessions/{{session}}/finish", self._finish, methods=["POST"]),
+            Route(checkpoint, self._delete, methods=["DELETE"]),
+            Route(f"{checkpoint}/ttl", self._ttl, methods=["PUT"]),
+        ]
+
+    def _fixed(self, answer: dict[str, Any], kind: type[schema.Body]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            schema.parse(await self._body(request), kind)
+            return JSONResponse(answer)
+
+        return endpoint
+
+    def _posted(self, answer: Callable[[TinkerService, bytes], dict[str, Any]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(answer(self._holder.ready(), await self._body(request)))
+
+        return endpoint
+
+    def _got(self, answer: Callable[[TinkerService, Any], dict[str, Any]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(answer(self._holder.ready(), request.path_params))
+
+        return endpoint
+
+    def _listed(self, answer: Callable[..., dict[str, Any]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            page = [request.query_params.get(name, str(default)) for name, default in (("limit", 20), ("offset", 0))]
+            if not all(value.isdigit() for value in page):
+                raise Refusal(f"limit and offset are {shown(page)}", remedy="give whole numbers")
+            return JSONResponse(answer(self._holder.ready(), *map(int, page)))
+
+        return endpoint
+
+    def _of_model(self, kind: str) -> Endpoint:
+        return self._posted(lambda service, body: service.of_model(kind)(body))
+
+    async def _train(self, request: Request) -> Response:
+        service, body = self._holder.ready(), await self._body(request)
+        return JSONResponse(service.train(body))
+
+    async def _sample(self, request: Request) -> Response:
+        service, body = self._holder.ready(), await self._body(request)
+        return JSONResponse(service.sample(body))
+
+    async def _retrieve(self, request: Request) -> Response:
+        return _response(await self._holder.ready().retrieve(await self._body(request)))
+
+    async def _telemetry(self, request: Request) -> Response:
+        await self._body(request)  # and nothing is done with it
+        return JSONResponse({"status": "accepted"})
+
+    async def _healthz(self, _: Request) -> Response:
+        self._holder.ready()
+        return JSONResponse({"status": "ok"})
+
+    async def _finish(self, request: Request) -> Response:
+        await self._body(request)
+        return JSONResponse(self._holder.ready().finish(request.path_params["session"]))
+
+    async def _delete(self, request: Request) -> Response:
+        await asyncio.to_thread(self._holder.ready().delete_checkpoint, request.path_params["model"], _named(request))
+        return Response(status_code=204)
+
+    async def _ttl(self, request: Request) -> Response:
+        self._holder.ready().set_ttl(request.path_params["model"], _named(request), await self._body(request))
+        return Response(status_code=204)
+
+    async def _urls(self, request: Request) -> Response:
+        files = self._holder.ready().files_of(request.path_params["model"], _named(request))
+        root = str(request.url).removesuffix("external_weights_urls")
+        expires = datetime.fromtimestamp(self._clock.wall() + URLS_S, UTC).isoformat()
+        return JSONResponse({"urls": {file: f"{root}files/{file}" for file in files}, "expires": expires})
+
+    async def _file(self, request: Request) -> Response:
+        path = request.path_params
+        return FileResponse(self._holder.ready().file_of(path["model"], _named(request), path["file"]))
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body, decompressed. Raises :class:`Refusal` for one that is too long."""
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refusal("the body is compressed", remedy="send it as it is: client/config says so", status=415)
+        parts, size = list[bytes](), 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise Refusal(f"the body has more than {self._max_body_bytes} bytes", remedy="send less", status=413)
+            parts.append(part)
+        return b"".join(parts)
+
+
+def _named(request: Request) -> str:
+    return f"{request.path_params['kind']}/{request.path_params['name']}"
+
+
+def _response(found: Found) -> Response:
+    return Response(found.body, media_type=found.media, status_code=found.status)
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadraceError)
+    status = error.status if isinstance(error, Refusal) else 400
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    words = f"{error.problem}; {error.remedy}"
+    body = {"error": words, "category": "user", "detail": words}
+    return Response(json.dumps(body), media_type="application/json", status_code=status, headers=headers)
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path.removeprefix(f"{PREFIX}/")
+    why = next((why for name, why in REFUSED.items() if path.startswith(name)), "docs/tinker.md lists what is served")
+    return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=error.status_code))
+
+
+def _broken(_: Request, error: Exception) -> Response:
+    words = f"the server failed: {type(error).__name__}: {error}"
+    return JSONResponse({"error": words, "category": "server", "detail": words}, status_code=500)

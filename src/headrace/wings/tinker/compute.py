@@ -1,0 +1,176 @@
+"""The computation of training: one frozen base, log π of any targets under any adapter, micro-batch by micro-batch.
+
+Shape legend: D data of a request, N positions of a datum, M positions of a micro-batch, K targets of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.learner.head import TopRequest
+from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
+from headrace.models.attention import PLAN, PackedPlan
+from headrace.models.multilora import LoraTensors, MultiLora, Segment
+from headrace.wings.tinker.data import TARGETS, Datum
+from headrace.wings.tinker.losses import Options, TokenLossFn
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TrainResult:
+    """What a forward_backward has computed so far."""
+
+    logprobs: list[Array] = field(default_factory=list)
+    """log π of the targets of each datum, ``[N]`` or ``[N, K]``."""
+    loss: float = 0.0
+    """The sum of the losses of all targets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptScores:
+    """What a prompt's tokens, and others in their places, are worth under some weights."""
+
+    logprobs_N: Array
+    """The log-probability of each token; NaN for the first."""
+    top_ids_NK: Array
+    top_logprobs_NK: Array
+    """The likeliest entries at each token, and their log-probabilities."""
+    targets_NK: Array | None
+    """The log-probabilities of the targets at each token but the first; ``None`` if none were given."""
+
+
+class _UntiledHead:
+    """A split model whose head runs as the module it is, with its hooks."""
+
+    def __init__(self, parts: TrunkAndHead) -> None:
+        self.hidden, self.logits = parts.hidden, parts.logits
+
+
+class BaseCompute:
+    """The base model, computing in one thread. ``tokens_per_microbatch`` bounds the positions of one pass, unless a
+    single datum has more."""
+
+    def __init__(self, model: PreTrainedModel, *, tokens_per_microbatch: int) -> None:
+        self.model = model
+        self._budget = tokens_per_microbatch
+        self._device = model.device
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        parts = split_model(model, self._inputs([np.zeros(2, np.int32)]))
+        self.multi = MultiLora(model)
+        chunk = max(1, LOGITS_PER_CHUNK // self.vocab_size)
+        untiled = _UntiledHead(parts)
+        self._logprobs = {
+            False: TokenLogprobs(parts, chunk, 1.0, entropy_gradient=False),
+            True: TokenLogprobs(untiled, chunk, 1.0, entropy_gradient=False),
+        }
+        self._top = {False: TopEntries(parts, chunk, 1.0), True: TopEntries(untiled, chunk, 1.0)}
+
+    def train(
+        self,
+        lora: LoraTensors,
+        data: Sequence[Datum],
+        loss: tuple[TokenLossFn, Options],
+        result: TrainResult,
+        *,
+        backward: bool,
+    ) -> Iterator[None]:
+        """Add each micro-batch to ``result``, and yield after it. With ``backward``, gradients are added to those of
+        the adapter's tensors."""
+        for part in self._cut(data):
+            with torch.set_grad_enabled(backward):
+                total = self._micro(lora, part, loss, result)
+            if backward and total.requires_grad:
+                total.backward()  # type: ignore[no-untyped-call]
+            result.loss += float(total.detach())
+            yield None
+
+    def _micro(
+        self, lora: LoraTensors, part: Sequence[Datum], loss: tuple[TokenLossFn, Options], result: TrainResult
+    ) -> Tensor:
+        fn, options = loss
+        found = self._of_targets(lora, [datum.ids_N for datum in part], [datum.targets for datum in part])
+        total = torch.zeros((), device=self._device)
+        for datum, log_pi in zip(part, found, strict=True):
+            inputs = {name: self._tensor(values) for name, values in datum.inputs.items() if name != TARGETS}
+            total = total + fn.compute(log_pi, inputs, options).sum()
+            result.logprobs.append(log_pi.detach().cpu().numpy())
+        return total
+
+    def _of_targets(self, lora: LoraTensors | None, ids: Sequence[Array], targets: Sequence[Array]) -> list[Tensor]:
+        """Return log π of the targets of each sequence, in the shape of its targets."""
+        inputs = self._inputs(ids)
+        count = sum(map(len, ids))
+        width = max(each.shape[1] if each.ndim == 2 else 1 for each in targets)
+        padded_MK = np.zeros((count, width), np.int64)
+        ends = np.cumsum([len(each) for each in ids]).tolist()
+        for end, each in zip(ends, targets, strict=True):
+            wide = each if each.ndim == 2 else each[:, None]
+            padded_MK[end - len(each) : end, : wide.shape[1]] = wide
+        targets_MK = torch.from_numpy(padded_MK).to(self._device)
+        rows_M = torch.arange(count, device=self._device)
+        with self.multi.on([Segment(lora=lora)]):
+            first_M, _, top_MK = self._logprobs[self._adapts_head(lora)](
+                inputs, rows_M, targets_MK[:, 0], None, targets_MK if width > 1 else None
+            )
+        found = list[Tensor]()
+        all_MK = top_MK if width > 1 else first_M[:, None]
+        for end, each in zip(ends, targets, strict=True):
+            span = slice(end - len(each), end)
+            found.append(first_M[span] if each.ndim == 1 else all_MK[span, : each.shape[1]])
+        return found
+
+    @torch.no_grad()
+    def score(self, lora: LoraTensors | None, ids_N: Array, *, top: int, targets_NK: Array | None) -> PromptScores:
+        """Return the scores of a sequence at temperature 1. ``targets_NK`` ``[N - 1, K]`` are other tokens in the place
+        of each token but the first; −1 for none."""
+        count = len(ids_N)
+        logprobs_N = np.full(count, np.nan, np.float32)
+        top_ids, top_logs = np.zeros((count, top), np.int32), np.full((count, top), -99999.0, np.float32)
+        found_targets = None if targets_NK is None else np.zeros(targets_NK.shape, np.float32)
+        if count > 1:
+            (log_pi_N,) = self._of_targets(lora, [ids_N[:-1]], [ids_N[1:]])
+            logprobs_N[1:] = log_pi_N.cpu().numpy()
+        if count > 1 and top:
+            rows = torch.arange(count - 1, device=self._device)
+            with self.multi.on([Segment(lora=lora)]):
+                ids_NK, logs_NK = self._top[self._adapts_head(lora)](
+                    self._inputs([ids_N[:-1]]), rows, TopRequest(num=top, below=self.vocab_size)
+                )
+            top_ids[1:], top_logs[1:] = ids_NK.cpu().numpy(), logs_NK.cpu().numpy()
+        if count > 1 and targets_NK is not None and found_targets is not None:
+            (log_pi_NK,) = self._of_targets(lora, [ids_N[:-1]], [np.maximum(targets_NK, 0)])
+            found_targets[:] = np.where(targets_NK < 0, 0.0, log_pi_NK.cpu().numpy())
+        return PromptScores(
+            logprobs_N=logprobs_N, top_ids_NK=top_ids, top_logprobs_NK=top_logs, targets_NK=found_targets
+        )
+
+    def _cut(self, data: Sequence[Datum]) -> Iterator[list[Datum]]:
+        """Yield the micro-batches: consecutive data, so that the same request is always cut in the same places."""
+        part, held = list[Datum](), 0
+        for datum in data:
+            if part and held + len(datum.ids_N) > self._budget:
+                yield part
+                part, held = [], 0
+            part.append(datum)
+            held += len(datum.ids_N)
+        yield part
+
+    def _inputs(self, ids: Sequence[Array]) -> dict[str, Any]:
+        plan = PackedPlan([len(each) for each in ids], self._device)
+        joined = torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(self._device)
+        return {"input_ids": joined[None], "position_ids": plan.positions_N[None], PLAN: plan}
+
+    def _tensor(self, values: Array) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)  # a copy: the bytes are the request's
+
+    def _adapts_head(self, lora: LoraTensors | None) -> bool:
+        return lora is not None and any(lora.pair(name) is not None for name in self.multi.heads)

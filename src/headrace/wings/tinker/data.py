@@ -1,0 +1,132 @@
+"""The data of one forward_backward, checked before anything is computed.
+
+Shape legend: N positions of a datum, K target tokens of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import DataError
+
+Array = npt.NDArray[Any]
+TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES, RATIO_MASK = (
+    "target_tokens", "weights", "logprobs", "advantages", "sequence_ratio_mask",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A claim about where consecutive positions of a datum come from."""
+
+    sequence_id: str
+    """The sampled sequence, as the answer to its request named it."""
+    offset: int
+    length: int
+    sampled: bool
+    """Whether the positions are tokens of that sequence; otherwise of its prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Datum:
+    """One sequence of tokens, and what its loss reads."""
+
+    ids_N: Array
+    inputs: dict[str, Array]
+    """The inputs of the loss by name, each ``[N]`` or ``[N, K]``."""
+    input_spans: Sequence[Span] = ()
+    target_spans: Sequence[Span] = ()
+    foreign: str = ""
+    """What it holds beside tokens; empty for tokens alone."""
+
+    @property
+    def targets(self) -> Array:
+        """The target tokens, ``[N]`` or ``[N, K]``."""
+        return self.inputs[TARGETS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainRequest:
+    """A forward_backward, or a forward alone."""
+
+    model_id: str
+    seq_id: int
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataLimits:
+    """What the model can compute."""
+
+    vocab_size: int
+    max_context: int
+    """The most tokens of one datum."""
+
+
+def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[str], limits: DataLimits) -> None:
+    """Raise :class:`~headrace.base.errors.DataError`, which names the datum, unless every datum has the inputs that the
+    loss needs, in the right shapes, finite, and within the vocabulary and the context."""
+    if not data:
+        raise DataError("there are no data", remedy="give at least one datum")
+    for place, datum in enumerate(data):
+        problem = _problem(datum, needed, optional, limits)
+        if problem:
+            raise DataError(f"data[{place}]: {problem[0]}", remedy=problem[1])
+
+
+def _problem(
+    datum: Datum, needed: Sequence[str], optional: Sequence[str], limits: DataLimits
+) -> tuple[str, str] | None:
+    count = len(datum.ids_N)
+    if datum.foreign:
+        return f"it holds {datum.foreign}", "give tokens: this server trains language models of text"
+    if not 1 <= count <= limits.max_context:
+        return f"{count} tokens", f"give 1 to {limits.max_context}, which the model's context holds"
+    missing = [name for name in needed if name not in datum.inputs]
+    if missing:
+        return f"loss_fn_inputs lacks {', '.join(missing)}", f"this loss reads {', '.join(needed)}"
+    unknown = sorted(set(datum.inputs) - {*needed, *optional})
+    if unknown:
+        known = ", ".join([*needed, *optional])
+        return f"this loss does not read loss_fn_inputs {', '.join(unknown)}", f"leave it out: it reads {known}"
+    for name, values in [("model_input", datum.ids_N), (TARGETS, datum.targets)]:
+        outside = values[(values < 0) | (values >= limits.vocab_size)]
+        if outside.size:
+            vocab = f"the vocabulary of {limits.vocab_size}"
+            return f"{name} holds token {int(outside.flat[0])}, outside {vocab}", "encode with the model's tokenizer"
+    shape = datum.targets.shape
+    if not np.issubdtype(datum.targets.dtype, np.integer) or shape[:1] != (count,) or len(shape) > 2 or 0 in shape:
+        return f"{TARGETS} has shape {list(shape)} for {count} tokens", f"give int64 of shape [{count}] or [{count}, K]"
+    if len(shape) == 2 and TARGETS in needed and ADVANTAGES in needed:
+        return f"{TARGETS} has shape {list(shape)}", "only cross_entropy has several targets at a position"
+    return _wrong_columns(datum, shape) or _wrong_spans(datum, count)
+
+
+def _wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | None:
+    for name, values in datum.inputs.items():
+        if name == TARGETS:
+            continue
+        if values.shape != shape:
+            return (
+                f"{name} has shape {list(values.shape)}, and {TARGETS} {list(shape)}",
+                "give one value for each target",
+            )
+        if not np.isfinite(values).all():
+            return f"{name} is not finite", "give finite numbers; leave out, or give weight 0 to, what does not count"
+    return None
+
+
+def _wrong_spans(datum: Datum, count: int) -> tuple[str, str] | None:
+    for name, spans in (("model_input_spans", datum.input_spans), ("loss_fn_input_spans", datum.target_spans)):
+        total = sum(span.length for span in spans)
+        if spans and total != count:
+            return f"{name} cover {total} of {count} positions", "let the spans tile the positions exactly"
+    return None

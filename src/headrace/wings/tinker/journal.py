@@ -1,0 +1,175 @@
+"""The durable record of a server: what it has acknowledged, and what became of it.
+
+A request of a model is written before it is acknowledged, and its result in the transaction that ends it. So after a
+kill, at whichever moment, the state of a model is its last copy on the disk and the requests after it, computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import ConfigError
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, created_s REAL NOT NULL, finished INTEGER NOT NULL DEFAULT 0, facts TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, number INTEGER NOT NULL, created_s REAL NOT NULL,
+    used_s REAL NOT NULL, spec TEXT, copy TEXT, copied_seq INTEGER NOT NULL DEFAULT -1);
+CREATE TABLE IF NOT EXISTS requests (
+    model TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, created_s REAL NOT NULL,
+    status TEXT NOT NULL DEFAULT 'waiting', result BLOB, fetched_s REAL, PRIMARY KEY (model, seq));
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, kind TEXT NOT NULL, created_s REAL NOT NULL, expires_s REAL,
+    directory TEXT NOT NULL, size_bytes INTEGER NOT NULL, facts TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, base TEXT NOT NULL, path TEXT, kind TEXT NOT NULL, model TEXT,
+    directory TEXT, version INTEGER NOT NULL);
+"""
+_FORMAT = "1"
+
+WAITING, DONE, FAILED = "waiting", "done", "failed"
+"""The states of a request: waiting ──▶ done or failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """One request of a model."""
+
+    model: str
+    seq: int
+    kind: str
+    """The endpoint."""
+    body: bytes
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a request."""
+
+    status: str
+    """:data:`WAITING`, :data:`DONE` or :data:`FAILED`."""
+    result: bytes | None
+    """The answer; ``None`` while it waits, and after its time has passed."""
+
+
+class Journal:
+    """An SQLite database in ``directory``, used by one process at a time; any of its threads may call."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the journal, or make it. Raises :class:`~headrace.base.errors.ConfigError` for one of another format,
+        and if another process has it open."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(directory / "journal.sqlite", check_same_thread=False, isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        self._lock = threading.RLock()
+        try:
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_TABLES)
+            self._db.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise ConfigError(
+                f"--state {directory}: its journal cannot be used: {error}",
+                remedy="end the server that uses it, or give another directory",
+            ) from None
+        found = self.value("format")
+        if found != _FORMAT:
+            raise ConfigError(
+                f"--state {directory} is of format {found}, and this version writes {_FORMAT}",
+                remedy="give another directory, or the version that made it",
+            )
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all changes within this context at once, or none."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def value(self, key: str) -> str | None:
+        """Return a setting of the state; ``None`` if it was never set."""
+        row = self.one("SELECT value FROM meta WHERE key = ?", key)
+        return None if row is None else str(row["value"])
+
+    def set_value(self, key: str, value: str) -> None:
+        """Set a setting of the state."""
+        self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def one(self, query: str, *values: object) -> sqlite3.Row | None:
+        """Return the first row of ``query``; ``None`` if it has none."""
+        with self._lock:
+            row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+            return row
+
+    def all(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """Return the rows of ``query``."""
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def run(self, query: str, *values: object) -> int:
+        """Change the database, and return the number of rows changed."""
+        with self._lock:
+            return self._db.execute(query, values).rowcount
+
+    def accept(self, entry: JournalEntry, now_s: float) -> bool:
+        """Write a request; return whether it is new."""
+        return bool(
+            self.run(
+                "INSERT OR IGNORE INTO requests (model, seq, kind, body, created_s) VALUES (?, ?, ?, ?, ?)",
+                entry.model, entry.seq, entry.kind, entry.body, now_s,
+            )
+        )  # fmt: skip
+
+    def outcome(self, model: str, seq: int) -> Outcome | None:
+        """Return what became of a request; ``None`` for an unknown one."""
+        row = self.one("SELECT status, result FROM requests WHERE model = ? AND seq = ?", model, seq)
+        return None if row is None else Outcome(status=row["status"], result=row["result"])
+
+    def end(self, model: str, seq: int, status: str, result: bytes) -> None:
+        """Write the result of a request."""
+        self.run("UPDATE requests SET status = ?, result = ? WHERE model = ? AND seq = ?", status, result, model, seq)
+
+    def entries_after(self, model: str, seq: int) -> list[JournalEntry]:
+        """Return the requests of a model after ``seq``, in order."""
+        rows = self.all(
+            "SELECT model, seq, kind, body, status FROM requests WHERE model = ? AND seq > ? ORDER BY seq", model, seq
+        )
+        return [JournalEntry(**dict(row)) for row in rows]
+
+    def forget_before(self, model: str, seq: int, fetched_before_s: float) -> None:
+        """Drop the bodies of requests up to ``seq``, which a copy on the disk covers, and results that were fetched
+        before a time."""
+        with self.transaction():
+            self.run("UPDATE requests SET body = x'' WHERE model = ? AND seq <= ? AND length(body) > 0", model, seq)
+            self.run(
+                "UPDATE requests SET result = NULL WHERE model = ? AND seq <= ? AND fetched_s < ?",
+                model, seq, fetched_before_s,
+            )  # fmt: skip
+
+
+def facts_of(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
+    """Return the column ``facts`` of a row."""
+    found: dict[str, Any] = json.loads(row["facts"])
+    return found

@@ -1,0 +1,247 @@
+"""What each request of a model does: create, train, step, save, load. All of it runs in the turns' thread."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.clock import Clock
+from headrace.base.errors import ConfigError, DataError
+from headrace.models.multilora import ATTENTION, HEAD, MLP
+from headrace.wings.tinker import wire
+from headrace.wings.tinker.compute import BaseCompute, TrainResult
+from headrace.wings.tinker.data import DataLimits, check_data
+from headrace.wings.tinker.files import checked_name, read_state, write_state
+from headrace.wings.tinker.journal import Journal, JournalEntry
+from headrace.wings.tinker.losses import loss_of
+from headrace.wings.tinker.schema import (
+    CreateModelBody,
+    LoadWeightsBody,
+    OptimStepBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+    parse,
+)
+from headrace.wings.tinker.tenant import Tenant
+from headrace.wings.tinker.tenants import Answer, answer_of, place_of
+
+KINDS = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+"""The part of a checkpoint's name that each way of saving gives."""
+SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 366 * 86400
+
+Step = Iterator[Answer | Tenant | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a model of this server may be."""
+
+    max_rank: int
+    max_context: int
+    vocab_size: int
+
+
+def spec_of(body: CreateModelBody, limits: ModelLimits) -> dict[str, Any]:
+    """Return the settings of a new model. Raises :class:`~headrace.base.errors.ConfigError` for one that cannot be
+    trained here."""
+    lora = body.lora_config
+    if lora is None:
+        raise ConfigError("create_model without lora_config", remedy="give one: this server trains adapters")
+    if not 1 <= lora.rank <= limits.max_rank:
+        raise ConfigError(f"lora_config.rank={lora.rank}", remedy=f"set 1 to {limits.max_rank} (--max-rank)")
+    if body.optimizer_config.type != "adamw":
+        raise ConfigError(f"optimizer_config.type={body.optimizer_config.type!r}", remedy="take 'adamw'")
+    flags = {ATTENTION: lora.train_attn, MLP: lora.train_mlp, HEAD: lora.train_unembed}
+    parts = [part for part, wanted in flags.items() if wanted]
+    if not parts:
+        raise ConfigError("lora_config trains nothing", remedy="set train_attn, train_mlp or train_unembed")
+    return {"base": body.base_model, "rank": lora.rank, "seed": lora.seed, "parts": parts}
+
+
+class Performer:
+    """What the requests of models do, with what it needs for it."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        directory: Path,
+        compute: BaseCompute,
+        *,
+        limits: ModelLimits,
+        clock: Clock,
+        seed_of: Callable[[str], int],
+        ephemeral_s: float,
+    ) -> None:
+        self._journal, self._directory, self._compute = journal, directory, compute
+        self._limits, self._clock = limits, clock
+        self._seed_of, self._ephemeral_s = seed_of, ephemeral_s
+        self._kinds = {
+            "create_model": self._create,
+            "forward_backward": self._train,
+            "optim_step": self._step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+            "load_weights": self._load,
+        }
+
+    def __call__(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Compute ``entry``; see :data:`headrace.wings.tinker.tenants.Perform`."""
+        if tenant is None and entry.kind not in ("create_model", "load_weights"):
+            raise DataError(f"the model {entry.model} was never created", remedy="look at the answer of create_model")
+        return self._kinds[entry.kind](tenant, entry)
+
+    def _create(self, _: Tenant | None, entry: JournalEntry) -> Step:
+        body = parse(entry.body, CreateModelBody)
+        spec = spec_of(body, self._limits)
+        if spec["seed"] is None:
+            spec["seed"] = self._seed_of(entry.model)
+        if self._compute.multi.has_experts and MLP in spec["parts"]:
+            raise ConfigError("train_mlp=True: the experts of this model get no adapter", remedy="set train_mlp=False")
+        missing = {*spec["parts"]} - {layer.part for layer in self._compute.multi.layers.values()}
+        if missing:
+            raise ConfigError(f"this model has no layer of {', '.join(sorted(missing))}", remedy="leave that part out")
+        yield Tenant(self._compute.multi.new(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"]), spec)
+        yield answer_of({"model_id": entry.model, "type": "create_model"})
+
+    def _train(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        assert tenant is not None
+        request = wire.read_train_request(entry.body)
+        fn, options = loss_of(request.loss_fn, request.loss_fn_config)
+        limits = DataLimits(vocab_size=self._limits.vocab_size, max_context=self._limits.max_context)
+        check_data(request.data, fn.needed, fn.optional, limits)
+        result = TrainResult()
+        for _ in self._compute.train(
+            tenant.lora, request.data, (fn, options), result, backward=not request.forward_only
+        ):
+            yield None
+        yield Answer(result=wire.write_train_result(result.logprobs, {"loss:sum": result.loss}))
+
+    def _step(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        assert tenant is not None
+        body = parse(entry.body, OptimStepBody)
+        if body.adam_params is None:
+            raise ConfigError("optim_step without adam_params", remedy="pass AdamParams: models here train with AdamW")
+        settings = body.adam_params
+        for name, value in msgspec.structs.asdict(settings).items():
+            if not 0.0 <= value < (1.0 if name.startswith("beta") else float("inf")):
+                raise ConfigError(f"adam_params.{name}={value}", remedy="give a number that torch's AdamW takes")
+        yield answer_of({"metrics": tenant.step(settings), "type": "optim_step"})
+
+    def _save(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        assert tenant is not None
+        body = parse(entry.body, SaveWeightsBody)
+        name = f"{tenant.version:06d}" if body.path is None else body.path
+        how = {"metadata": body.user_metadata, "overwrite": body.overwrite}
+        path, write = self._checkpoint(tenant, entry, name, body.ttl_seconds, **how)
+        yield answer_of({"path": path, "type": "save_weights"}, write=write)
+
+    def _save_external(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        assert tenant is not None
+        body = parse(entry.body, SaveExternalBody)
+        if body.age_encryption_recipients:
+            raise ConfigError("age_encryption_recipients: files are not encrypted here", remedy="leave it out")
+        path, write = self._checkpoint(tenant, entry, body.path, body.ttl_seconds)
+        yield answer_of({"path": path, "type": "save_weights_external"}, write=write)
+
+    def _save_for_sampler(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        assert tenant is not None
+        body = parse(entry.body, SaveForSamplerBody)
+        if body.kind not in ("snapshot", "inflight"):
+            raise ConfigError(f"kind={body.kind[:40]!r}", remedy="take 'snapshot' or 'inflight'")
+        if body.sampling_session_seq_id is None:
+            name = f"{tenant.version:06d}" if body.path is None else body.path
+            path, write = self._checkpoint(tenant, entry, name, body.ttl_seconds, metadata=body.user_metadata)
+            yield answer_of({"path": path, "type": "save_weights_for_sampler"}, write=write)
+            return
+        session = entry.model.partition(":")[0]
+        sampler = f"{session}:sample:{body.sampling_session_seq_id}"
+        place = f"ephemeral-{entry.seq}"
+        directory = place_of(self._directory, entry.model) / place
+        size = write_state(directory, tenant.state(gradients=False), base=str(tenant.spec["base"]))
+        version = tenant.version
+
+        def write() -> None:
+            now = self._clock.wall()
+            values = (sampler, session, tenant.spec["base"], None, body.kind, entry.model, str(directory), version)
+            self._journal.run("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
+            if body.kind == "inflight":
+                self._journal.run(
+                    "UPDATE samplers SET directory = ?, version = ? WHERE model = ? AND kind = 'inflight'",
+                    str(directory), version, entry.model,
+                )  # fmt: skip
+            self._journal.run(
+                "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, 'ephemeral', ?, ?, ?, ?, '{}')",
+                f"{entry.model}/{place}", entry.model, now, now + self._ephemeral_s, str(directory), size,
+            )  # fmt: skip
+
+        yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=write)
+
+    def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        body = parse(entry.body, LoadWeightsBody)
+        row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind = 'weights'", body.path)
+        if row is None or (row["expires_s"] or float("inf")) < self._clock.wall():
+            raise DataError(
+                f"there is no training checkpoint {body.path[:200]!r}", remedy="give a path that save_state returned"
+            )
+        found = read_state(Path(row["directory"]), self._compute.model.device, trained=True, moments=body.optimizer)
+        loaded = Tenant.restored(found, gradients=False)
+        if tenant is not None and any(loaded.spec[key] != tenant.spec[key] for key in ("rank", "parts")):
+            raise DataError(
+                f"{body.path} has rank {loaded.spec['rank']} and trains {', '.join(loaded.spec['parts'])}; the model "
+                f"has rank {tenant.spec['rank']} and trains {', '.join(tenant.spec['parts'])}",
+                remedy="create the model from the checkpoint: create_training_client_from_state",
+            )
+        yield loaded
+        answer = {"path": body.path, "model_id": entry.model, "type": "load_weights"}
+        spec = json.dumps(loaded.spec)
+
+        def write() -> None:
+            self._journal.run("UPDATE models SET spec = ? WHERE id = ?", spec, entry.model)
+
+        yield answer_of(answer, write=write, copy=True)
+
+    def _checkpoint(
+        self,
+        tenant: Tenant,
+        entry: JournalEntry,
+        name: str,
+        ttl_s: int | None,
+        *,
+        metadata: Any = None,
+        overwrite: bool = False,
+    ) -> tuple[str, Callable[[], None]]:
+        """Write the checkpoint ``name``; return its path, and what writes its record."""
+        kind = KINDS[entry.kind]
+        path = f"tinker://{entry.model}/{kind}/{checked_name(name)}"
+        if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+            raise ConfigError(f"ttl_seconds={ttl_s}", remedy=f"set {SHORTEST_TTL_S} to {LONGEST_TTL_S}, or None")
+        old = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
+        if old is not None and not overwrite:
+            raise DataError(f"{path} exists", remedy="take another name, or overwrite=True in save_state")
+        directory = place_of(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
+        size = write_state(directory, tenant.state(gradients=False), base=str(tenant.spec["base"]))
+
+        def write() -> None:
+            now = self._clock.wall()
+            expires = None if ttl_s is None else now + ttl_s
+            facts = json.dumps({"user_metadata": metadata})
+            self._journal.run(
+                "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                path, entry.model, kind, now, expires, str(directory), size, facts,
+            )  # fmt: skip
+            if old is not None and old["directory"] != str(directory):
+                shutil.rmtree(old["directory"], ignore_errors=True)
+
+        return path, write

@@ -1,0 +1,216 @@
+"""One request for samples: its prompt, its settings, and its answer.
+
+Shape legend: N tokens of the prompt, T sampled tokens, K entries of a distribution.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from headrace.base.errors import DataError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.engine import RequestOptions
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
+from headrace.engine.base import TokenSource
+from headrace.wings.tinker import wire
+from headrace.wings.tinker.compute import PromptScores
+from headrace.wings.tinker.schema import PromptBody, SampleBody, SamplingBody, TensorBody
+
+Array = npt.NDArray[Any]
+MOST_TOP, MOST_SAMPLES = 100, 1024
+NO_LOGPROB = -99999.0
+"""What the client reads as an entry that is not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLimits:
+    """What the engine can sample."""
+
+    vocab_size: int
+    max_context: int
+    stop_ids: tuple[int, ...]
+    """The tokens that end an answer unless the request says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplePlan:
+    """A checked request for samples."""
+
+    prompt_N: Array
+    samplings: tuple[Sampling, ...]
+    """The settings of each sample."""
+    wants_prompt: bool
+    top_prompt: int
+    top_sample: int
+    targets_NK: Array | None
+    last_n: int | None
+    """How many of the prompt's tokens are scored; ``None`` for all."""
+
+
+Score = Callable[[Array, int, Array | None], Awaitable[PromptScores]]
+"""Scores a sequence: its ids, how many likeliest entries, and targets."""
+
+
+def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
+    """Return the checked request. Raises :class:`~headrace.base.errors.DataError` for what cannot be sampled here."""
+    prompt_N = _ids(body.prompt, limits)
+    problem = _refused(body, len(prompt_N))
+    if problem:
+        raise DataError(problem[0], remedy=problem[1])
+    targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs, prompt_N, limits)
+    seed = fresh_seed if body.sampling_params.seed is None else body.sampling_params.seed
+    sampling = _sampling(body.sampling_params, len(prompt_N), limits)
+    return SamplePlan(
+        prompt_N=prompt_N,
+        samplings=tuple(_seeded(sampling, seed, place) for place in range(body.num_samples)),
+        wants_prompt=bool(body.prompt_logprobs),
+        top_prompt=body.topk_prompt_logprobs,
+        top_sample=body.topk_sample_logprobs,
+        targets_NK=targets,
+        last_n=body.prompt_logprobs_last_n,
+    )
+
+
+def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
+    other = next((chunk.type for chunk in prompt.chunks if chunk.type != "encoded_text"), None)
+    if other is not None:
+        raise DataError(f"the prompt holds a chunk of type {other[:40]!r}", remedy="give tokens: only text is served")
+    ids_N = np.array([token for chunk in prompt.chunks for token in chunk.tokens], np.int64)
+    if not len(ids_N):
+        raise DataError("the prompt is empty", remedy="give at least one token")
+    outside = ids_N[(ids_N < 0) | (ids_N >= limits.vocab_size)]
+    if len(outside):
+        raise DataError(
+            f"the prompt holds token {outside[0]}, outside the vocabulary of {limits.vocab_size}",
+            remedy="encode with the model's tokenizer",
+        )
+    return ids_N.astype(np.int32)
+
+
+def _refused(body: SampleBody, length: int) -> tuple[str, str] | None:
+    if not 1 <= body.num_samples <= MOST_SAMPLES:
+        return f"num_samples={body.num_samples}", f"set 1 to {MOST_SAMPLES}"
+    for name, value in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
+        if not 0 <= value <= MOST_TOP:
+            return f"{name}_logprobs={value}", f"set 0 to {MOST_TOP}"
+    if body.record_stability_info:
+        return "record_stability_info: stable_reinforce is not served", "set loss_fn=importance_sampling"
+    if body.prompt_alt_tokens_k:
+        return "prompt_alt_tokens_k is not served", "leave it out, or ask for topk_prompt_logprobs"
+    last = body.prompt_logprobs_last_n
+    if last is not None and not (body.prompt_logprobs and 1 <= last <= length - 1):
+        return f"prompt_logprobs_last_n={last}", "set 1 to len(prompt) - 1, with prompt_logprobs"
+    return None
+
+
+def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Sampling:
+    stop = [given.stop] if isinstance(given.stop, str) else given.stop
+    ids = tuple(one for one in stop or () if isinstance(one, int))
+    texts = tuple(one for one in stop or () if isinstance(one, str))
+    if given.top_k < -1:
+        raise DataError(f"top_k={given.top_k}", remedy="set -1 for all, or a number of tokens")
+    room = limits.max_context - length
+    if room < 1 or (given.max_tokens is not None and given.max_tokens > room):
+        raise DataError(
+            f"a prompt of {length} tokens and max_tokens={given.max_tokens} exceed the context of {limits.max_context}",
+            remedy=f"lower max_tokens to {max(room, 0)}, or shorten the prompt",
+        )
+    return Sampling(
+        max_new_tokens=room if given.max_tokens is None else given.max_tokens,
+        temperature=given.temperature,
+        top_k=max(given.top_k, 0),
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        stop_ids=() if stop == [] else tuple(dict.fromkeys((*ids, *limits.stop_ids))),
+        stop=texts,
+    )
+
+
+def _seeded(sampling: Sampling, seed: int, place: int) -> Sampling:
+    own = xxhash.xxh3_64_intdigest(f"{seed}/{place}".encode()) >> 1
+    return msgspec.structs.replace(sampling, seed=own)
+
+
+def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> Array:
+    """Return the targets ``[N - 1, K]``, with −1 where nothing is asked for."""
+    shape = given.shape or []
+    if given.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt_N) - 1 or shape[1] < 1:
+        raise DataError(
+            f"target_prompt_logprobs has dtype {given.dtype} and shape {shape}",
+            remedy=f"give int64 of shape [{len(prompt_N) - 1}, K]",
+        )
+    values = np.array(given.data, np.int64)
+    if given.sparse_crow_indices is not None:
+        raise DataError("target_prompt_logprobs is sparse", remedy="give a dense tensor, with -1 for nothing")
+    if values.size != shape[0] * shape[1] or values.max(initial=-1) >= limits.vocab_size or values.min(initial=0) < -1:
+        raise DataError(
+            "target_prompt_logprobs holds ids outside the vocabulary, or too few",
+            remedy="give ids of the model's tokenizer, and -1 for nothing",
+        )
+    return values.reshape(shape)
+
+
+async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Score) -> bytes:
+    """Sample, score, and return the answer as bytes. If the caller is cancelled, so are the samples."""
+    try:
+        async with asyncio.TaskGroup() as group:  # all start in one turn of the loop, so they join the batch together
+            tasks = [group.create_task(_one(plan.prompt_N, each, engine, adapter)) for each in plan.samplings]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    sampled = [task.result() for task in tasks]
+    sequences = [await _sequence(plan, tokens, reason, score) for tokens, reason in sampled]
+    logprobs_N, top, targets = None, None, None
+    if plan.wants_prompt or plan.top_prompt or plan.targets_NK is not None:
+        found = await score(plan.prompt_N, plan.top_prompt, plan.targets_NK)
+        unscored = len(plan.prompt_N) - plan.last_n if plan.last_n is not None else 1
+        found.logprobs_N[:unscored] = np.nan
+        found.top_ids_NK[:unscored], found.top_logprobs_NK[:unscored] = 0, NO_LOGPROB
+        logprobs_N = found.logprobs_N if plan.wants_prompt else None
+        top = wire.write_top(found.top_ids_NK, found.top_logprobs_NK) if plan.top_prompt else None
+        targets = None if found.targets_NK is None else wire.write_tensor(found.targets_NK)
+    return wire.write_samples(sequences, prompt_logprobs_T=logprobs_N, top=top, targets=targets)
+
+
+async def _one(prompt_N: Array, sampling: Sampling, engine: TokenSource, adapter: str) -> tuple[Tokens, StopReason]:
+    parts, reason = list[Tokens](), StopReason.LENGTH
+    chunks = engine.generate(prompt_N, sampling, RequestOptions(agent=adapter))
+    async with aclosing(chunks):  # type: ignore[type-var]
+        async for chunk in chunks:
+            parts = [chunk.tokens] if chunk.lost else [*parts, chunk.tokens]
+            reason = chunk.stop_reason or reason
+    return _joined(parts), reason
+
+
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole + part
+    return whole
+
+
+async def _sequence(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
+    top = None
+    if plan.top_sample and len(tokens):
+        start = len(plan.prompt_N)
+        found = await score(np.concatenate([plan.prompt_N, tokens.ids_T]), plan.top_sample, None)
+        top = wire.write_top(found.top_ids_NK[start:], found.top_logprobs_NK[start:])
+    return wire.write_sequence(
+        stopped=reason is StopReason.STOP,
+        ids_T=tokens.ids_T,
+        logprobs_T=tokens.logprobs_T,
+        versions_T=tokens.versions_T,
+        top=top,
+    )

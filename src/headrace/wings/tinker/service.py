@@ -1,0 +1,559 @@
+"""What each endpoint does. Requests of models go through the journal; samples do not: after a restart their promise is
+unknown, and the client asks for them again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headrace.base.clock import Clock
+from headrace.base.errors import EngineFull
+from headrace.base.net.refusal import Refusal, shown
+from headrace.engine.base import TokenSource
+from headrace.wings.tinker import schema, wire
+from headrace.wings.tinker.compute import BaseCompute, PromptScores
+from headrace.wings.tinker.config import TinkerConfig
+from headrace.wings.tinker.files import read_state
+from headrace.wings.tinker.journal import DONE, WAITING, Journal, JournalEntry, facts_of
+from headrace.wings.tinker.performing import ModelLimits, spec_of
+from headrace.wings.tinker.samplers import SamplerRecord, SamplerWeights
+from headrace.wings.tinker.sampling import Array, SampleLimits, answer, plan_of
+from headrace.wings.tinker.tenants import Tenants, failure
+from headrace.wings.tinker.turns import Turns
+
+KEPT_S = 600.0
+"""Seconds for which the answer to a request for samples is kept."""
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The answer to a request for a result."""
+
+    body: bytes
+    media: str = JSON
+    status: int = 200
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SampleJob:
+    """A request for samples, and its answer when there is one."""
+
+    task: asyncio.Task[Found]
+    ids: list[str]
+    """The name of each sampled sequence."""
+    num_samples: int
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerParts:
+    """What a service works with."""
+
+    config: TinkerConfig
+    journal: Journal
+    compute: BaseCompute
+    turns: Turns
+    tenants: Tenants
+    weights: SamplerWeights
+    engine: TokenSource
+    model_limits: ModelLimits
+    sample_limits: SampleLimits
+    architecture: str
+
+
+class TinkerService:
+    """The endpoints of one server, in one event loop."""
+
+    def __init__(self, parts: ServerParts, group: asyncio.TaskGroup, clock: Clock) -> None:
+        self._parts, self._group, self._clock = parts, group, clock
+        self._config, self._journal = parts.config, parts.journal
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
+        self._samples: dict[str, SampleJob] = {}
+        self._beats: dict[str, float] = {}
+        self._parked: set[str] = set()
+        parts.tenants.ended = lambda entry: self._loop.call_soon_threadsafe(self._ended, entry)
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    def create_session(self, body: bytes) -> dict[str, Any]:
+        given = schema.parse(body, schema.CreateSessionBody)
+        session = str(uuid.uuid4())
+        facts = {"user_metadata": given.user_metadata, "display_name": given.display_name, "sdk": given.sdk_version}
+        self._journal.run(
+            "INSERT INTO sessions (id, created_s, facts) VALUES (?, ?, ?)",
+            session, self._clock.wall(), json.dumps(facts),
+        )  # fmt: skip
+        self._beats[session] = self._clock.now()
+        return {"type": "create_session", "session_id": session}
+
+    def heartbeat(self, body: bytes) -> dict[str, Any]:
+        session = schema.parse(body, schema.SessionBody).session_id
+        self._session(session, ended=410)
+        return {"type": "session_heartbeat"}
+
+    def finish(self, session: str) -> dict[str, Any]:
+        self._session(session)
+        self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
+        self._park(session)
+        return {}
+
+    def sweep(self) -> None:
+        """Park the models of silent sessions, and delete what has expired. Called every few seconds."""
+        now = self._clock.now()
+        for session, beat in list(self._beats.items()):
+            if now - beat > self._config.session_s:
+                self._park(session)
+        for name, job in list(self._samples.items()):
+            if job.task.done() and job.ended_s is not None and now - job.ended_s > KEPT_S:
+                del self._samples[name]
+        expired = "SELECT path FROM checkpoints WHERE expires_s < ?"
+        for row in self._journal.all(expired, self._clock.wall()):
+            self.remove_checkpoint(row["path"])
+
+    def _park(self, session: str) -> None:
+        self._beats.pop(session, None)
+        self._parked.add(session)
+        for name, job in self._samples.items():
+            if name.startswith(f"{session}:"):
+                job.task.cancel()
+        for row in self._journal.all("SELECT id FROM models WHERE session = ?", session):
+            self._parts.tenants.park(row["id"])
+
+    def _session(self, session: str, ended: int = 404) -> None:
+        """Note that a session lives. Raises :class:`Refusal` for an unknown one, and with status ``ended`` for one that
+        its client has ended."""
+        if session not in self._beats:
+            row = self._journal.one("SELECT finished FROM sessions WHERE id = ?", session)
+            if row is None:
+                raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
+            if row["finished"]:
+                raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended)
+        self._beats[session] = self._clock.now()
+        self._parked.discard(session)
+
+    # -- models -----------------------------------------------------------------------------------------------------
+
+    def create_model(self, body: bytes) -> dict[str, Any]:
+        given = schema.parse(body, schema.CreateModelBody)
+        self._session(given.session_id)
+        self._base(given.base_model)
+        spec = spec_of(given, self._parts.model_limits)
+        return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
+
+    def load_weights(self, body: bytes) -> dict[str, Any]:
+        given = schema.parse(body, schema.LoadWeightsBody)
+        row = self._checkpoint(given.path, "weights")
+        if given.base_model is not None:
+            self._base(given.base_model)
+        if given.optimizer_config is not None and given.optimizer_config.type != "adamw":
+            raise Refusal(f"optimizer_config.type={shown(given.optimizer_config.type)}", remedy="take 'adamw'")
+        if given.session_id is None or given.model_seq_id is None:
+            if given.model_id is None or given.seq_id is None:
+                raise Refusal("load_weights names no model", remedy="give model_id and seq_id")
+            return self._accept(given.model_id, given.seq_id, "load_weights", body)
+        self._session(given.session_id)
+        source = self._journal.one("SELECT spec FROM models WHERE id = ?", row["model"])
+        spec = json.loads(source["spec"]) if source is not None else {}
+        return self._new_model(given.session_id, given.model_seq_id, "load_weights", body, spec)
+
+    def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
+        model = f"{session}:train:{number}"
+        alive = "SELECT count(*) AS n FROM models JOIN sessions ON session = sessions.id WHERE finished = 0"
+        found = self._journal.one(alive)
+        known = self._journal.one("SELECT id FROM models WHERE id = ?", model)
+        if known is None and found is not None and found["n"] >= self._config.max_models:
+            raise Refusal(
+                f"there are {found['n']} models, as many as this server holds",
+                remedy="close a ServiceClient, or raise --max-models",
+            )
+        now = self._clock.wall()
+        with self._journal.transaction():
+            self._journal.run(
+                "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s, spec) VALUES (?, ?, ?, ?, ?, ?)",
+                model, session, number, now, now, json.dumps(spec),
+            )  # fmt: skip
+            entry = JournalEntry(model=model, seq=0, kind=kind, body=body, status=WAITING)
+        self._parts.tenants.accept(entry)
+        return {"request_id": f"{model}:0", "model_id": model}
+
+    def get_info(self, body: bytes) -> dict[str, Any]:
+        model = schema.parse(body, schema.ModelBody).model_id
+        spec = json.loads(self._model(model)["spec"])
+        data = {
+            "arch": self._parts.architecture,
+            "model_name": spec["base"],
+            "tokenizer_id": str(self._config.model),
+        }
+        return {
+            "type": "get_info",
+            "model_id": model,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": spec["rank"],
+            "model_name": spec["base"],
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    def train(self, body: bytes) -> dict[str, Any]:
+        given = wire.read_train_request(body)
+        return self._accept(given.model_id, given.seq_id, "forward_backward", body)
+
+    def of_model(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
+        """Return the endpoint of a request of a model whose body is JSON."""
+        record: type[Any] = {
+            "optim_step": schema.OptimStepBody,
+            "save_weights": schema.SaveWeightsBody,
+            "save_weights_for_sampler": schema.SaveForSamplerBody,
+            "save_weights_external": schema.SaveExternalBody,
+        }[kind]
+
+        def endpoint(body: bytes) -> dict[str, Any]:
+            given = schema.parse(body, record)
+            return self._accept(given.model_id, given.seq_id, kind, body)
+
+        return endpoint
+
+    def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
+        """Write a request of a model, and promise its result."""
+        row = self._model(model)
+        self._session(row["session"])
+        if seq < 1:
+            raise Refusal(f"seq_id={seq}", remedy="number the requests of a model from 1")
+        if self._journal.outcome(model, seq) is None and self._parts.tenants.waiting(model) >= self._config.max_waiting:
+            raise Refusal(f"{self._config.max_waiting} requests of {model} wait", remedy="ask again later", status=429)
+        self._parts.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))
+        return {"request_id": f"{model}:{seq}", "model_id": model}
+
+    def _ended(self, entry: JournalEntry) -> None:
+        event = self._arrivals.pop((entry.model, entry.seq), None)
+        if event is not None:
+            event.set()
+        if entry.kind == "save_weights_for_sampler":
+            self._publish(entry.model)
+
+    def _publish(self, model: str) -> None:
+        """Give the in-flight samplers of a model their new weights."""
+        rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
+        known = set(self._parts.weights.names())
+        used = [record for record in map(SamplerRecord.of, rows) if record.id in known]
+        if used and used[0].directory is not None:
+            state = read_state(Path(used[0].directory), self._parts.compute.model.device, trained=False, moments=False)
+            for record in used:
+                self._parts.weights.put(record.id, state.lora, state.version)
+
+    # -- samples ----------------------------------------------------------------------------------------------------
+
+    def create_sampling_session(self, body: bytes) -> dict[str, Any]:
+        given = schema.parse(body, schema.CreateSamplingSessionBody)
+        self._session(given.session_id)
+        sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
+        base, directory, version, kind = given.base_model, None, 0, "base"
+        if given.model_path is not None:
+            row = self._checkpoint(given.model_path, "sampler_weights", "weights")
+            spec = self._journal.one("SELECT spec FROM models WHERE id = ?", row["model"])
+            base = json.loads(spec["spec"])["base"] if spec is not None else base
+            directory, kind = row["directory"], "snapshot"
+            facts = json.loads((Path(directory) / "tinker.json").read_text(encoding="utf-8"))
+            version = facts["version"]
+        if base is None:
+            raise Refusal("create_sampling_session names no model", remedy="give base_model or model_path")
+        self._base(base)
+        self._journal.run(
+            "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, NULL, ?, ?)",
+            sampler, given.session_id, base, given.model_path, kind, directory, version,
+        )  # fmt: skip
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    def get_sampler(self, sampler: str) -> dict[str, Any]:
+        record = self._sampler(sampler)
+        return {"sampler_id": sampler, "base_model": record.base, "model_path": record.path}
+
+    def sample(self, body: bytes) -> dict[str, Any]:
+        given = schema.parse(body, schema.SampleBody)
+        if given.sampling_session_id is None or given.seq_id is None:
+            raise Refusal("asample names no sampling session", remedy="give sampling_session_id and seq_id")
+        record = self._sampler(given.sampling_session_id)
+        self._session(record.session)
+        name = f"{record.id}:{given.seq_id}"
+        job = self._samples.get(name)
+        if job is None:
+            running = sum(each.num_samples for each in self._samples.values() if not each.task.done())
+            if running and running + given.num_samples > self._config.max_samples:
+                raise Refusal(f"{running} samples run or wait", remedy="ask again later", status=429)
+            ids = [f"{name}:{place}" for place in range(max(0, min(given.num_samples, 4096)))]
+            task = self._group.create_task(self._sampled(given, record, name))
+            job = self._samples[name] = SampleJob(task=task, ids=ids, num_samples=given.num_samples)
+        return {"request_id": name, "sample_sequence_ids": job.ids}
+
+    async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
+        try:
+            return await self._sample(given, record)
+        except EngineFull as error:
+            return Found(body=failure(error), status=410)  # the client asks anew
+        except Exception as error:  # noqa: BLE001 - the edge of a request: one client's must not end the others'
+            return Found(body=failure(error))
+        finally:
+            if name in self._samples:
+                self._samples[name].ended_s = self._clock.now()
+
+    async def _sample(self, given: schema.SampleBody, record: SamplerRecord) -> Found:
+        plan = plan_of(given, self._parts.sample_limits, secrets.randbits(62))
+        weights = self._parts.weights
+        adapter = "" if record.directory is None else record.id
+        if adapter:
+            await asyncio.to_thread(weights.use, adapter, lambda: self._read_sampler(record))
+        try:
+            score = lambda ids_N, top, targets: self._score(record, ids_N, top, targets)  # noqa: E731
+            return Found(body=await answer(plan, self._parts.engine, adapter, score), media=PROTOBUF)
+        finally:
+            if adapter:
+                weights.release(adapter)
+
+    def _read_sampler(self, record: SamplerRecord) -> Any:
+        newest = self._sampler(record.id)
+        assert newest.directory is not None
+        state = read_state(Path(newest.directory), self._parts.compute.model.device, trained=False, moments=False)
+        return state.lora, state.version
+
+    async def _score(self, record: SamplerRecord, ids_N: Array, top: int, targets: Array | None) -> PromptScores:
+        """Score a sequence with a sampler's weights, in turn with the training of models."""
+        scored: asyncio.Future[PromptScores] = self._loop.create_future()
+        lora = self._parts.weights.lora(record.id)
+
+        def set_result(found: PromptScores) -> None:
+            if not scored.done():
+                scored.set_result(found)
+
+        def job() -> Iterator[object]:
+            found = self._parts.compute.score(lora, ids_N, top=top, targets_NK=targets)
+            self._loop.call_soon_threadsafe(set_result, found)
+            yield None
+
+        self._parts.turns.submit(record.id, job)
+        return await scored
+
+    def cancel(self, body: bytes) -> dict[str, Any]:
+        job = self._samples.get(schema.parse(body, schema.CancelBody).request_id)
+        if job is not None:
+            job.task.cancel()
+        return {}
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    async def retrieve(self, body: bytes) -> Found:
+        """Return a result, or status 408 if there is none for a while: the client asks again."""
+        name = schema.parse(body, schema.RetrieveBody).request_id
+        model, _, number = name.rpartition(":")
+        if ":sample:" in name:
+            return await self._retrieve_samples(name)
+        if not number.isdigit() or self._journal.outcome(model, int(number)) is None:
+            raise Refusal(f"there is no request {shown(name)}", remedy="send it first", status=404)
+        seq = int(number)
+        event = self._arrivals.setdefault((model, seq), asyncio.Event())
+        found = self._journal.outcome(model, seq)  # after the event is there: it cannot be missed
+        if found is not None and found.status == WAITING:
+            try:
+                await asyncio.wait_for(event.wait(), self._config.poll_s)
+            except TimeoutError:
+                return _again()
+            found = self._journal.outcome(model, seq)
+        else:
+            self._arrivals.pop((model, seq), None)
+        assert found is not None
+        if found.result is None:
+            raise Refusal(f"the result of {name} was fetched long ago", remedy="send a new request", status=410)
+        now = self._clock.wall()
+        self._journal.run(
+            "UPDATE requests SET fetched_s = coalesce(fetched_s, ?) WHERE model = ? AND seq = ?", now, model, seq
+        )
+        row = self._journal.one("SELECT kind FROM requests WHERE model = ? AND seq = ?", model, seq)
+        protobuf = found.status == DONE and row is not None and row["kind"] == "forward_backward"
+        return Found(body=found.result, media=PROTOBUF if protobuf else JSON)
+
+    async def _retrieve_samples(self, name: str) -> Found:
+        job = self._samples.get(name)
+        gone = Refusal(
+            f"the promise {shown(name)} is not known any more", remedy="ask for the samples again", status=410
+        )
+        if job is None:
+            raise gone
+        done, _ = await asyncio.wait([job.task], timeout=self._config.poll_s)
+        if not done:
+            return _again()
+        if job.task.cancelled():
+            raise gone
+        found = job.task.result()
+        if found.status == 410:
+            del self._samples[name]
+            raise gone
+        return found
+
+    # -- checkpoints and runs ---------------------------------------------------------------------------------------
+
+    def capabilities(self) -> dict[str, Any]:
+        limit = self._parts.model_limits.max_context
+        facts = {"max_context_length": limit, "trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": name, **facts} for name in self._config.names]}
+
+    def weights_info(self, body: bytes) -> dict[str, Any]:
+        path = schema.parse(body, schema.PathBody).tinker_path
+        row = self._checkpoint(path, "weights", "sampler_weights", "external_weights")
+        spec = json.loads((Path(row["directory"]) / "tinker.json").read_text(encoding="utf-8"))["spec"]
+        parts = spec["parts"]
+        return {
+            "base_model": spec["base"],
+            "is_lora": True,
+            "lora_rank": spec["rank"],
+            "train_unembed": "head" in parts,
+            "train_mlp": "mlp" in parts,
+            "train_attn": "attention" in parts,
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    def training_run(self, model: str) -> dict[str, Any]:
+        row = self._model(model)
+        spec = json.loads(row["spec"])
+        return {
+            "training_run_id": model,
+            "base_model": spec["base"],
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": spec["rank"],
+            "last_request_time": _time(row["used_s"]),
+            "last_checkpoint": self._last(model, "weights"),
+            "last_sampler_checkpoint": self._last(model, "sampler_weights"),
+        }
+
+    def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
+        rows = self._journal.all("SELECT id FROM models ORDER BY used_s DESC, id")
+        runs = [self.training_run(row["id"]) for row in rows[offset : offset + limit]]
+        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
+
+    def checkpoints(self, model: str | None, limit: int | None = None, offset: int = 0) -> dict[str, Any]:
+        """Return the checkpoints of a model, or of all, the newest first."""
+        if model is not None:
+            self._model(model)
+        of_one = "AND model = ?" if model is not None else ""
+        query = f"SELECT * FROM checkpoints WHERE kind != 'ephemeral' {of_one} ORDER BY created_s DESC, path"
+        rows = self._journal.all(query, *([] if model is None else [model]))
+        kept = rows if limit is None else rows[offset : offset + limit]
+        found: dict[str, Any] = {"checkpoints": [_shown_checkpoint(row) for row in kept]}
+        if limit is not None:
+            found["cursor"] = {"offset": offset, "limit": limit, "total_count": len(rows)}
+        return found
+
+    def delete_checkpoint(self, model: str, name: str) -> None:
+        self.remove_checkpoint(self._checkpoint(f"tinker://{model}/{name}")["path"])
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint. Samplers that have it in memory go on."""
+        row = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
+        if row is not None:
+            self._journal.run("DELETE FROM checkpoints WHERE path = ?", path)
+            shutil.rmtree(row["directory"], ignore_errors=True)
+
+    def set_ttl(self, model: str, name: str, body: bytes) -> None:
+        row = self._checkpoint(f"tinker://{model}/{name}")
+        ttl_s = schema.parse(body, schema.TtlBody).ttl_seconds
+        expires = None if ttl_s is None else self._clock.wall() + ttl_s
+        self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
+
+    def files_of(self, model: str, name: str) -> list[str]:
+        """Return the names of the files of an external checkpoint."""
+        row = self._checkpoint(f"tinker://{model}/{name}", "external_weights")
+        return sorted(each.name for each in Path(row["directory"]).iterdir() if each.name.startswith("adapter_"))
+
+    def file_of(self, model: str, name: str, file: str) -> Path:
+        """Return a file of an external checkpoint."""
+        if file not in self.files_of(model, name):
+            raise Refusal(f"there is no file {shown(file)}", remedy="take a URL of this server", status=404)
+        row = self._checkpoint(f"tinker://{model}/{name}", "external_weights")
+        return Path(row["directory"]) / file
+
+    def sessions(self) -> dict[str, Any]:
+        rows = self._journal.all("SELECT id FROM sessions ORDER BY created_s DESC")
+        return {"sessions": [row["id"] for row in rows]}
+
+    def session(self, session: str) -> dict[str, Any]:
+        row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
+        if row is None:
+            raise Refusal(f"there is no session {shown(session)}", remedy="list them first", status=404)
+        facts = facts_of(row)
+        runs = self._journal.all("SELECT id FROM models WHERE session = ? ORDER BY number", session)
+        samplers = self._journal.all("SELECT id FROM samplers WHERE session = ?", session)
+        return {
+            "training_run_ids": [each["id"] for each in runs],
+            "sampler_ids": [each["id"] for each in samplers],
+            "user_metadata": facts["user_metadata"],
+            "display_name": facts["display_name"],
+        }
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    def _last(self, model: str, kind: str) -> dict[str, Any] | None:
+        query = "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created_s DESC LIMIT 1"
+        row = self._journal.one(query, model, kind)
+        return None if row is None else _shown_checkpoint(row)
+
+    def _model(self, model: str) -> Any:
+        row = self._journal.one("SELECT * FROM models WHERE id = ?", model)
+        if row is None:
+            raise Refusal(f"there is no model {shown(model)}", remedy="create it first", status=404)
+        return row
+
+    def _sampler(self, sampler: str) -> SamplerRecord:
+        row = self._journal.one("SELECT * FROM samplers WHERE id = ?", sampler)
+        if row is None:
+            raise Refusal(f"there is no sampler {shown(sampler)}", remedy="create it first", status=404)
+        return SamplerRecord.of(row)
+
+    def _checkpoint(self, path: str, *kinds: str) -> Any:
+        row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind != 'ephemeral'", path)
+        if row is None or (row["expires_s"] is not None and row["expires_s"] < self._clock.wall()):
+            raise Refusal(f"there is no checkpoint {shown(path, 200)}", remedy="list the checkpoints", status=404)
+        if kinds and row["kind"] not in kinds:
+            raise Refusal(
+                f"{shown(path, 200)} holds {row['kind']}, and this needs {' or '.join(kinds)}",
+                remedy="give a path of that kind",
+            )
+        return row
+
+    def _base(self, name: str) -> None:
+        if name not in self._config.names:
+            known = ", ".join(self._config.names)
+            raise Refusal(
+                f"there is no model {shown(name)}", remedy=f"take {known}, or start the server with --name {name[:60]}"
+            )
+
+
+def _again() -> Found:
+    return Found(body=b'{"type": "try_again", "queue_state": "active"}', status=408)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _shown_checkpoint(row: Any) -> dict[str, Any]:
+    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    facts = facts_of(row)
+    return {
+        "checkpoint_id": "/".join(row["path"].split("/")[-2:]),
+        "checkpoint_type": kinds[row["kind"]],
+        "time": _time(row["created_s"]),
+        "tinker_path": row["path"],
+        "size_bytes": row["size_bytes"],
+        "public": False,
+        "user_metadata": facts.get("user_metadata"),
+        "expires_at": None if row["expires_s"] is None else _time(row["expires_s"]),
+    }

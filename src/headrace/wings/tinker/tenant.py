@@ -1,0 +1,104 @@
+"""One adapter in training: its weights, gradients, optimizer and version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import RunError
+from headrace.learner.optim import FUSED_DEVICES
+from headrace.models.multilora import LoraTensors
+from headrace.wings.tinker.files import AdapterState
+from headrace.wings.tinker.schema import AdamBody
+
+_FIRST, _SECOND, _STEPS, _GRADIENT = "exp_avg/", "exp_avg_sq/", "step/", "gradient/"
+
+
+class Tenant:
+    """The training state of one model. It is not thread-safe.
+
+    AdamW is that of torch, over all tensors of the adapter, with the settings that each step brings.
+    """
+
+    def __init__(self, lora: LoraTensors, spec: Mapping[str, Any], version: int = 0) -> None:
+        self.lora = lora
+        self.spec = dict(spec)
+        self.version = version
+        """The number of optimizer steps made."""
+        self.seq = -1
+        """The last request that the state holds."""
+        self.cost_s = 0.0
+        """The seconds of computing since the state was last copied to the disk."""
+        self._names = sorted(lora.tensors)
+        parameters = [lora.tensors[name] for name in self._names]
+        fused = all(each.device.type in FUSED_DEVICES for each in parameters)
+        self._optimizer = torch.optim.AdamW(parameters, fused=fused or None)
+
+    @classmethod
+    def restored(cls, state: AdapterState, *, gradients: bool) -> Tenant:
+        """Return the tenant whose state was written; ``gradients`` says whether those not yet used are restored."""
+        tenant = cls(state.lora, state.spec, state.version)
+        for name in tenant._names:
+            tensor, moments = state.lora.tensors[name], state.moments
+            if _STEPS + name in moments:
+                tenant._optimizer.state[tensor] = {
+                    "step": moments[_STEPS + name].clone(),
+                    "exp_avg": moments[_FIRST + name].clone(),
+                    "exp_avg_sq": moments[_SECOND + name].clone(),
+                }
+            if gradients and _GRADIENT + name in moments:
+                tensor.grad = moments[_GRADIENT + name].clone()
+        return tenant
+
+    def state(self, *, gradients: bool) -> AdapterState:
+        """Return the state for the disk; ``gradients`` says whether those not yet used belong to it."""
+        moments: dict[str, Tensor] = {}
+        for name in self._names:
+            tensor = self.lora.tensors[name]
+            held = self._optimizer.state.get(tensor)
+            if held:
+                moments[_STEPS + name] = torch.as_tensor(held["step"])
+                moments[_FIRST + name], moments[_SECOND + name] = held["exp_avg"], held["exp_avg_sq"]
+            if gradients and tensor.grad is not None:
+                moments[_GRADIENT + name] = tensor.grad
+        return AdapterState(lora=self.lora, spec=self.spec, version=self.version, moments=moments)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return copies of the gradients, to be put back by :meth:`put_back` if a request fails half-way."""
+        grads = [self.lora.tensors[name].grad for name in self._names]
+        return [None if grad is None else grad.clone() for grad in grads]
+
+    def put_back(self, gradients: list[Tensor | None]) -> None:
+        """Restore the gradients."""
+        for name, gradient in zip(self._names, gradients, strict=True):
+            self.lora.tensors[name].grad = gradient
+
+    def step(self, settings: AdamBody) -> dict[str, float]:
+        """Make one optimizer step with the gradients that have added up, and return its metrics.
+
+        Without a gradient nothing changes, as in torch, and no version is counted. Raises
+        :class:`~headrace.base.errors.RunError` for a gradient that is not finite; it is dropped then, and weights and
+        moments are unchanged.
+        """
+        trained = [tensor for tensor in self.lora.tensors.values() if tensor.grad is not None]
+        if not trained:
+            return {"grad_norm": 0.0, "version": float(self.version)}
+        norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in trained if tensor.grad is not None])
+        if not bool(torch.isfinite(norm)):
+            self._optimizer.zero_grad()
+            raise RunError(
+                f"the norm of the gradient is {float(norm)}: it is dropped, and the weights are unchanged",
+                remedy="look at the data of the forward_backward calls before this step",
+            )
+        if settings.grad_clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(trained, settings.grad_clip_norm, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"], group["betas"] = settings.learning_rate, (settings.beta1, settings.beta2)
+            group["eps"], group["weight_decay"] = settings.eps, settings.weight_decay
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.version += 1
+        return {"grad_norm": float(norm), "version": float(self.version)}

@@ -1,0 +1,264 @@
+"""All models of a server: their requests in order, each exactly once, whatever happens to the process.
+
+    accept ──▶ journal ──▶ acknowledged        (a repeated request is acknowledged again, and nothing else happens)
+       └──▶ waits until every earlier seq_id is there ──▶ turns ──▶ computed ──▶ result, in one transaction
+
+The state of a model that no one has used for long is on the disk alone. To come back, its last copy is read and the
+requests after it are computed again; the same data in the same micro-batches give the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.base.clock import Clock
+from headrace.base.errors import HeadraceError
+from headrace.wings.tinker.compute import BaseCompute
+from headrace.wings.tinker.files import read_state, write_state
+from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
+from headrace.wings.tinker.tenant import Tenant
+from headrace.wings.tinker.turns import Turns
+
+RESULT_S = 600.0
+"""Seconds for which a result that was fetched can be fetched again."""
+COPY_S = 10.0
+"""A model is copied to the disk at the first step after this many seconds of computing, which a restart repeats."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Order:
+    """Which requests of one model are there, and which one is next."""
+
+    next_seq: int
+    waiting: set[int] = field(default_factory=set)
+    """The requests that have arrived and whose turn has not come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The result of a request, and what is written with it in the same transaction."""
+
+    result: bytes
+    write: Callable[[], None] | None = None
+    """Changes of the journal that belong to the request."""
+    copy: bool = False
+    """Whether the state must be on the disk when the result is."""
+
+
+Perform = Callable[[Tenant | None, JournalEntry], Iterator[Answer | Tenant | None]]
+"""Computes one request, piece by piece: yields ``None`` after a piece, a tenant that is new, and an answer at the end.
+On a replay, the answer is not used."""
+
+
+class Tenants:
+    """The models of a server. :meth:`accept` may be called from any thread; all computing happens in ``turns``."""
+
+    def __init__(
+        self, journal: Journal, directory: Path, compute: BaseCompute, turns: Turns, *, clock: Clock, max_resident: int
+    ) -> None:
+        self._journal, self._directory, self._compute, self._turns = journal, directory, compute, turns
+        self._clock, self._max_resident = clock, max_resident
+        self._live: OrderedDict[str, Tenant] = OrderedDict()  # used by the turns' thread alone, as is the next
+        self._busy: set[str] = set()
+        self._orders: dict[str, Order] = {}
+        self._lock = threading.Lock()
+        self.perform: Perform
+        """How a request is computed; set before :meth:`resume`."""
+        self.ended: Callable[[JournalEntry], None] = lambda entry: None
+        """Called, in the turns' thread, when a request has its result."""
+
+    def resume(self) -> None:
+        """Continue with the requests that were acknowledged and not computed before the server ended."""
+        for row in self._journal.all("SELECT id FROM models"):
+            model = row["id"]
+            waiting = "SELECT seq, status FROM requests WHERE model = ? ORDER BY seq"
+            order = self._orders[model] = Order(next_seq=0)
+            for entry in self._journal.all(waiting, model):
+                if entry["status"] == WAITING:
+                    order.waiting.add(entry["seq"])
+                else:
+                    order.next_seq = entry["seq"] + 1
+            self._submit_ready(model, order)
+
+    def accept(self, entry: JournalEntry) -> None:
+        """Write the request, and compute it when its turn comes. A request that is there already is left alone."""
+        new = self._journal.accept(entry, self._clock.wall())
+        if not new:
+            return
+        with self._lock:
+            order = self._orders.setdefault(entry.model, Order(next_seq=0))
+            order.waiting.add(entry.seq)
+            self._submit_ready(entry.model, order)
+
+    def park(self, model: str) -> None:
+        """Move a model to the disk, after the requests that are ready."""
+
+        def job() -> Iterator[object]:
+            self._evict(model)
+            yield None
+
+        self._turns.submit(model, job)
+
+    def waiting(self, model: str) -> int:
+        """Return how many requests of a model have been acknowledged and not computed."""
+        row = self._journal.one("SELECT count(*) AS n FROM requests WHERE model = ? AND status = ?", model, WAITING)
+        return 0 if row is None else int(row["n"])
+
+    def copy_all(self) -> None:
+        """Write every model in memory to the disk; only after the turns have ended. A model whose request is half
+        computed is left to the journal."""
+        for model in list(self._live):
+            if model not in self._busy:
+                self._evict(model)
+
+    def _submit_ready(self, model: str, order: Order) -> None:
+        while order.next_seq in order.waiting:
+            order.waiting.discard(order.next_seq)
+            seq = order.next_seq
+            order.next_seq += 1
+            self._turns.submit(model, lambda seq=seq: self._job(model, seq))  # type: ignore[misc]
+
+    def _job(self, model: str, seq: int) -> Iterator[object]:
+        self._busy.add(model)
+        yield from self._compute_entry(model, seq)
+        self._busy.discard(model)
+        idle = [each for each in self._live if each not in self._busy]
+        for each in idle[: max(0, len(self._live) - self._max_resident)]:
+            self._evict(each)
+
+    def _compute_entry(self, model: str, seq: int) -> Iterator[object]:
+        (entry,) = (one for one in self._journal.entries_after(model, seq - 1) if one.seq == seq)
+        tenant = None
+        if seq > 0:
+            yield from self._restore(model, seq)
+            tenant = self._live.get(model)
+        gradients = None if tenant is None or entry.kind != "forward_backward" else tenant.gradients()
+        answer: Answer | None = None
+        status, started_s = DONE, self._clock.now()
+        try:
+            for piece in self.perform(tenant, entry):
+                if isinstance(piece, Tenant):
+                    tenant = self._live[model] = piece
+                elif isinstance(piece, Answer):
+                    answer = piece
+                    break
+                yield piece
+        except HeadraceError as error:
+            status, answer = FAILED, Answer(result=failure(error))
+            if tenant is not None and gradients is not None:
+                tenant.put_back(gradients)
+        except Exception as error:  # noqa: BLE001 - the edge of a request: one tenant's must not end the others'
+            status, tenant = FAILED, None
+            self._live.pop(model, None)  # what is half done is left: the state comes back from the journal
+            answer = Answer(result=failure(error))
+        assert answer is not None, "a request ends with an answer"
+        self._end(tenant, entry, status, answer, self._clock.now() - started_s)
+        yield None
+
+    def _end(self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float) -> None:
+        copied: str | None = None
+        if tenant is not None:
+            tenant.seq, tenant.cost_s = entry.seq, tenant.cost_s + took_s
+            due = entry.kind == "optim_step" and tenant.cost_s > COPY_S
+            copied = self._copy(entry.model, tenant) if due or (answer.copy and status == DONE) else None
+        with self._journal.transaction():
+            if answer.write is not None and status == DONE:
+                answer.write()
+            if copied is not None:
+                self._point(entry.model, copied, entry.seq)
+            self._journal.end(entry.model, entry.seq, status, answer.result)
+            self._journal.run("UPDATE models SET used_s = ? WHERE id = ?", self._clock.wall(), entry.model)
+        if copied is not None:
+            self._clean(entry.model, copied, entry.seq)
+        if tenant is not None:
+            self._live.move_to_end(entry.model)
+        self.ended(entry)
+
+    def _restore(self, model: str, seq: int) -> Iterator[object]:
+        """Bring the state before the request ``seq`` into memory."""
+        if model in self._live:
+            return
+        row = self._journal.one("SELECT copy, copied_seq FROM models WHERE id = ?", model)
+        assert row is not None, "requests of unknown models are refused"
+        if row["copy"] is not None:
+            found = read_state(self._place(model) / row["copy"], self._compute.model.device, trained=True, moments=True)
+            self._live[model] = Tenant.restored(found, gradients=True)
+            self._live[model].seq = row["copied_seq"]
+        for entry in self._journal.entries_after(model, row["copied_seq"]):
+            if entry.seq >= seq:
+                break
+            yield from self._replay(model, entry)
+
+    def _replay(self, model: str, entry: JournalEntry) -> Iterator[object]:
+        """Compute again what a request did to the state. A failed one did nothing."""
+        changes = entry.kind in (
+            "create_model",
+            "forward_backward",
+            "optim_step",
+        )  # a load is copied to the disk at once
+        failed_step = entry.kind == "optim_step" and entry.status == FAILED  # which drops a broken gradient
+        if not changes or (entry.status == FAILED and not failed_step):
+            return
+        try:
+            for piece in self.perform(self._live.get(model), entry):
+                if isinstance(piece, Tenant):
+                    self._live[model] = piece
+                elif isinstance(piece, Answer):
+                    break
+                yield None
+        except HeadraceError:
+            assert failed_step
+        self._live[model].seq = entry.seq
+
+    def _evict(self, model: str) -> None:
+        tenant = self._live.get(model)
+        if tenant is None:
+            return
+        copied = self._copy(model, tenant)
+        with self._journal.transaction():
+            self._point(model, copied, tenant.seq)
+        self._clean(model, copied, tenant.seq)
+        del self._live[model]
+
+    def _copy(self, model: str, tenant: Tenant) -> str:
+        name = f"copy-{tenant.seq}"
+        write_state(self._place(model) / name, tenant.state(gradients=True), base=str(tenant.spec["base"]))
+        tenant.cost_s = 0.0
+        return name
+
+    def _point(self, model: str, copied: str, seq: int) -> None:
+        self._journal.run("UPDATE models SET copy = ?, copied_seq = ? WHERE id = ?", copied, seq, model)
+
+    def _clean(self, model: str, copied: str, seq: int) -> None:
+        self._journal.forget_before(model, seq, self._clock.wall() - RESULT_S)
+        for old in self._place(model).glob("copy-*"):
+            if old.name != copied:
+                shutil.rmtree(old)
+
+    def _place(self, model: str) -> Path:
+        return place_of(self._directory, model)
+
+
+def place_of(directory: Path, model: str) -> Path:
+    """Return the directory of a model's files."""
+    return directory / "runs" / model.replace(":", "_")
+
+
+def failure(error: Exception) -> bytes:
+    """Return the answer of a request that failed: because of what it asks for, or else because of the server."""
+    if isinstance(error, HeadraceError):
+        return json.dumps({"error": f"{error.problem}; {error.remedy}", "category": "user"}).encode()
+    words = f"the server failed: {type(error).__name__}: {error}"
+    return json.dumps({"error": words, "category": "server"}).encode()
+
+
+def answer_of(value: dict[str, Any], **more: Any) -> Answer:
+    """Return a JSON answer."""
+    return Answer(result=json.dumps(value).encode(), **more)

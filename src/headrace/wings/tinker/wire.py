@@ -1,0 +1,242 @@
+"""The protobuf messages of the protocol, read and written without the protobuf library.
+
+Field numbers are those of ``tinker_public.proto`` (Apache-2.0). Numbers of the wire format: 0 varint, 1 eight bytes,
+2 bytes of a length, 5 four bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import DataError
+from headrace.wings.tinker.data import Datum, Span, TrainRequest
+
+Array = npt.NDArray[Any]
+FLOAT32, INT64 = 1, 2
+_DTYPES: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64, 3: np.int32}
+VERSIONS_FIELD = 1001
+"""The field of a sampled sequence that holds the version of each token, as int32: it is of Headrace, and unknown to the
+client, which skips it."""
+
+_REMEDY = "use a client of the protocol that docs/tinker.md names"
+
+
+def read_train_request(body: bytes) -> TrainRequest:
+    """Return the request in ``body``. Raises :class:`~headrace.base.errors.DataError` for bytes that are none."""
+    try:
+        return _train_request(body)
+    except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise DataError(f"the body is no forward_backward request: {error}", remedy=_REMEDY) from None
+
+
+def _train_request(body: bytes) -> TrainRequest:
+    texts, data, config = {1: "", 4: ""}, list[Datum](), dict[str, float | str]()
+    seq_id, forward_only = 0, False
+    for number, value in _fields(body):
+        if number in texts:
+            texts[number] = bytes(value).decode()
+        elif number == 2:
+            seq_id = int(value)
+        elif number == 3:
+            data.append(_datum(value))
+        elif number == 5:
+            key, number_ = _entry(value)
+            config.setdefault(key, float(number_))
+        elif number == 6:
+            forward_only = bool(value)
+        elif number == 7:
+            key, option = _entry(value)
+            ((kind, given),) = _fields(option)
+            config[key] = bytes(given).decode() if kind == 2 else float(given)
+        else:
+            raise ValueError(f"unknown field {number}")
+    return TrainRequest(
+        model_id=texts[1], seq_id=seq_id, data=data, loss_fn=texts[4], loss_fn_config=config, forward_only=forward_only
+    )
+
+
+def _datum(body: memoryview) -> Datum:
+    ids, inputs, problem = list[Array](), dict[str, Array](), ""
+    spans: dict[int, list[Span]] = {3: [], 4: []}
+    for number, value in _fields(body):
+        if number == 1:
+            ((kind, chunk),) = _fields(value)
+            if kind == 1:
+                ids += [np.frombuffer(tokens, np.int32) for _, tokens in _fields(chunk)]
+            else:
+                problem = "an image" if kind == 2 else "sound"
+        elif number == 2:
+            key, tensor = _entry(value)
+            inputs[key] = _tensor(tensor)
+        elif number in spans:
+            spans[number].append(_span(value))
+    joined = np.concatenate([*ids, np.zeros(0, np.int32)])
+    return Datum(ids_N=joined, inputs=inputs, input_spans=spans[3], target_spans=spans[4], foreign=problem)
+
+
+def _span(body: memoryview) -> Span:
+    ((kind, value),) = _fields(body)
+    found = dict(_fields(value))
+    name = bytes(found.get(1, b"")).decode()
+    return Span(sequence_id=name, offset=int(found.get(2, 0)), length=int(found.get(3, 0)), sampled=kind == 2)
+
+
+def _tensor(body: memoryview) -> Array:
+    """Return a tensor as a dense array; entries that a sparse one does not list are 0."""
+    found: dict[int, Any] = {}
+    shape: list[int] = []
+    for number, value in _fields(body):
+        if number == 4:
+            shape += _varints(value) if isinstance(value, memoryview) else [int(value)]
+        else:
+            found[number] = value
+    dtype = _DTYPES[found.get(3, 0)]
+    if 2 not in found:
+        flat = np.frombuffer(found.get(1, b""), dtype)
+        return flat.reshape(shape) if shape else flat
+    parts = dict(_fields(found[2]))
+    rows = np.frombuffer(parts.get(2, b""), np.int64)
+    columns = np.frombuffer(parts.get(3, b""), np.int64)
+    dense = np.zeros(shape, dtype)
+    values = np.frombuffer(parts.get(1, b""), dtype)
+    dense[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = values
+    return dense
+
+
+def _entry(body: memoryview) -> tuple[str, Any]:
+    """Return key and value of an entry of a map; a missing value is the default of its type, which is 0 here."""
+    found = dict(_fields(body))
+    return bytes(found.get(1, b"")).decode(), found.get(2, 0)
+
+
+def _fields(body: bytes | memoryview | float) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of each field of a message."""
+    if isinstance(body, int | float):  # a message without fields, which is not sent as a map's value
+        return
+    view, place = memoryview(body), 0
+    while place < len(view):
+        tag, place = _varint(view, place)
+        kind = tag & 7
+        if kind == 0:
+            value, place = _varint(view, place)
+            yield tag >> 3, value - (1 << 64) if value >> 63 else value
+            continue
+        size = 8
+        if kind == 2:
+            size, place = _varint(view, place)
+        elif kind != 1:
+            size = 4
+        if kind not in (1, 2, 5) or place + size > len(view):
+            raise ValueError(f"broken field {tag >> 3}")
+        part = view[place : place + size]
+        place += size
+        yield tag >> 3, part if kind == 2 else struct.unpack("<d" if kind == 1 else "<f", part)[0]
+
+
+def _varint(view: memoryview, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = view[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
+def _varints(view: memoryview) -> list[int]:
+    values, place = list[int](), 0
+    while place < len(view):
+        value, place = _varint(view, place)
+        values.append(value)
+    return values
+
+
+def _number(field: int, value: int) -> bytes:
+    return _raw(field << 3) + _raw(value)
+
+
+def _bytes(field: int, value: bytes | str) -> bytes:
+    given = value.encode() if isinstance(value, str) else value
+    return _raw(field << 3 | 2) + _raw(len(given)) + given
+
+
+def _raw(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
+    """Return a ForwardBackwardOutput with the log-probabilities of each datum, ``[N]`` or ``[N, K]``."""
+    records, start = list[bytes](), 0
+    while start < len(logprobs):  # one record for each run of data of the same trailing shape
+        shape, end = logprobs[start].shape[1:], start
+        while end < len(logprobs) and logprobs[end].shape[1:] == shape:
+            end += 1
+        part = [np.ascontiguousarray(each, np.float32) for each in logprobs[start:end]]
+        offsets = np.cumsum([0, *(each.nbytes for each in part)]).astype(np.int64)
+        tensor = _bytes(1, b"".join(each.tobytes() for each in part)) + _bytes(2, offsets.tobytes())
+        tensor += _number(3, FLOAT32) + b"".join(_number(4, size) for size in shape)
+        records.append(_bytes(2, _bytes(1, "logprobs") + _bytes(2, tensor)) + _number(3, end - start))
+        start = end
+    out = _bytes(1, "ArrayRecord") + b"".join(_bytes(2, record) for record in records)
+    for name, value in metrics.items():
+        out += _bytes(3, _bytes(1, name) + _raw(2 << 3 | 1) + struct.pack("<d", value))
+    return out
+
+
+def write_tensor(values: Array) -> bytes:
+    """Return a dense Tensor of int64 or float32."""
+    whole = np.issubdtype(values.dtype, np.integer)
+    given = np.ascontiguousarray(values, np.int64 if whole else np.float32)
+    dims = b"".join(_number(4, size) for size in given.shape)
+    return _bytes(1, given.tobytes()) + _number(3, INT64 if whole else FLOAT32) + dims
+
+
+def write_top(ids_TK: Array, logprobs_TK: Array) -> bytes:
+    """Return a TopkLogprobs of the likeliest entries at each position."""
+    count, k = ids_TK.shape
+    ids, logs = np.ascontiguousarray(ids_TK, np.int32), np.ascontiguousarray(logprobs_TK, np.float32)
+    return _bytes(1, ids.tobytes()) + _bytes(2, logs.tobytes()) + _number(3, k) + _number(4, count)
+
+
+def write_sequence(*, stopped: bool, ids_T: Array, logprobs_T: Array, versions_T: Array, top: bytes | None) -> bytes:
+    """Return a SampledSequence with the version of each token in :data:`VERSIONS_FIELD`."""
+    out = _number(1, 0 if stopped else 1)
+    out += _bytes(2, ids_T.astype(np.int32).tobytes()) + _bytes(3, logprobs_T.astype(np.float32).tobytes())
+    if top is not None:
+        out += _bytes(4, top)
+    return out + _bytes(VERSIONS_FIELD, versions_T.astype(np.int32).tobytes())
+
+
+def write_samples(
+    sequences: Sequence[bytes],
+    *,
+    prompt_logprobs_T: Array | None,
+    top: bytes | None,
+    targets: bytes | None,
+) -> bytes:
+    """Return a SampleResponse."""
+    out = b"".join(_bytes(1, sequence) for sequence in sequences)
+    if prompt_logprobs_T is not None:
+        out += _bytes(2, prompt_logprobs_T.astype(np.float32).tobytes())
+    for field, part in ((3, top), (5, targets)):
+        out += b"" if part is None else _bytes(field, part)
+    return out
+
+
+def read_versions(body: bytes) -> list[Array]:
+    """Return the version of each token of each sequence of a SampleResponse of this server."""
+    sequences = [dict(_fields(value)) for number, value in _fields(body) if number == 1]
+    return [np.frombuffer(sequence[VERSIONS_FIELD], np.int32) for sequence in sequences]

@@ -1,0 +1,117 @@
+"""The compute and the journal of a server without HTTP, for tests of numbers, order and kills."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from headrace.base.clock import RealClock
+from headrace.models import ModelConfig, load_model
+from headrace.wings.tinker.compute import BaseCompute
+from headrace.wings.tinker.journal import WAITING, Journal, JournalEntry
+from headrace.wings.tinker.performing import ModelLimits, Performer
+from headrace.wings.tinker.tenants import Tenants
+from headrace.wings.tinker.turns import Turns
+
+MODEL = "s:train:0"
+
+
+def compute_of(model: Path, **more) -> BaseCompute:
+    return BaseCompute(load_model(ModelConfig(path=str(model))), **{"tokens_per_microbatch": 32, **more})
+
+
+class Offline:
+    """The models of a server in ``state``, from its start to :meth:`close`, or to :meth:`kill`."""
+
+    def __init__(self, compute: BaseCompute, state: Path, **more) -> None:
+        self.journal, self.failures = Journal(state), []
+        self.turns = Turns("test-turns", self.failures.append)
+        clock = RealClock()
+        self.tenants = Tenants(self.journal, state, compute, self.turns, clock=clock, **{"max_resident": 8, **more})
+        limits = ModelLimits(max_rank=64, max_context=256, vocab_size=compute.vocab_size)
+        self.tenants.perform = Performer(
+            self.journal, state, compute, limits=limits, clock=clock, seed_of=lambda model: 0, ephemeral_s=1e9
+        )
+        self.tenants.resume()
+
+    def create(self, model: str = MODEL, rank: int = 4, **lora) -> None:
+        self.journal.run(
+            "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s) VALUES (?, 's', 0, 0, 0)", model
+        )
+        config = {"rank": rank, "seed": 1, **lora}
+        body = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": config}
+        self.send("create_model", 0, json.dumps(body).encode(), model)
+
+    def send(self, kind: str, seq: int, body: bytes, model: str = MODEL) -> None:
+        self.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))
+
+    def wait(self) -> None:
+        """Wait until every request that can be computed has been."""
+        assert not self.turns.waiting or self.turns.idle.wait(100), self.failures
+        assert not self.failures, self.failures
+
+    def weights(self, model: str = MODEL) -> dict[str, np.ndarray]:
+        self.wait()
+        self.turns.submit(model, lambda: self.tenants._restore(model, sys.maxsize))
+        self.wait()
+        return {name: each.detach().numpy().copy() for name, each in self.tenants._live[model].lora.tensors.items()}
+
+    def close(self) -> None:
+        self.turns.close()
+        self.tenants.copy_all()
+        self.journal.close()
+
+    def kill(self) -> None:
+        """End as a killed process does: nothing in memory is written."""
+        self.turns.close()
+        self.journal.close()
+
+
+def train_body(ids, seq, loss="cross_entropy", model=MODEL, config=None, **inputs) -> bytes:
+    """Return the bytes that the client sends for a forward_backward of one datum."""
+    from tinker import types
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+
+    from tests.wings.tinker.serving import datum
+
+    given = types.ForwardBackwardInput(
+        data=[datum(list(each), **inputs) for each in ids], loss_fn=loss, loss_fn_config=config
+    )
+    request = types.ForwardBackwardRequest(forward_backward_input=given, model_id=model, seq_id=seq)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def step_body(seq, model=MODEL, **adam) -> bytes:
+    given = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.01, **adam}, "type": "optim_step"}
+    return json.dumps(given).encode()
+
+
+def script(num_steps: int, model=MODEL) -> list[tuple[str, int, bytes]]:
+    """Return requests: two gradients and a step, again and again."""
+    rng, requests = np.random.default_rng(0), list[tuple[str, int, bytes]]()
+    for _ in range(num_steps):
+        for _ in range(2):
+            seq = len(requests) + 1
+            ids = rng.integers(4, 30, size=(3, 12))
+            requests.append(("forward_backward", seq, train_body(ids, seq, model=model)))
+        seq = len(requests) + 1
+        requests.append(("optim_step", seq, step_body(seq, model)))
+    return requests
+
+
+def main() -> None:
+    """Send a script of requests to the server in a directory, as a process that a test kills; say what was done."""
+    model, state, num_steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    server = Offline(compute_of(model), state)
+    server.create()
+    for request in script(num_steps):
+        server.send(*request)
+        print("sent", flush=True)
+    server.wait()
+    np.savez(state / "weights.npz", **server.weights())
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

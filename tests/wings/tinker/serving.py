@@ -1,0 +1,85 @@
+"""A server in a thread of the test's process, and the real client beside it."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.clock import RealClock
+from headrace.engine.config import EngineConfig
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.wings.tinker.config import TinkerConfig
+from headrace.wings.tinker.run import TinkerServer, bind, key_of
+
+NAME = "Qwen/Qwen3-8B"
+VOCAB = "abcdefghijklmnopqrstuvwxyz0123456789 +-=?"
+KEY = "tml-test"
+
+
+def tiny(directory: Path, **more: Any) -> Path:
+    return make_tiny(directory, TinySpec(vocab=VOCAB, hidden_size=32, num_layers=2, max_positions=256, **more))
+
+
+def settings(model: Path, state: Path, **more: Any) -> TinkerConfig:
+    engine = EngineConfig(kernels="off", max_sequences=16)
+    config = TinkerConfig(model=model, names=(NAME,), state=state, port=0, engine=engine)
+    return replace(config, **more)
+
+
+@contextmanager
+def served(model: Path, state: Path, **more: Any) -> Iterator[tuple[str, str]]:
+    """Yield the URL and the key of a server."""
+    ready, urls, failures = threading.Event(), list[str](), list[BaseException]()
+    config = settings(model, state, **more)
+    key = key_of(config.state)
+
+    def serving(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    server = TinkerServer(config, key, RealClock(), serving)
+
+    def run() -> None:
+        try:
+            with bind(config.host, config.port) as listening:
+                asyncio.run(server.run(listening))
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: the test raises it
+            failures.append(error)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    try:
+        if failures:
+            raise failures[0]
+        yield urls[0], key
+    finally:
+        server.stop()
+        thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+def client(url: str, key: str) -> Any:
+    import tinker
+
+    os.environ["TINKER_TELEMETRY"] = "0"
+    return tinker.ServiceClient(base_url=url, api_key=key)
+
+
+def datum(ids: list[int], **inputs: Any) -> Any:
+    """Return a datum whose targets are the next tokens, with weight 1 unless ``inputs`` say otherwise."""
+    from tinker import types
+
+    given = {"target_tokens": np.array(ids[1:]), **inputs}
+    if len(given) == 1:
+        given["weights"] = np.ones(len(ids) - 1, np.float32)
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=given)

@@ -1,0 +1,261 @@
+"""The unmodified client of the protocol against a server."""
+
+import numpy as np
+import pytest
+import torch
+from tinker import RequestFailedError, RestClient, types
+from tinker._exceptions import APIStatusError
+
+from headrace.models import ModelConfig, load_model
+from headrace.models.attention import PackedPlan, forward
+from tests.wings.tinker.serving import NAME, client, datum, served
+
+IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def new(service, **how):
+    return service.create_lora_training_client(base_model=NAME, **{"rank": 4, "seed": 1, **how}).result()
+
+
+def sampled(sampler, ids=IDS, n=1, **how):
+    params = types.SamplingParams(**{"max_tokens": 8, "seed": 3, **how})
+    return sampler.sample(prompt=types.ModelInput.from_ints(ids), num_samples=n, sampling_params=params).result()
+
+
+def step(trained, data=None):
+    future = trained.forward_backward(data or [datum(IDS)], "cross_entropy")
+    trained.optim_step(ADAM).result()
+    return future.result()
+
+
+@pytest.fixture(scope="module")
+def base_logprobs(model):
+    """Return log p ``[N, V]`` of the base after each of the tokens."""
+
+    def compute(ids):
+        with torch.no_grad():
+            logits = forward(load_model(ModelConfig(path=str(model))), torch.tensor(ids), PackedPlan([len(ids)]))
+        return logits.log_softmax(-1).numpy()
+
+    return compute
+
+
+def test_training_lowers_the_loss_and_the_sampler_learns_it(service):
+    trained = new(service)
+    losses = [step(trained).metrics["loss:sum"] for _ in range(60)]
+    assert losses[-1] < 0.1 * losses[0]
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    assert sampled(sampler, IDS[:4], temperature=0.0, max_tokens=8).sequences[0].tokens == IDS[4:]
+
+
+def test_the_first_forward_is_the_base_and_changes_nothing(service, base_logprobs):
+    trained = new(service)
+    first = trained.forward([datum(IDS)], "cross_entropy").result()
+    expected = base_logprobs(IDS)[np.arange(len(IDS) - 1), IDS[1:]]
+    assert np.allclose(first.loss_fn_outputs[0]["logprobs"].data, expected, atol=1e-5)
+    assert first.metrics["loss:sum"] == pytest.approx(-expected.sum(), abs=1e-4)
+    assert trained.optim_step(ADAM).result().metrics["version"] == 0
+    assert trained.forward([datum(IDS)], "cross_entropy").result().metrics == first.metrics
+
+
+def test_gradients_of_several_calls_add_up_until_the_step(service):
+    once, twice = new(service), new(service)
+    data = [datum(IDS), datum(IDS[3:])]
+    once.forward_backward(data, "cross_entropy").result()
+    for each in data:
+        twice.forward_backward([each], "cross_entropy").result()
+    norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (once, twice)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_chunks_of_one_call_arrive_last_first_and_add_up(service):
+    trained, whole = new(service), new(service)
+    trained.holder._client_config = trained.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 2})
+    data = [datum([*IDS, extra]) for extra in range(5, 14)]
+    found = trained.forward_backward(data, "cross_entropy").result()
+    trained.holder._client_config = trained.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1024})
+    expected = whole.forward_backward(data, "cross_entropy").result()
+    assert found.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
+    for one, other in zip(found.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+        assert np.allclose(one["logprobs"].data, other["logprobs"].data, atol=1e-6)
+
+
+def test_a_snapshot_sampler_stays_what_it_was_while_the_model_trains(service):
+    trained = new(service)
+    step(trained)
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    before = sampled(sampler, n=3)
+    for _ in range(5):
+        step(trained)
+    after = sampled(sampler, n=3)
+    assert [one.tokens for one in after.sequences] == [one.tokens for one in before.sequences]
+    newer = trained.save_weights_and_get_sampling_client().result()
+    scores = [each.compute_logprobs(types.ModelInput.from_ints(IDS)).result() for each in (sampler, newer)]
+    assert sum(scores[1][1:]) > sum(scores[0][1:]) + 1
+
+
+def test_an_inflight_sampler_takes_the_weights_of_the_next_inflight_save(service):
+    trained = new(service)
+    sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    prompt = types.ModelInput.from_ints(IDS)
+    before = sampler.compute_logprobs(prompt).result()
+    sampled(sampler)
+    for _ in range(5):
+        step(trained)
+    assert sampler.compute_logprobs(prompt).result() == before
+    trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    assert sum(sampler.compute_logprobs(prompt).result()[1:]) > sum(before[1:]) + 1
+
+
+def test_sampled_logprobs_and_prompt_logprobs_are_those_of_the_model(service, base_logprobs):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    found = sampled(sampler, n=2, max_tokens=6)
+    for one in found.sequences:
+        whole = [*IDS, *one.tokens]
+        expected = base_logprobs(whole)[np.arange(len(IDS) - 1, len(whole) - 1), one.tokens]
+        assert np.allclose(one.logprobs, expected, atol=1e-4)
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints(IDS)).result()
+    assert scores[0] is None
+    assert np.allclose(scores[1:], base_logprobs(IDS)[np.arange(len(IDS) - 1), IDS[1:]], atol=1e-5)
+
+
+def test_top_entries_and_targets_are_those_of_the_model(service, base_logprobs):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    targets = np.array([[7, -1]] * (len(IDS) - 1))
+    found = sampler.sample(
+        prompt=types.ModelInput.from_ints(IDS),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=2, seed=1),
+        include_prompt_logprobs=True,
+        prompt_logprobs_last_n=4,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=types.TensorData.from_numpy(targets),
+    ).result()
+    every = base_logprobs([*IDS, *found.sequences[0].tokens])
+    assert [each is None for each in found.prompt_logprobs] == [True] * 8 + [False] * 4
+    assert found.topk_prompt_logprobs[-1][0][0] == every[len(IDS) - 2].argmax()
+    assert found.topk_prompt_logprobs[0] is None
+    top = found.sequences[0].topk_logprobs
+    assert top[0][0][0] == every[len(IDS) - 1].argmax()
+    assert len(top[0]) == 3
+    assert np.allclose(found.target_prompt_logprobs.data[0::2], every[: len(IDS) - 1, 7], atol=1e-5)
+    assert found.target_prompt_logprobs.data[1::2] == [0.0] * (len(IDS) - 1)
+
+
+def test_seeds_repeat_and_stops_end(service):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    first = sampled(sampler, n=2, max_tokens=12)
+    assert [one.tokens for one in sampled(sampler, n=2, max_tokens=12).sequences] == [
+        one.tokens for one in first.sequences
+    ]
+    assert first.sequences[0].tokens != first.sequences[1].tokens
+    whole = first.sequences[0].tokens
+    cut = sampled(sampler, max_tokens=12, stop=[whole[3]]).sequences[0]
+    assert cut.stop_reason == "stop"
+    assert cut.tokens == whole[: whole.index(whole[3]) + 1]
+    assert sampled(sampler, max_tokens=12, stop=[]).sequences[0].stop_reason == "length"
+
+
+def test_a_custom_loss_has_the_gradient_of_its_function(service):
+    custom, plain = new(service), new(service)
+
+    def loss(data, logprobs):
+        return -sum(each.sum() for each in logprobs), {"mine": 1.0}
+
+    found = custom.forward_backward_custom([datum(IDS)], loss).result()
+    plain.forward_backward([datum(IDS)], "cross_entropy").result()
+    norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (custom, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert found.metrics["mine"] == 1.0
+
+
+def test_a_model_loaded_with_its_optimizer_goes_on_as_the_one_saved(service):
+    trained = new(service)
+    step(trained)
+    path = trained.save_state("here").result().path
+    loaded = service.create_training_client_from_state_with_optimizer(path).result()
+    fresh = service.create_training_client_from_state(path).result()
+    losses = [[step(each).metrics["loss:sum"] for _ in range(3)] for each in (trained, loaded, fresh)]
+    assert losses[0] == losses[1]
+    assert losses[0][:1] == losses[2][:1]
+    assert losses[0] != losses[2]
+
+
+def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
+    trained = new(service)
+    step(trained)
+    training = trained.save_state("one", ttl_seconds=3600).result().path
+    sampler = trained.save_weights_for_sampler("two").result().path
+    external = trained.save_weights_external("three").result().path
+    rest = RestClient(base_url=server[0], api_key=server[1])
+    listed = rest.list_checkpoints(trained.model_id).result().checkpoints
+    assert {each.tinker_path for each in listed} == {training, sampler, external}
+    assert [each.expires_at is not None for each in listed if each.tinker_path == training] == [True]
+    urls = rest.get_external_weights_urls(trained.model_id, "external_weights/three").result().urls
+    assert set(urls) == {"adapter_model.safetensors", "adapter_config.json"}
+    named = service.create_sampling_client(model_path=sampler).result()
+    assert named.get_base_model() == NAME
+    rest.delete_checkpoint_from_tinker_path(training).result()
+    with pytest.raises(APIStatusError, match="there is no checkpoint"):
+        service.create_training_client_from_state(training).result()
+    with pytest.raises(RequestFailedError, match="exists"):
+        trained.save_weights_for_sampler("two").result()
+
+
+@pytest.mark.parametrize(
+    ("how", "loss", "words"),
+    [
+        ({"target_tokens": np.array([1, 2])}, "cross_entropy", "target_tokens has shape"),
+        ({"target_tokens": np.array([99] * 11)}, "cross_entropy", "outside the vocabulary"),
+        ({"weights": np.full(11, np.nan, np.float32)}, "cross_entropy", "not finite"),
+        ({"advantages": np.ones(11, np.float32)}, "ppo", "lacks logprobs"),
+        ({"weights": np.ones(11, np.float32)}, "stable_reinforce", "loss_fn=importance_sampling"),
+    ],
+)
+def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how, loss, words):
+    trained = new(service)
+    with pytest.raises(RequestFailedError, match=words):
+        trained.forward_backward([datum(IDS, **how)], loss).result()
+    assert step(trained).metrics["loss:sum"] > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [({"base_model": "other/model"}, "there is no model"), ({"rank": 0}, "rank=0"), ({"rank": 9999}, "rank=9999")],
+)
+def test_a_model_that_cannot_be_made_is_refused(service, how, words):
+    with pytest.raises(APIStatusError, match=words):
+        service.create_lora_training_client(**{"base_model": NAME, "rank": 4, **how}).result()
+
+
+def test_a_prompt_that_does_not_fit_fails_by_name(service):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    with pytest.raises(RequestFailedError, match="exceed the context of 256"):
+        sampled(sampler, max_tokens=300)
+    assert sampled(sampler).sequences
+
+
+def test_a_wrong_key_is_refused(server):
+    with pytest.raises(APIStatusError, match="TINKER_API_KEY"):
+        new(client(server[0], "tml-wrong"))
+
+
+def test_a_client_goes_on_where_it_was_after_its_server_was_started_again(model, tmp_path):
+    with served(model, tmp_path / "plain") as (url, key), client(url, key) as service:
+        trained = new(service)
+        expected = [step(trained).metrics["loss:sum"] for _ in range(4)]
+    with served(model, tmp_path / "state") as (url, key):
+        service = client(url, key)
+        trained = new(service)
+        losses = [step(trained).metrics["loss:sum"]]
+        trained.forward_backward([datum(IDS)], "cross_entropy").result()
+        sampler = trained.save_weights_and_get_sampling_client().result()
+        before = sampled(sampler).sequences[0].tokens
+    with served(model, tmp_path / "state", port=int(url.rpartition(":")[2])):
+        assert sampled(sampler).sequences[0].tokens == before
+        trained.optim_step(ADAM).result()
+        losses += [step(trained).metrics["loss:sum"] for _ in range(2)]
+        service.close()
+    assert losses == [expected[0], *expected[2:]]

@@ -1,0 +1,218 @@
+"""Losses, gradients and steps against plain transformers, peft and torch."""
+
+import json
+import warnings
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.models.multilora import to_peft
+from headrace.wings.tinker.losses import LOSSES
+from headrace.wings.tinker.wire import read_train_request, write_train_result
+from tests.wings.tinker.offline import MODEL, Offline, compute_of, step_body, train_body
+
+PARTS = ("attention", "mlp", "head")
+ALL = {"train_attn": True, "train_mlp": True, "train_unembed": True}
+
+
+@pytest.fixture(scope="module")
+def compute(model):
+    return compute_of(model)
+
+
+def as_peft(model, lora):
+    """Return the same adapter on the same base, computed by transformers and peft alone."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    settings, tensors = to_peft(lora, str(model))
+    config = peft.LoraConfig(
+        r=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=settings["target_modules"]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what this peft reads
+        wrapped = peft.get_peft_model(base, config)
+    own = {name.replace(".default", ""): each for name, each in wrapped.named_parameters() if "lora_" in name}
+    with torch.no_grad():
+        for name, each in own.items():
+            each.copy_(tensors[name])
+    return wrapped, {name.removeprefix("base_model.model.").removesuffix(".weight"): own[name] for name in own}
+
+
+def log_pi(model, ids, targets):
+    logits = model(input_ids=torch.tensor(ids)[None]).logits[0]
+    every = logits.log_softmax(-1)
+    wide = targets if targets.ndim == 2 else targets[:, None]
+    found = every.gather(1, torch.tensor(wide))
+    return found if targets.ndim == 2 else found[:, 0]
+
+
+def plain_loss(name, lp, q, adv, weights, mask, config):
+    """Return the loss as the protocol's documents write it, without a function of Headrace."""
+    ratio = (lp - q).exp()
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    if name == "cross_entropy":
+        return -(lp * weights).sum()
+    if name == "importance_sampling":
+        return -(ratio * adv).sum()
+    if name == "ppo":
+        return -torch.min(ratio * adv, ratio.clamp(low, high) * adv).sum()
+    if name == "cispo":
+        return -(ratio.clamp(low, high).detach() * lp * adv).sum()
+    if name == "dro":
+        return -(lp * adv - 0.5 * config["beta"] * (lp - q) ** 2).sum()
+    sequence = (((lp - q) * mask).sum() / mask.sum()).exp()
+    return -(torch.min(sequence * adv, sequence.clamp(low, high) * adv) * mask).sum()
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "cross_entropy [N, K]"])
+def test_a_loss_and_its_gradient_equal_plain_torch(compute, model, name):
+    rng = np.random.default_rng(3)
+    lora = compute.multi.new(rank=4, parts=PARTS, seed=5)
+    with torch.no_grad():
+        for each in lora.tensors.values():
+            each.add_(torch.from_numpy(rng.normal(0, 0.05, each.shape)).float())
+    wide, name = name.endswith("]"), name.partition(" ")[0]
+    reference, own = as_peft(model, lora)
+    config = {"beta": 0.3} if name == "dro" else {"clip_high_threshold": 1.1} if name == "ppo" else {}
+    data, expected, shown = [], torch.zeros(()), []
+    for length in (5, 17, 30):
+        ids = rng.integers(3, 40, length)
+        targets = rng.integers(3, 40, (length, 3) if wide else length)
+        lp = log_pi(reference, ids, targets)
+        q = (lp.detach() + torch.from_numpy(rng.normal(0, 0.2, lp.shape)).float()).numpy()
+        adv, weights = (rng.normal(0, 1, lp.shape).astype(np.float32) for _ in range(2))
+        mask = (np.arange(length) > 2).astype(np.float32)
+        given = {"target_tokens": targets}
+        if name == "cross_entropy":
+            given["weights"] = weights
+        else:
+            given |= {"logprobs": q, "advantages": adv}
+            given |= {"sequence_ratio_mask": mask} if name == "gspo" else {}
+        data.append((ids, given))
+        expected = expected + plain_loss(name, lp, *map(torch.from_numpy, (q, adv, weights, mask)), config)
+        shown.append(lp.detach().numpy())
+    expected.backward()
+    result = computed(compute, lora, data, name, config)
+    assert result.loss == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
+    for found, wanted in zip(result.logprobs, shown, strict=True):
+        assert np.allclose(found, wanted, atol=1e-5)
+    for key, tensor in lora.tensors.items():
+        scale = max(1.0, float(own[key].grad.abs().max()))
+        assert torch.allclose(tensor.grad, own[key].grad, atol=1e-5 * scale), key
+
+
+def computed(compute, lora, data, name, config):
+    """Return what the server computes of the bytes that the client would send."""
+    from tinker import types
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+
+    from headrace.wings.tinker.compute import TrainResult
+    from headrace.wings.tinker.losses import loss_of
+
+    inputs = types.ForwardBackwardInput(
+        data=[
+            types.Datum(model_input=types.ModelInput.from_ints(ids.tolist()), loss_fn_inputs=given)
+            for ids, given in data
+        ],
+        loss_fn=name,
+        loss_fn_config=config,
+    )
+    request = types.ForwardBackwardRequest(forward_backward_input=inputs, model_id=MODEL, seq_id=1)
+    read = read_train_request(forward_backward_request_to_proto(request).SerializeToString())
+    result = TrainResult()
+    for _ in compute.train(lora, read.data, loss_of(read.loss_fn, read.loss_fn_config), result, backward=True):
+        pass
+    return result
+
+
+def test_sparse_targets_and_weights_mean_the_dense_ones():
+    from tinker import types
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+
+    dense = torch.zeros(6, 40, dtype=torch.int64)
+    dense[torch.arange(6), torch.arange(6)] = 7
+    sparse = types.TensorData.from_torch_sparse(dense)
+    assert sparse.sparse_crow_indices is not None
+    datum = types.Datum(model_input=types.ModelInput.from_ints([4] * 6), loss_fn_inputs={"target_tokens": sparse})
+    given = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    request = types.ForwardBackwardRequest(forward_backward_input=given, model_id="m", seq_id=9)
+    read = read_train_request(forward_backward_request_to_proto(request).SerializeToString())
+    assert (read.seq_id, read.model_id) == (9, "m")
+    assert np.array_equal(read.data[0].targets, dense.numpy())
+
+
+def test_results_of_mixed_shapes_are_what_the_client_reads():
+    from tinker.proto.response_conv import deserialize_forward_backward_output
+
+    arrays = [np.ones(3, np.float32), np.ones((2, 4), np.float32), np.ones((5, 4), np.float32)]
+    found = deserialize_forward_backward_output(write_train_result(arrays, {"loss:sum": 1.5}))
+    assert [each["logprobs"].shape for each in found.loss_fn_outputs] == [[3], [2, 4], [5, 4]]
+    assert found.metrics == {"loss:sum": 1.5}
+
+
+def test_a_curve_of_fifty_steps_is_that_of_transformers_and_peft(compute, model, tmp_path):
+    server = Offline(compute, tmp_path)
+    server.create(rank=8, **ALL)
+    server.wait()
+    reference, own = as_peft(model, compute.multi.new(rank=8, parts=PARTS, seed=1))
+    optimizer = torch.optim.AdamW(own.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
+    rng, seq, expected = np.random.default_rng(0), 0, []
+    for _ in range(50):
+        ids = rng.integers(4, 30, size=(2, 16))
+        server.send("forward_backward", seq := seq + 1, train_body(ids, seq))
+        server.send("optim_step", seq := seq + 1, step_body(seq, weight_decay=0.1, grad_clip_norm=1.0))
+        loss = -sum(log_pi(reference, each[:-1], each[1:]).sum() for each in ids)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(own.values(), 1.0)
+        optimizer.step()
+        expected.append(float(loss))
+    server.wait()
+    from tinker.proto.response_conv import deserialize_forward_backward_output
+
+    found = [
+        deserialize_forward_backward_output(server.journal.outcome(MODEL, place).result).metrics["loss:sum"]
+        for place in range(1, seq, 2)
+    ]
+    server.close()
+    assert np.allclose(found, expected, rtol=1e-4), np.abs(np.array(found) / expected - 1).max()
+    assert found[-1] < found[0]
+
+
+def test_two_tenants_get_bit_for_bit_what_each_gets_alone(compute, tmp_path):
+    from tests.wings.tinker.offline import script
+
+    ranks = {"s:train:0": 8, "s:train:1": 32}
+    alone = {}
+    for model, rank in ranks.items():
+        server = Offline(compute, tmp_path / f"alone-{rank}")
+        server.create(model, rank, seed=rank)
+        for kind, seq, body in script(4, model):
+            server.send(kind, seq, body, model)
+        alone[model] = server.weights(model)
+        server.close()
+    server = Offline(compute, tmp_path / "both")
+    for model, rank in ranks.items():
+        server.create(model, rank, seed=rank)
+    for pair in zip(*(script(4, model) for model in ranks), strict=True):
+        for (kind, seq, body), model in zip(pair, ranks, strict=True):
+            server.send(kind, seq, body, model)
+    for model, expected in alone.items():
+        found = server.weights(model)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    server.close()
+
+
+def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(compute, tmp_path):
+    server = Offline(compute, tmp_path)
+    server.create()
+    before = server.weights()
+    ids, huge = [[5, 6, 7]], np.full(2, 3e38, np.float32)
+    server.send("forward_backward", 1, train_body(ids, 1, weights=huge))
+    server.send("optim_step", 2, step_body(2))
+    after = server.weights()
+    assert json.loads(server.journal.outcome(MODEL, 2).result)["category"] == "user"
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    server.close()

@@ -1,0 +1,162 @@
+"""Order, repetition, kills, eviction and fairness of the models of a server."""
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.wings.tinker.turns import Turns
+from tests.wings.tinker.offline import MODEL, Offline, compute_of, script
+from tests.wings.tinker.serving import tiny
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture(scope="module")
+def compute(small):
+    return compute_of(small)
+
+
+@pytest.fixture(scope="module")
+def expected(compute, tmp_path_factory):
+    """Return the weights after the script, sent once and in order."""
+    server = Offline(compute, tmp_path_factory.mktemp("plain"))
+    server.create()
+    for request in script(STEPS):
+        server.send(*request)
+    found = server.weights()
+    server.close()
+    return found
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def schedules(count):
+    return [pytest.param(range(start, start + 25), id=f"from {start}") for start in range(0, count, 25)]
+
+
+def run_schedules(seeds, compute, expected, directory):
+    """Send the script as a bad network does: in any order, some requests twice, with a restart in between."""
+    requests = script(STEPS)
+    for seed in seeds:
+        rng = random.Random(seed)
+        server = Offline(compute, directory / str(seed), max_resident=rng.choice([1, 8]))
+        server.create()
+        sent = [*requests, *rng.sample(requests, 4)]
+        rng.shuffle(sent)
+        for place, request in enumerate(sent):
+            server.send(*request)
+            if rng.random() < 0.15 and place < len(sent) - 1:
+                server.kill() if rng.random() < 0.5 else server.close()
+                server = Offline(compute, directory / str(seed))
+        assert_equal(server.weights(), expected)
+        server.close()
+
+
+@pytest.mark.parametrize("seeds", schedules(50))
+def test_repeats_reordering_and_restarts_change_no_weight(seeds, compute, expected, tmp_path):
+    run_schedules(seeds, compute, expected, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", schedules(1000))
+def test_a_thousand_schedules_change_no_weight(seeds, compute, expected, tmp_path):
+    run_schedules(seeds, compute, expected, tmp_path)
+
+
+def killed(small: Path, state: Path, after: int, rng: random.Random) -> bool:
+    """Start the server in a process and kill it after it has sent some requests; return whether it had ended."""
+    command = [sys.executable, "-m", "tests.wings.tinker.offline", str(small), str(state), str(STEPS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _, line in zip(range(after), process.stdout, strict=False):
+            if line.startswith("done"):
+                process.wait()
+                return True
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return False
+
+
+def kill_and_go_on(small, directory, expected, count):
+    for seed in range(count):
+        rng, state = random.Random(seed), directory / str(seed)
+        assert not killed(small, state, rng.randrange(1, 9), rng)
+        assert killed(small, state, 99, rng)
+        assert_equal(dict(np.load(state / "weights.npz")), expected)
+
+
+def test_kill_9_loses_and_doubles_no_gradient(small, expected, tmp_path):
+    kill_and_go_on(small, tmp_path, expected, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fifty_kills_lose_and_double_no_gradient(small, expected, tmp_path):
+    kill_and_go_on(small, tmp_path, expected, 50)
+
+
+def test_an_idle_model_moves_to_the_disk_with_its_gradient_and_comes_back(compute, expected, tmp_path):
+    server = Offline(compute, tmp_path, max_resident=1)
+    server.create()
+    requests = script(STEPS)
+    for request in requests[:4]:
+        server.send(*request)
+    server.wait()
+    server.create("s:train:1", rank=2)
+    server.wait()
+    assert MODEL not in server.tenants._live
+    for request in requests[4:]:
+        server.send(*request)
+    assert_equal(server.weights(), expected)
+    server.close()
+
+
+def test_a_request_that_fails_leaves_the_gradient_before_it(compute, expected, tmp_path):
+    server = Offline(compute, tmp_path)
+    server.create()
+    requests = script(STEPS)
+    shifted = 0
+    for kind, seq, body in requests:
+        if seq == 2:
+            server.send("forward_backward", 2, b"\x0a\x01m")  # names no loss
+            shifted = 1
+        server.send(kind, seq + shifted, body)
+    assert_equal(server.weights(), expected)
+    assert server.journal.outcome(MODEL, 2).status == "failed"
+    server.close()
+
+
+def test_a_short_queue_does_not_wait_for_a_long_one():
+    order, failures = [], []
+    turns = Turns("turns", failures.append)
+
+    def job(name, pieces):
+        def run():
+            for _ in range(pieces):
+                order.append(name)
+                yield None
+
+        return run
+
+    with turns._changed:  # nothing runs before all are there
+        for _ in range(4):
+            turns._jobs.setdefault("long", __import__("collections").deque()).append(job("long", 50))
+        turns._jobs.setdefault("short", __import__("collections").deque()).append(job("short", 3))
+        turns._changed.notify()
+    assert turns.idle.wait(10)
+    assert max(place for place, name in enumerate(order) if name == "short") <= 7
+    assert len(order) == 203
+    turns.close()
