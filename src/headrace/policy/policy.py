@@ -168,6 +168,11 @@ class Policy:
         return self._slots.committed
 
     @property
+    def facts(self) -> Mapping[str, str | int | float]:
+        """The implementations that compute the model in the engine, and where its memory goes."""
+        return self._core.facts()
+
+    @property
     def engine(self) -> LocalEngine:
         """Return the engine of an open policy, for example to serve it."""
         return self._open("engine")

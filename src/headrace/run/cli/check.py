@@ -1,4 +1,4 @@
-"""``headrace check``: check user code, a loss or an environment, before a run uses it."""
+"""``headrace check``: check a model, or user code such as a loss or an environment, before a run uses it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 import typer
+from msgspec import to_builtins
 
 from headrace.run.cli.commands import BEGIN, Verb
 from headrace.run.cli.output import console, print_json, readable, starting
 
 app = typer.Typer(
-    help="Check a loss, an environment or a reward of your own before a run uses it.", no_args_is_help=True
+    help="Check a model, or a loss, an environment or a reward of your own, before a run uses it.", no_args_is_help=True
 )
 
 
 @app.callback()
 def root() -> None:
-    """Check a loss, an environment or a reward of your own before a run uses it."""
+    """Check a model, or a loss, an environment or a reward of your own, before a run uses it."""
 
 
 @app.command("loss")
@@ -65,6 +66,30 @@ def env(
     report = check_env(reference, rows=rows, timeout_s=timeout_s, options=options, tell=starting)
     if as_json:
         print_json({"ok": report.ok, **asdict(report)})
+    else:
+        console().print(readable(str(report)))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command("model")
+def model(
+    path: str = typer.Argument(help="The directory of a model, or its name on the hub.", metavar="DIR"),
+    dtype: str = typer.Option("float32", help="Number format of the weights: float32 or bfloat16."),
+    lora: bool = typer.Option(False, "--lora", help="Train an adapter instead of the weights."),
+    tokens: int = typer.Option(2048, "--tokens", min=8, help="Longest sequence that is compared, in tokens."),
+    as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+) -> None:
+    """Compare a model with transformers: alone, packed, long, sampled, trained, published and exported."""
+    starting(f"checking {path}: the model is loaded four times")
+    from importlib import import_module
+
+    from headrace.models.hub import local_directory
+
+    checking = import_module("headrace.policy.model_check")  # the policy stands above the program that runs files
+    report = checking.check_model(local_directory(path), dtype=dtype, lora=lora, longest=tokens)
+    if as_json:
+        print_json({"ok": report.ok, **to_builtins(report)})
     else:
         console().print(readable(str(report)))
     if not report.ok:

@@ -1,0 +1,247 @@
+"""``headrace check model``: prove that this library computes a model as transformers does, from loading to export.
+
+    directory ─┬─▶ transformers alone ──▶ log p of random tokens, each sequence by itself
+               └─▶ policy: learner packed │ engine scores │ engine decodes ──▶ the same, compared with it
+                     └─▶ one step ─▶ publish ─▶ save, export ─▶ transformers reads it: the same as the engine
+
+Shape legend: T tokens of a sequence, N tokens of a pass.
+"""
+
+# gate: getattr - the settings of a foreign config differ from model to model
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedModel
+
+from headrace.base.errors import HeadraceError, ModelError
+from headrace.base.types.tokens import FloatColumn, Tokens
+from headrace.models import LoraConfig, ModelConfig, load_model, load_tokenizer
+from headrace.models.attention import PackedPlan, forward
+from headrace.models.gap import Gap, largest_gap
+from headrace.models.load import limit_of, read_config, read_whole_config
+from headrace.models.mixtures import is_mixture
+from headrace.models.text_part import causal_class
+from headrace.policy.policy import Policy
+from headrace.run.session.exporting import export
+
+LENGTHS = (1, 5, 300, 1500)
+"""Lengths of the compared sequences, in tokens, as far as the model's context allows; one beyond its window and its
+original context is added."""
+LONGEST = 2048
+"""Longest sequence that is compared unless the user asks for more."""
+WORST = 10.0
+"""Factor from the largest mean gap that rounding explains to the largest gap of a single token."""
+
+
+class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one part of the check."""
+
+    part: str
+    """What was checked: ``load``, ``gap learner``, ``gap engine``, ``pack``, ``decode``, ``train``, ``publish`` or
+    ``export``."""
+    ok: bool
+    detail: str
+    """The observation in words; for a failure, where it is."""
+    gap: float | None = None
+    """Largest |Δ logprob| in nats, where log-probabilities were compared."""
+
+
+class ModelReport(msgspec.Struct, kw_only=True):
+    """The findings about one model."""
+
+    path: str
+    kind: str = ""
+    """Its ``model_type``; of a multimodal checkpoint, that of the text part."""
+    verdict: str = ""
+    """``works``; ``refused``, for a model that says why before anything is computed; or ``fails``."""
+    reason: str = ""
+    """Why it is refused or fails."""
+    facts: dict[str, str] = {}
+    """What computes it in the engine."""
+    findings: list[ModelFinding] = []
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the model works."""
+        return self.verdict == "works"
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.kind} {self.verdict}" + (f": {self.reason}" if self.reason else "")]
+        lines += [f"  {'ok  ' if each.ok else 'FAIL'} {each.part}: {each.detail}" for each in self.findings]
+        lines += [f"  {name} = {value}" for name, value in self.facts.items()]
+        return "\n".join(lines)
+
+
+def check_model(
+    path: str, *, dtype: str = "float32", lora: bool = False, longest: int = LONGEST, whole: bool = True
+) -> ModelReport:
+    """Run the whole check on the model directory ``path``; never raise for what the model does.
+
+    ``lora`` trains an adapter instead of the weights. ``longest`` bounds the compared sequences, in tokens.
+    ``whole=False`` leaves training, publication and export out.
+    """
+    report = ModelReport(path=path)
+    try:
+        report.kind = read_config(path).model_type
+        config = ModelConfig(path=path, dtype=dtype, lora=LoraConfig(rank=4) if lora else None)  # type: ignore[arg-type]
+        _Check(config, report, longest).run(whole=whole)
+    except HeadraceError as error:
+        began = any(each.part != "load" for each in report.findings)
+        report.verdict = "fails" if began else "refused"
+        report.reason = error.problem.removeprefix(f"model.path={path!r} ")
+        return report
+    failed = [each for each in report.findings if not each.ok]
+    report.verdict = "fails" if failed else "works"
+    report.reason = failed[0].detail if failed else ""
+    return report
+
+
+class _Check:
+    """One check of one model."""
+
+    def __init__(self, config: ModelConfig, report: ModelReport, longest: int) -> None:
+        self._config = config
+        self._report = report
+        read = read_config(config.path)
+        self._largest = largest_gap(config.dtype, rerouted=is_mixture(read))
+        self._lengths = compared_lengths(read, limit_of(config.path).length, longest)
+        rng = np.random.default_rng(0)
+        vocab = load_tokenizer(config.path).vocab_size  # ids that stand for text
+        self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
+
+    def run(self, *, whole: bool) -> None:
+        model = load_model(self._config.model_copy(update={"lora": None}))
+        self._note("load", f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} weights")
+        with plain(self._config) as reference:
+            expected = [_alone(reference, ids_T) for ids_T in self._sequences]
+            self._learner(model, expected)
+            del model
+            asyncio.run(self._policy(reference, expected, whole=whole))
+
+    def _learner(self, model: PreTrainedModel, expected: list[FloatColumn]) -> None:
+        """Compare the learner's pass over each sequence alone, and over all of them packed into one."""
+        alone = [self._packed(model, [ids_T])[0] for ids_T in self._sequences]
+        packed = self._packed(model, self._sequences)
+        self._compare("gap learner", alone, expected)
+        self._compare("pack", packed, alone)
+
+    def _packed(self, model: PreTrainedModel, sequences: list[Any]) -> list[FloatColumn]:
+        lengths = [len(ids_T) for ids_T in sequences]
+        with torch.no_grad():
+            logits_NV = forward(model, torch.from_numpy(np.concatenate(sequences)).long(), PackedPlan(lengths))
+        return [_next(part_TV, ids_T) for part_TV, ids_T in zip(logits_NV.split(lengths), sequences, strict=True)]
+
+    async def _policy(self, reference: PreTrainedModel, expected: list[FloatColumn], *, whole: bool) -> None:
+        """Compare what the engine scores and what it decodes; then train, publish and export."""
+        longest = max(self._lengths)
+        room = min(longest + 32, limit_of(self._config.path).length)
+        policy = Policy.load(
+            self._config.path,
+            lr=1e-3,
+            loss="grpo",
+            model=self._config.model_dump(exclude={"path"}),
+            engine={"max_context": room, "max_sequences": 8},
+        )
+        async with policy:
+            self._report.facts = {name: value for name, value in policy.facts.items() if isinstance(value, str)}
+            scored = await policy.score([Tokens.observed(ids_T) for ids_T in self._sequences], temperature=1.0)
+            self._compare("gap engine", [column_T[1:] for column_T in scored], expected)
+            await self._decoded(policy, reference)
+            if whole:
+                await self._trained(policy)
+
+    async def _decoded(self, policy: Policy, reference: PreTrainedModel) -> None:
+        """Compare the log-probabilities that the engine recorded while it sampled after a short and a long prompt."""
+        room = policy.config.engine.max_context or limit_of(self._config.path).length
+        prompts = [Tokens.observed(ids_T[: room - 16]) for ids_T in self._sequences[-2:]]
+        groups = await policy.sample(prompts, n=2, max_new_tokens=12, temperature=1.0)
+        samples = [sample for group in groups for sample in group]
+        found = [sample.full.logprobs_T[len(sample.prompt) :] for sample in samples]
+        wanted = [_alone(reference, sample.full.ids_T)[len(sample.prompt) - 1 :] for sample in samples]
+        self._compare("decode", found, wanted)
+
+    async def _trained(self, policy: Policy) -> None:
+        """Make one step, publish it, and read the exported weights with transformers."""
+        prompt = Tokens.observed(self._sequences[1])
+        groups = await policy.sample([prompt, prompt], n=2, max_new_tokens=8)
+        gradient = policy.forward_backward(groups, [[1.0, -0.5], [0.5, -1.0]])
+        update = policy.optim_step()
+        moved = update.grad_norm > 0
+        self._note("train", f"loss {gradient.metrics['loss']:.3g}, gradient norm {update.grad_norm:.3g}", moved)
+        swap = await policy.publish()
+        self._note("publish", f"version {swap.version}", swap.version == 1)
+        scored = await policy.score([Tokens.observed(ids_T) for ids_T in self._sequences], temperature=1.0)
+        place = Path(tempfile.mkdtemp(prefix="headrace-check-"))
+        try:
+            policy.save(place / "saved")
+            export(place / "saved", place / "exported")
+            with plain(self._config.model_copy(update={"path": str(place / "exported")})) as read:
+                wanted = [_alone(read, ids_T) for ids_T in self._sequences]
+            self._compare("export", [column_T[1:] for column_T in scored], wanted)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _compare(self, part: str, found: list[FloatColumn], wanted: list[FloatColumn]) -> None:
+        """Note the gap between two computations of the same sequences, and where it is largest."""
+        gaps = {len(one): Gap.between(one, other) for one, other in zip(found, wanted, strict=True) if len(one)}
+        if not gaps:
+            return
+        worst = max(gaps, key=lambda length: gaps[length].worst)
+        gap = gaps[worst]
+        ok = all(each.within(self._largest) and each.worst <= WORST * self._largest for each in gaps.values())
+        where = f"at token {gap.at + 1} of {worst}"
+        detail = f"largest |Δ logprob| {gap.worst:.2g} {where}, mean {gap.mean_abs:.2g}"
+        if not ok:
+            detail = f"{part}: {detail}; rounding explains a mean of {self._largest:g}"
+        self._note(part, detail, ok, gap.worst)
+
+    def _note(self, part: str, detail: str, ok: bool = True, gap: float | None = None) -> None:
+        self._report.findings.append(ModelFinding(part=part, ok=ok, detail=detail, gap=gap))
+
+
+def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
+    """Return the lengths of the compared sequences: :data:`LENGTHS`, and one beyond every window and original context
+    that ``longest`` and the model's ``limit`` allow."""
+    beyond = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    beyond.append(parameters.get("original_max_position_embeddings"))
+    wanted = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}
+    most = min(limit, longest)
+    return sorted({min(length, most) for length in wanted})
+
+
+@contextmanager
+def plain(config: ModelConfig) -> Iterator[PreTrainedModel]:
+    """Yield the model as transformers alone runs it; of a multimodal checkpoint, the whole."""
+    whole, read = read_whole_config(config.path), read_config(config.path)
+    multimodal = type(whole) is not type(read)
+    kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)] if multimodal else causal_class(read)
+    if kind is None:
+        raise ModelError(f"model.path={config.path!r} is no causal language model", remedy="name another model")
+    model = kind.from_pretrained(config.path, dtype=getattr(torch, config.dtype), attn_implementation="eager")
+    yield model.eval()
+
+
+@torch.no_grad()
+def _alone(model: PreTrainedModel, ids_T: Any) -> FloatColumn:
+    """Return log p of every token but the first, from a plain pass of transformers over this sequence."""
+    ids = torch.from_numpy(np.asarray(ids_T)).long()
+    return _next(model(input_ids=ids[None], use_cache=False).logits[0], ids_T)
+
+
+def _next(logits_TV: torch.Tensor, ids_T: Any) -> FloatColumn:
+    """Return log p of every token but the first, from the logits before it."""
+    following = torch.from_numpy(np.asarray(ids_T)).long()[1:, None]
+    column: FloatColumn = logits_TV[:-1].float().log_softmax(-1).gather(1, following)[:, 0].numpy()
+    return column

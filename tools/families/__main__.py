@@ -1,0 +1,69 @@
+"""Try every causal architecture of the installed transformers, and write docs/models.md.
+
+    python -m tools.families [--only NAME ...] [--results FILE] [--again]
+
+Each is made as a tiny random model in a process of its own and goes through ``headrace check model``. Results are kept
+in a JSON file, so that an interrupted call goes on where it ended; ``--again`` forgets them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from tools.families.page import PAGE, Row, kinds, page
+
+LIMIT_S = 90
+"""Longest time that one architecture may take, in seconds."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--results", type=Path, default=Path("/tmp/headrace-families.json"))
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    known = {} if options.again or not options.results.exists() else json.loads(options.results.read_text())
+    wanted = options.only or [kind for kind in kinds() if kind not in known]
+    for kind in wanted:
+        known[kind] = tried(kind)
+        options.results.write_text(json.dumps(known, indent=1))
+        print(kind, *known[kind].values(), flush=True)
+    PAGE.write_text(page({kind: Row(**row) for kind, row in known.items()}), encoding="utf-8")
+
+
+def tried(kind: str) -> dict[str, str]:
+    """Return the row of ``kind``, made in a process of its own, which is ended after :data:`LIMIT_S`."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(kind, send))
+    process.start()
+    try:
+        if not receive.poll(LIMIT_S):
+            return {"verdict": "not tried", "reason": f"the check took longer than {LIMIT_S} s"}
+        answer: dict[str, str] = receive.recv()
+        return answer
+    except EOFError:
+        return {"verdict": "not tried", "reason": "the process of the check ended"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _try(kind: str, send: multiprocessing.connection.Connection) -> None:
+    from tools.families.page import row_of
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as place:
+        send.send(row_of(kind, Path(place) / kind))
+
+
+if __name__ == "__main__":
+    main()

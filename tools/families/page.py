@@ -1,0 +1,136 @@
+"""The rows of docs/models.md and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+LONGEST = 64
+"""Longest sequence of the comparisons, in tokens: beyond the windows of the tiny models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The result for one architecture."""
+
+    verdict: str
+    """``works``, ``refused``, ``fails``, or ``not tried`` where no tiny model could be made."""
+    reason: str = ""
+    """Why it does not work; for one that works, its limits."""
+    gap: str = ""
+    """Largest |Δ logprob| of engine or learner and transformers, in nats."""
+
+
+def kinds() -> list[str]:
+    """Return the model types of the installed transformers that generate text: causal language models, and multimodal
+    models with one."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
+
+
+def row_of(kind: str, directory: Path) -> dict[str, str]:
+    """Make a tiny model of ``kind`` in ``directory``, check it, and return its row."""
+    import torch
+    from transformers.utils import logging
+
+    from headrace.policy.model_check import check_model
+    from tools.families.tiny import write
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    try:
+        write(directory, kind)
+    except Exception as error:  # noqa: BLE001 - a foreign architecture may raise anything
+        early = _refused_by_settings(kind, directory)
+        if early:
+            return {"verdict": "refused", "reason": early}
+        return {"verdict": "not tried", "reason": _short(f"no tiny model: {type(error).__name__}: {error}")}
+    try:
+        report = check_model(str(directory), longest=LONGEST)
+    except Exception as error:  # noqa: BLE001 - as above
+        return {"verdict": "fails", "reason": _short(f"{type(error).__name__}: {error}")}
+    gaps = [each.gap for each in report.findings if each.gap is not None and each.part != "pack"]
+    reason = _short(report.reason) or limits(str(directory), report.facts)
+    return {"verdict": report.verdict, "reason": reason, "gap": f"{max(gaps):.0e}" if gaps else ""}
+
+
+def _refused_by_settings(kind: str, directory: Path) -> str:
+    """Return why the default settings of ``kind`` are refused; empty if they are not."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from headrace.base.errors import ModelError
+    from headrace.models.load import _refuse_unsupported, read_config
+
+    try:
+        CONFIG_MAPPING[kind]().save_pretrained(directory)
+        _refuse_unsupported(str(directory), read_config(str(directory)))
+    except ModelError as error:
+        return _short(error.problem.removeprefix(f"model.path={str(directory)!r} "))
+    except Exception:  # noqa: BLE001 - a config without defaults
+        return ""
+    return ""
+
+
+def limits(path: str, facts: Mapping[str, str]) -> str:
+    """Return the limits of a model that works, in words."""
+    from headrace.base.errors import ModelError
+    from headrace.models.load import read_config, read_whole_config
+    from headrace.models.mixtures import is_mixture, routes
+    from headrace.models.rope import BY_LENGTH, rope_types
+
+    config, found = read_config(path), []
+    if type(read_whole_config(path)) is not type(config):
+        found.append(f"text only ({config.model_type}); one learner rank")
+    try:
+        if routes(config):
+            found.append("routing is replayed")
+    except ModelError:
+        if is_mixture(config):
+            found.append("routing is not replayed")
+    if any(kind in BY_LENGTH for kind, _ in rope_types(config)):
+        found.append("up to the original context")
+    if "deterministic" in facts.get("kernels", ""):
+        found.append(facts["kernels"])
+    return "; ".join(found)
+
+
+def page(rows: Mapping[str, Row]) -> str:
+    """Return the text of docs/models.md."""
+    from importlib.metadata import version
+
+    works = [kind for kind, row in rows.items() if row.verdict == "works"]
+    lines = [
+        "# Models",
+        "",
+        "<!-- written by python -m tools.families: do not edit -->",
+        "",
+        f"Every architecture of transformers {version('transformers')} that generates text, made as a tiny random model "
+        "and run through `headrace check model`: loaded, compared with transformers' own plain pass (alone, packed, "
+        "scored and sampled by the engine), trained for a step, published, exported and read back by transformers. "
+        f"{len(works)} of {len(rows)} work.",
+        "",
+        "*refused* means by name and with the reason, before anything is computed: at load, or when an engine starts. "
+        "No model is computed differently in silence: where the comparison fails, the model is refused. *Not tried* "
+        "means that the script could make no tiny model of it; `headrace check model DIR` tries one of yours.",
+        "",
+        "The gap is the largest |Δ logprob| in nats, in float32. *Text only* is the text part of a multimodal "
+        "checkpoint: it is trained by itself, and `headrace export` writes it back into the checkpoint, with all "
+        "other weights bit for bit.",
+        "",
+        "| model type | | gap | limits, or the reason |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| `{kind}` | {row.verdict} | {row.gap} | {row.reason} |" for kind, row in sorted(rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _short(text: str) -> str:
+    """Return the first line of ``text`` without what differs between two runs or breaks a table."""
+    line = " ".join(text.split("\n", 1)[0].replace("|", "/").split())
+    return line if len(line) <= 240 else f"{line[:237]}..."
