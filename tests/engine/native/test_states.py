@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.harness import Weights, joined, logprobs, make_engine, ready_engine, request, run
+from tests.engine.native.harness import Weights, joined, logprobs, make_engine, ready_engine, request, run
 
 from headrace.base.errors import ConfigError
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens
