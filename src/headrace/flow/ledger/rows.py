@@ -50,14 +50,18 @@ def insert(table: str, *, otherwise: str = "") -> str:
     Numbers of REAL columns must be given as floats, because the checksum covers the values as given. ``otherwise`` is a
     conflict clause such as ``"OR REPLACE"``.
 
-    >>> insert("lost_tokens")
-    'INSERT  INTO lost_tokens (reason, tokens, row_checksum) VALUES (?1, ?2, row_checksum(?1, ?2))'
+    >>> into, values = insert("lost_tokens").split(" SELECT ")
+    >>> into
+    'INSERT  INTO lost_tokens (reason, tokens, row_checksum)'
+    >>> values
+    '*, row_checksum(column1, column2) FROM (VALUES (?, ?))'
     """
     columns = COLUMNS[table]
-    values = ", ".join(f"?{place}" for place in range(1, len(columns) + 1))
+    values = ", ".join(f"column{place}" for place in range(1, len(columns) + 1))  # SQLite's names for those of VALUES
+    # each parameter stands once: one that stood twice would need a number, of which Python 3.12.0 to 3.12.3 warn
     return (
         f"INSERT {otherwise} INTO {table} ({', '.join(columns)}, row_checksum)"
-        f" VALUES ({values}, row_checksum({values}))"
+        f" SELECT *, row_checksum({values}) FROM (VALUES ({', '.join('?' * len(columns))}))"
     )
 
 
