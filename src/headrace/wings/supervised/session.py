@@ -213,6 +213,7 @@ class TuningRun:
         return core
 
     def _report_start(self, start: StartingPoint) -> None:
+        self._write_status("running")
         self._rows.note("start", f"step {start.step}")
         if start.step:
             self._event(f"resumed at step {start.step}")
