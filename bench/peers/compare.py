@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 from tasks import TASKS, Task
 
-from headrace.wings.bench.base import at_least, at_most, report
 from headrace.base.clock import RealClock
+from headrace.wings.bench.base import at_least, at_most, report
 
 HERE = Path(__file__).parent
 SIDES = ("headrace", "trl")

@@ -81,7 +81,7 @@ def trl(directory: Path, threads: int) -> list[tuple[float, int]]:
             save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, packing=True,
             max_length=PACK, per_device_train_batch_size=1, num_train_epochs=1, learning_rate=1e-5,
         )  # fmt: skip
-        SFTTrainer = Counting  # noqa: N806
+        SFTTrainer = Counting
         trainer = SFTTrainer(
             model=AutoModelForCausalLM.from_pretrained(directory / "model"), args=config,
             processing_class=AutoTokenizer.from_pretrained(directory / "model"),

@@ -62,6 +62,14 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def ratings(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    rows = pairs(count, seed)
+    return [
+        {"prompt": row["prompt"], "completion": row["rejected" if place % 3 else "chosen"], "label": place % 3 == 0}
+        for place, row in enumerate(rows)
+    ]
+
+
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

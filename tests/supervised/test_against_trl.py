@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,10 @@ from headrace.wings.supervised.config import DpoConfig, SftConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, prepare_tuning
 from headrace.wings.supervised.session import dpo, sft
 from tests.learner.builders import assert_close, gradients
-from tests.supervised.material import MARKED, chat_model, conversations, pairs, settings
+from tests.supervised.material import MARKED, chat_model, conversations, pairs, ratings, settings
 
 STEPS, ROWS, LR = 5, 4, 1e-4
-BETAS = {"ipo": 0.2, "dpo": 0.3, "simpo": 2.0, "orpo": 0.4}
+BETAS = {"kto": 0.5, "ipo": 0.2, "dpo": 0.3, "simpo": 2.0, "orpo": 0.4}
 GAMMA = 0.7
 
 
@@ -39,12 +40,17 @@ def loss_of(name: str) -> dict[str, Any]:
     return {"kind": name, "beta": BETAS[name], **({"gamma": GAMMA} if name == "simpo" else {})}
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    count = STEPS * ROWS
+    return {"sft": conversations, "kto": ratings}.get(name, pairs)(count)
+
+
 def prepared_for(name: str, model: Path, run_dir: Path, **sections: Any) -> PreparedTuning:
     run = {"steps": STEPS, "rows_per_step": ROWS}
     tree = settings(model, run_dir, run=run, learner={"lr": LR}, data={"shuffle": False}, **sections)
     if name == "sft":
         return prepare_tuning(load_tuning(SftConfig, tree), data=conversations(STEPS * ROWS))
-    return prepare_tuning(load_tuning(DpoConfig, {**tree, "loss": loss_of(name)}), data=pairs(STEPS * ROWS))
+    return prepare_tuning(load_tuning(DpoConfig, {**tree, "loss": loss_of(name)}), data=rows_of(name))
 
 
 def learner_of(prepared: PreparedTuning) -> LearnerCore:
@@ -61,7 +67,7 @@ def moved(model_dir: Path, directory: Path) -> Path:
     noise = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory)
     return directory
@@ -98,12 +104,40 @@ def of_pairs(formula: Callable[[list[Tensor], list[Tensor], Tensor], Tensor]) ->
     return loss
 
 
+def plain_kto(model: Any, reference: Any, rows: Any) -> Tensor:
+    """Good and bad answers against the mean log-ratio of each answer to the prompt after its own."""
+
+    def gap(ids: Any, begin: int) -> Tensor:
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        found = [
+            torch.log_softmax(each(input_ids=tokens[None], use_cache=False).logits[0, :-1], -1)
+            .gather(1, tokens[1:, None])[begin - 1 :, 0]
+            .sum()
+            for each in (model, reference)
+        ]
+        return found[0] - found[1].detach()
+
+    samples = [row[0] for row in rows]
+    swapped = [
+        [*one.ids_T[: one.num_prompt], *other.ids_T[other.num_prompt :]]
+        for one, other in zip(samples, [samples[-1], *samples[:-1]], strict=True)
+    ]
+    with torch.no_grad():
+        gaps = [gap(ids, one.num_prompt) for ids, one in zip(swapped, samples, strict=True)]
+        baseline = torch.stack(gaps).mean().clamp(min=0)
+    losses = [
+        1 - torch.sigmoid(BETAS["kto"] * one.side * (gap(one.ids_T, one.num_prompt) - baseline)) for one in samples
+    ]
+    return torch.stack(losses).mean()
+
+
 def log_odds(mean: Tensor) -> Tensor:
     return mean - torch.log1p(-mean.exp())
 
 
 PLAIN = {
     "sft": plain_sft,
+    "kto": plain_kto,
     "dpo": of_pairs(
         lambda our, ref, _: -F.logsigmoid(
             BETAS["dpo"] * ((our[0].sum() - ref[0].sum()) - (our[1].sum() - ref[1].sum()))
@@ -130,7 +164,7 @@ PLAIN = {
 def test_packed_loss_and_gradient_are_those_of_plain_transformers(name, budget, model, tmp_path):
     other = moved(model, tmp_path / "moved")
     learner = {"lr": LR, "tokens_per_microbatch": budget}
-    if name in ("dpo", "ipo"):
+    if name in ("dpo", "ipo", "kto"):
         learner["reference"] = {"kind": "frozen", "path": str(model)}
     prepared = prepared_for(name, other, tmp_path / "run")
     config = prepared.config.learner.model_copy(
@@ -164,8 +198,8 @@ def trainer_of(name: str, model: Path, out: Path) -> Any:
 
     common = {
         "output_dir": str(out), "max_steps": STEPS, "learning_rate": LR, "lr_scheduler_type": "constant",
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "bf16": False,
-        "train_sampling_strategy": "sequential", "gradient_checkpointing": False,
+        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
+        "bf16": False, "train_sampling_strategy": "sequential", "gradient_checkpointing": False,
     }  # fmt: skip
     whole = {**common, "per_device_train_batch_size": ROWS}
     policy = AutoModelForCausalLM.from_pretrained(model)
@@ -174,11 +208,13 @@ def trainer_of(name: str, model: Path, out: Path) -> Any:
         args = trl.SFTConfig(**whole, assistant_only_loss=True)
         rows = Dataset.from_list(conversations(STEPS * ROWS))
         return trl.SFTTrainer(model=policy, args=args, train_dataset=rows, processing_class=tokenizer)
-    rows = Dataset.from_list(pairs(STEPS * ROWS))
+    rows = Dataset.from_list(rows_of(name))
     given = {"model": policy, "train_dataset": rows, "processing_class": tokenizer}
     if name in ("dpo", "ipo"):
         kind = {"dpo": "sigmoid", "ipo": "ipo"}[name]
         return trl.DPOTrainer(args=trl.DPOConfig(**whole, loss_type=[kind], beta=BETAS[name]), **given)
+    if name == "kto":
+        return trl.KTOTrainer(args=trl.KTOConfig(**whole, beta=BETAS[name]), **given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainers are experimental
         if name == "simpo":
@@ -197,14 +233,11 @@ def trainer_of(name: str, model: Path, out: Path) -> Any:
 @pytest.mark.parametrize("name", PLAIN)
 def test_five_steps_have_the_losses_and_weights_of_trl(name, model, tmp_path):
     prepared = prepared_for(name, model, tmp_path / "run")
-    verb, rows = (sft, conversations) if name == "sft" else (dpo, pairs)
-    verb(prepared.config, data=rows(STEPS * ROWS))
+    (sft if name == "sft" else dpo)(prepared.config, data=rows_of(name))
     trainer = trainer_of(name, model, tmp_path / "trl")
     trainer.train()
     theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    import json
-
     ours = [json.loads(line)["metrics"]["loss"] for line in lines]
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     found = load_file(tmp_path / "run" / "checkpoints" / f"step-{STEPS:06}" / "model.safetensors")

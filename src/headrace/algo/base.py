@@ -28,7 +28,7 @@ from headrace.base.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Column = Literal["log_old", "log_mu", "log_ref", "entropy", "versions", "selected", "pairs", "top_k"]
+Column = Literal["log_old", "log_mu", "log_ref", "entropy", "versions", "selected", "pairs", "top_k", "baseline"]
 """A column that a formula may read beyond log π, advantages and mask."""
 
 Anchor = Literal["old", "mu"]
@@ -70,6 +70,9 @@ class LossInputs:
     ``Objective.prepare``."""
     groups_S: Tensor | None = None
     """int64; the group of each sample, for losses over pairs. Both samples of a pair are in the same micro-batch."""
+    baseline: Tensor | None = None
+    """A scalar: KL(π‖π_ref) per sample, estimated from answers to other prompts; ``None`` if the objective does not
+    read it."""
     log_pi_NK: Tensor | None = None
     """log π of a teacher's K likeliest entries, with gradient; ``None`` if the objective does not read it."""
     log_nu_NK: Tensor | None = None

@@ -140,7 +140,7 @@ class Objective:
     def _check(self, inputs: LossInputs) -> None:
         held = {
             "log_ref": inputs.log_ref_N, "entropy": inputs.entropy_N, "selected": inputs.selected_NP,
-            "pairs": inputs.groups_S, "top_k": inputs.log_nu_NK,
+            "pairs": inputs.groups_S, "top_k": inputs.log_nu_NK, "baseline": inputs.baseline,
         }  # fmt: skip
         for name in sorted(self.columns):
             if name in held and held[name] is None:
@@ -164,6 +164,7 @@ _SOURCES: dict[str, str] = {
     "log_ref": "give log_ref: log-probabilities of a reference policy",
     "entropy": "give the entropy of every token",
     "selected": "call prepare on the whole batch first and give its rows as selected_NP",
+    "baseline": "give the divergence from the reference as baseline",
     "pairs": "give the group of every sample as groups_S",
     "top_k": "give log π and log ν of the teacher's likeliest entries",
 }

@@ -26,6 +26,7 @@ COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected", "pa
 
 SETTINGS = {
     "log_ref": "learner.reference",
+    "baseline": "learner.reference",
     "log_old of kept weights": "learner.old",
     "top_k": "learner.teachers",
     "log_nu": "learner.teachers",

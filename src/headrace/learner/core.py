@@ -204,7 +204,8 @@ class LearnerCore:
         """
         start_s = self._context.clock.now()
         self._refuse(part)
-        if self._objective.selects or self._objective.critic is not None:
+        needs_all = self._objective.selects or "baseline" in self._objective.columns
+        if needs_all or self._objective.critic is not None:
             raise ConfigError(
                 "the objective chooses its tokens from the whole batch, or makes its advantages of it: give no part",
                 remedy="choose an algo.loss, algo.correction and algo.advantage that do not, or give the batch as one",

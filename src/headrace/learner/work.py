@@ -47,6 +47,8 @@ class StepWork:
     """log π_old of kept weights, in host memory; ``None`` if π_old is another policy."""
     log_ref_N: Tensor | None = None
     """log π_ref, in host memory; ``None`` if there is no reference."""
+    baseline: float | None = None
+    """KL(π‖π_ref) per sample, estimated from answers to other prompts; ``None`` if no loss reads it."""
     top: TopK | None = None
     """The likeliest entries of the teacher; ``None`` if no loss reads them."""
     taught_N: Taught | None = None
@@ -92,6 +94,7 @@ class StepWork:
             groups_S=torch.from_numpy(self.batch.groups_S[micro.samples_K].astype(np.int64)).to(device),
             version_now=self.batch.step,
             entropy_N=entropy_M,
+            baseline=None if self.baseline is None else log_pi_M.new_tensor(self.baseline),
             log_pi_NK=None if self.top is None else top_MK,
             log_nu_NK=None if self.top is None else self.top.logs_NK[places].to(device),
             selected_NP=None if self.selected_NP is None else self.selected_NP[places].to(device),

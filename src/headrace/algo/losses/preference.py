@@ -65,13 +65,13 @@ class Pairs:
         """Return the value of the chosen sample minus that of the rejected one."""
         return values_S.new_zeros(self.num_pairs).index_add(0, self.pairs_S, self.side_S * values_S)
 
-    def loss(self, name: str, loss_G: Tensor, margin_G: Tensor) -> TokenLoss:
+    def loss(self, loss_G: Tensor, margin_G: Tensor) -> TokenLoss:
         """Return the loss of every pair as that of its tokens, with the share of pairs whose margin is above 0."""
         accuracy = Ratio((margin_G.detach() > 0).sum(), float(self.num_pairs))
         margin = Ratio(margin_G.detach().sum(), float(self.num_pairs))
         return TokenLoss(
             tokens_N=loss_G[self.pairs_S][self.inputs.samples_N],
-            metrics={f"{name}_accuracy": accuracy, f"{name}_margin": margin},
+            metrics={"pair_accuracy": accuracy, "pair_margin": margin},
         )
 
 
@@ -112,7 +112,7 @@ class IdentityPo(PairLoss):
         assert inputs.log_ref_N is not None
         pairs = Pairs.of(inputs)
         margin_G = pairs.difference_G(pairs.mean_S(inputs.log_pi_N - inputs.log_ref_N))
-        return pairs.loss("ipo", (margin_G - 1 / (2 * self.beta)).square(), margin_G)
+        return pairs.loss((margin_G - 1 / (2 * self.beta)).square(), margin_G)
 
 
 class SimPo(PairLoss):
@@ -134,7 +134,7 @@ class SimPo(PairLoss):
         """Return the loss of every token."""
         pairs = Pairs.of(inputs)
         margin_G = self.beta * pairs.difference_G(pairs.mean_S(inputs.log_pi_N))
-        return pairs.loss("simpo", minus_log_sigmoid(margin_G - self.gamma), margin_G)
+        return pairs.loss(minus_log_sigmoid(margin_G - self.gamma), margin_G)
 
 
 class Orpo(PairLoss):
@@ -162,8 +162,49 @@ class Orpo(PairLoss):
         chosen_S = pairs.side_S > 0
         nll_S = -inputs.mean_S(inputs.log_pi_N) * chosen_S
         nll_G = nll_S.new_zeros(pairs.num_pairs).index_add(0, pairs.pairs_S, nll_S)
-        return pairs.loss("orpo", nll_G + self.beta * minus_log_sigmoid(margin_G), margin_G)
+        return pairs.loss(nll_G + self.beta * minus_log_sigmoid(margin_G), margin_G)
 
 
-AnyPreferenceLoss = Dpo | IdentityPo | SimPo | Orpo
+class Kto(LossSection):
+    """KTO's loss: answers that are each good or bad, without pairs, against what the policy gives to any answer.
+
+    λ_D·(1 − σ(β·(Δ − z))) for a good answer, λ_U·(1 − σ(β·(z − Δ))) for a bad one, Δ = Σ over the answer of log
+    π/π_ref, z = KL(π‖π_ref) of the batch, from answers to other prompts, without gradient.
+
+    Source: Ethayarajh et al., arXiv 2402.01306, eq. 7 and 8.
+    """
+
+    kind: Literal["kto"] = "kto"
+    """The name that selects this loss."""
+    beta: float = Field(default=0.1, gt=0)
+    """β, the strength of the pull to the reference."""
+    good: float = Field(default=1.0, gt=0)
+    """λ_D, the weight of good answers."""
+    bad: float = Field(default=1.0, gt=0)
+    """λ_U, the weight of bad answers."""
+    reduction: ClassVar[str] = "sequence_mean_token_mean"
+
+    def columns(self) -> frozenset[Column]:
+        """Return the columns that the formula reads: log π_ref, and the divergence of the batch."""
+        return frozenset({"log_ref", "baseline"})
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token."""
+        assert inputs.log_ref_N is not None
+        assert inputs.baseline is not None
+        side_S = inputs.mean_S(inputs.advantages_N).sign()
+        gap_S = inputs.sum_S(inputs.log_pi_N - inputs.log_ref_N)
+        good_S = side_S > 0
+        weight_S = side_S.new_full(side_S.shape, self.bad).masked_fill(good_S, self.good)
+        loss_S = weight_S * (-self.beta * side_S * (gap_S - inputs.baseline)).sigmoid()
+        reward_S, count = self.beta * gap_S.detach(), float(inputs.num_samples)
+        metrics = {
+            "kto_baseline": Ratio(inputs.baseline * count, count),
+            "kto_good": Ratio(reward_S[good_S].sum(), good_S.sum()),
+            "kto_bad": Ratio(reward_S[~good_S].sum(), (~good_S).sum()),
+        }
+        return TokenLoss(tokens_N=loss_S[inputs.samples_N], metrics=metrics)
+
+
+AnyPreferenceLoss = Dpo | IdentityPo | Kto | SimPo | Orpo
 """The losses of ``headrace dpo``, by their names in its run file."""

@@ -167,6 +167,8 @@ _LEARNING = _rows(
     ("loss", "", MEAN, "What was minimised"),
     ("grad_norm", "", MEAN, "Global norm of the gradient before clipping"),
     ("lr", "", LAST, "Learning rate of the update"),
+    ("epoch", "", LAST, "Passes over the rows so far, of a run on given rows"),
+    ("eval/{metric}", "", LAST, "The same metric on the held-out rows, where it was measured before the step"),
 )
 LOSS_METRICS = _rows(
     ("clip_frac", "frac", MEAN, "Tokens at a bound of the loss"),
@@ -204,6 +206,11 @@ LOSS_METRICS = _rows(
     ("routing_differs", "frac", MEAN, "Pairs of token and layer whose router would now choose other experts"),
     ("dpo_accuracy", "frac", MEAN, "Pairs whose chosen side gained more"),
     ("dpo_dropped", "frac", MEAN, "Pairs left out"),
+    ("pair_accuracy", "frac", MEAN, "Pairs whose chosen side is ahead, of losses over pairs but dpo"),
+    ("pair_margin", "", MEAN, "How far it is ahead: what the loss takes the sigmoid or the square of"),
+    ("kto_baseline", "nats", MEAN, "KL from the reference of an answer to another prompt, at least 0"),
+    ("kto_good", "", MEAN, "Implied reward of good answers: β times their log-ratio to the reference"),
+    ("kto_bad", "", MEAN, "The same of bad answers"),
 )
 """The metrics that losses, corrections and critics report of a batch. w is π/μ."""
 

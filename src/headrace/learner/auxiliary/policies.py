@@ -149,10 +149,28 @@ class Reference(QueriedModel):
     """The reference policy, to which KL penalties are computed."""
 
     name = setting = "reference"
-    columns = frozenset({"log_ref"})
+    columns = frozenset({"log_ref", "baseline"})
+
+    def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
+        super().__init__(parts, config)
+        self._own = parts.forward
 
     def prepare(self, work: StepWork) -> StepWork:
-        return replace(work, log_ref_N=self._logprobs(work, _unrouted(work.batch)))
+        work = replace(work, log_ref_N=self._logprobs(work, _unrouted(work.batch)))
+        return replace(work, baseline=self._baseline(work.batch)) if "baseline" in self._objective.columns else work
+
+    def _baseline(self, batch: Batch) -> float:
+        """Return KL(π‖π_ref) per sample, from the answers of the batch to other prompts of it; at least 0.
+
+        Source: Ethayarajh et al. (KTO), arXiv 2402.01306, section 4.1.
+        """
+        other = with_other_answers(batch)
+        with self._source.computing() as forward:
+            forward.refuse(other)
+            log_ref_N = forward.logprobs(other, other.mask_N)
+        log_pi_N = self._own.logprobs(other, other.mask_N)
+        gap = float((log_pi_N.astype(np.float64) - log_ref_N).sum())
+        return max(0.0, gap / len(other.lengths_S))
 
 
 class OldPolicy(QueriedModel):
@@ -196,6 +214,29 @@ class TeacherModel(QueriedModel):
             logs_TK=np.zeros((batch.num_tokens, 0), np.float32),
         )
         return credited(replace(work, taught_N=taught_N), self._objective, log_nu_N.astype(np.float64))
+
+
+def with_other_answers(batch: Batch) -> Batch:
+    """Return the batch with the answer of each sample, from its first loss token on, replaced by that of the sample
+    before it; the first gets that of the last."""
+    ends = np.cumsum(batch.lengths_S.astype(np.int64))
+    places = [np.arange(end - length, end) for end, length in zip(ends, batch.lengths_S, strict=True)]
+    begins = [int(np.argmax(batch.mask_N[place])) for place in places]
+    asked = [place[:begin] for place, begin in zip(places, begins, strict=True)]
+    answers = [place[begin:] for place, begin in zip(places, begins, strict=True)]
+    joined = [np.concatenate(pair) for pair in zip(asked, [answers[-1], *answers[:-1]], strict=True)]
+    order = np.concatenate(joined)
+    return Batch(
+        step=batch.step,
+        lengths_S=np.array([len(each) for each in joined], np.int32),
+        groups_S=batch.groups_S,
+        episodes_S=batch.episodes_S,
+        ids_N=batch.ids_N[order],
+        mask_N=batch.mask_N[order],
+        logprobs_N=batch.logprobs_N[order],
+        versions_N=batch.versions_N[order],
+        advantages_N=batch.advantages_N[order],
+    )
 
 
 def _unrouted(batch: Batch) -> Batch:

@@ -167,8 +167,8 @@ class DpoConfig(TuningConfig):
     """A run file of ``headrace dpo``: learning from pairs of answers."""
 
     loss: Annotated[AnyPreferenceLoss, Field(discriminator="kind")] = Dpo()
-    """The loss over a pair: ``dpo``, ``ipo``, ``simpo`` or ``orpo``. A name alone stands for its table: ``loss =
-    "simpo"`` is ``[loss] kind = "simpo"``."""
+    """The loss over a pair: ``dpo``, ``ipo``, ``simpo`` or ``orpo``; or ``kto``, over single answers with a label. A
+    name alone stands for its table: ``loss = "simpo"`` is ``[loss] kind = "simpo"``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,7 +182,7 @@ class DpoConfig(TuningConfig):
         if self.learner.reference is not None and "log_ref" not in self.loss.columns():
             raise ConfigError(
                 f"learner.reference has no effect: loss={self.loss.kind!r} has no reference policy",
-                remedy="leave learner.reference out, or set loss = 'dpo' or 'ipo'",
+                remedy="leave learner.reference out, or set loss = 'dpo', 'ipo' or 'kto'",
             )
         return self
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.algo.base import Loss
-from headrace.algo.losses.preference import Orpo
+from headrace.algo.losses.preference import Kto, Orpo
 from headrace.algo.losses.supervised import Ce
 from headrace.algo.objective import Objective
-from headrace.algo.reductions import PromptMean, TokenMean
+from headrace.algo.reductions import PromptMean, SequenceMeanTokenMean, TokenMean
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.disk import verify_model
@@ -24,8 +24,8 @@ from headrace.models.load import limit_of, read_config
 from headrace.run.observe.words import plural
 from headrace.wings.supervised.config import DpoConfig, TuningConfig
 from headrace.wings.supervised.order import RowStream
-from headrace.wings.supervised.reading import RowLimits, RowSet, read_rows
-from headrace.wings.supervised.rendering import RenderedSample, RowRenderer
+from headrace.wings.supervised.reading import Render, RowLimits, RowSet, read_rows
+from headrace.wings.supervised.rendering import RowRenderer
 
 Rows = Iterable[Mapping[str, Any]]
 """Rows that a caller passes in Python: a list of dicts, or a ``datasets`` object."""
@@ -115,11 +115,13 @@ def prepare_tuning(
     renderer = RowRenderer(
         tokenizer, endings, config.data.loss_on, prompt_loss=isinstance(objective.loss, Orpo)
     )  # fmt: skip
-    render = renderer.compared if "pairs" in objective.columns else renderer.imitated
+    render = _render(renderer, objective)
     limits = _limits(config, path)
     rows = read_rows(
         [(file.path, file.weight) for file in config.data.files], data, config.data, render, limits=limits
     )  # fmt: skip
+    if isinstance(objective.loss, Kto):
+        _refuse_unrated(config, rows, limits)
     return PreparedTuning(
         config=config,
         verb="dpo" if isinstance(config, DpoConfig) else "sft",
@@ -130,10 +132,36 @@ def prepare_tuning(
     )
 
 
+def _render(renderer: RowRenderer, objective: Objective) -> Render:
+    """Return how a row is rendered for a loss."""
+    if "pairs" in objective.columns:
+        return renderer.compared
+    return renderer.rated if isinstance(objective.loss, Kto) else renderer.imitated
+
+
+def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> None:
+    """Refuse batches of which KTO's divergence cannot be taken: it compares every answer with the prompt after it."""
+    per_step, num_places = config.run.rows_per_step, _num_places(config, rows)
+    if per_step == 1 or num_places % per_step == 1:
+        raise ConfigError(
+            f"loss='kto' with run.rows_per_step={per_step}: a step would have one row of {num_places}, and no answer "
+            "to another prompt to estimate the divergence with",
+            remedy="set another run.rows_per_step, or run.steps",
+        )
+    samples = [row[0] for row in rows.rows]
+    longest = max(one.num_prompt for one in samples) + max(len(one.ids_T) - one.num_prompt for one in samples)
+    if longest > min(limits.length, limits.together):
+        raise ConfigError(
+            f"loss='kto' reads answers after other prompts: the longest of both have {longest} tokens, more than "
+            f"{limits.why}",
+            remedy="set data.max_length lower with data.long_rows = 'skip', or raise that limit",
+        )
+
+
 def _held_out(
     config: TuningConfig,
     data: Rows | None,
-    render: Callable[[Mapping[str, Any]], tuple[RenderedSample, ...]],
+    render: Render,
     limits: RowLimits,
 ) -> RowSet | None:
     if data is None and not config.data.eval_path:
@@ -150,7 +178,7 @@ def objective_of(config: TuningConfig) -> Objective:
     """Return the objective of a run: the mean over tokens of the cross-entropy, or the mean over pairs."""
     if isinstance(config, DpoConfig):
         loss: Loss = config.loss
-        return Objective(loss, (), PromptMean())
+        return Objective(loss, (), SequenceMeanTokenMean() if isinstance(loss, Kto) else PromptMean())
     return Objective(Ce(), (), TokenMean())
 
 
@@ -177,8 +205,12 @@ def _schedule(config: TuningConfig, rows: RowSet) -> Schedule:
     stream = RowStream(
         [len(source.rows) for source in rows.sources], weights or None, seed=run.seed, shuffle=config.data.shuffle
     )
-    num_places = len(rows.rows) * run.epochs if run.steps is None else run.steps * run.rows_per_step
-    return Schedule(stream=stream, num_places=num_places, rows_per_step=run.rows_per_step)
+    return Schedule(stream=stream, num_places=_num_places(config, rows), rows_per_step=run.rows_per_step)
+
+
+def _num_places(config: TuningConfig, rows: RowSet) -> int:
+    run = config.run
+    return len(rows.rows) * run.epochs if run.steps is None else run.steps * run.rows_per_step
 
 
 def explain_tuning(prepared: PreparedTuning) -> str:

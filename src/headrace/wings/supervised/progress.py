@@ -45,7 +45,7 @@ def figures(record: StepRecord) -> str:
     metrics = record.metrics
     named = [("loss", "loss"), ("lr", "lr"), ("grad_norm", "grad norm")]
     named += [(name, name.replace("_", " ")) for name in metrics if name.endswith("_accuracy")]
-    named += [("eval_loss", "eval loss"), ("trained_tok_s", "tok/s")]
+    named += [("eval/loss", "eval loss"), ("trained_tok_s", "tok/s")]
     return "  ".join(f"{words} {_short(metrics[name])}" for name, words in named if metrics.get(name) is not None)
 
 

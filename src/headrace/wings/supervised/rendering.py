@@ -5,6 +5,7 @@
     text                plain text; loss on every token but the first
     input_ids           tokens, with labels (−100: no loss) if there are some
     prompt, chosen, rejected     a pair of answers to one prompt, as text, messages or tokens
+    prompt, completion, label    one answer, good (true) or bad (false)
 
 A template marks the assistant's turns with ``{% generation %}``. The turns of one that does not are found by exact
 prefixes: the conversation up to a turn, with the opening of an answer, must begin the whole conversation, in text and
@@ -142,6 +143,17 @@ class RowRenderer:
         ids = self._encode(text)
         start = self._place(ids, text, self._render(messages[:num_before], tools, answer=True), num_before)
         return ids[:start], self._without_tail(ids[start:])
+
+    def rated(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+        """Return the sample of an answer with a label, good or bad. Raises :class:`RowProblem` for another row."""
+        if not {"prompt", "completion", "label"} <= row.keys():
+            raise _columns(row, "prompt, completion and label")
+        label = _read(row["label"].lower() if isinstance(row["label"], str) else row["label"])
+        if label not in (True, False):
+            raise RowProblem("no_label", f"label is {row['label']!r}", remedy="give true for a good answer, or false")
+        asked, answer = self._answer({**row, "chosen": row["completion"]}, "chosen")
+        mask = [False] * len(asked) + [True] * len(answer)
+        return (_checked([*asked, *answer], mask, side=1 if label else -1, num_prompt=len(asked)),)
 
     # -- conversations ------------------------------------------------------------------------------------------------
 

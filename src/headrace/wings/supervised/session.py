@@ -275,7 +275,8 @@ class TuningRun:
         totals.losses.append(report.metrics["loss"])
         totals.trained_tokens += report.trained_tokens
         totals.tokens += num_tokens
-        held_out = totals.evals.get(report.step, {})  # measured before this step
+        measured = totals.evals.get(report.step, {})  # before this step
+        held_out = {f"eval/{name}": value for name, value in measured.items()}
         metrics = tuning_metrics(report.metrics) | {"epoch": epoch} | held_out
         metrics["trained_tok_s"] = report.trained_tokens / max(report.seconds, 1e-9)
         self._observers.spans(self._core.take_spans())
@@ -305,13 +306,13 @@ class TuningRun:
         metrics = self._measured(found)
         totals.evals[totals.steps_done] = metrics
         totals.phase = phase
-        words = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
+        words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._event(f"held-out rows at version {totals.steps_done}: {words}")
 
     def _measured(self, found: RowSet) -> dict[str, float]:
         batch, _ = batch_of(0, list(enumerate(found.rows)))
         metrics = tuning_metrics(self._core.evaluate(batch))
-        return {f"eval_{name}": value for name, value in metrics.items() if name != "tokens"}
+        return {name: value for name, value in metrics.items() if name != "tokens"}
 
     def _save(self) -> None:
         """Write a snapshot of the present step."""

@@ -85,7 +85,7 @@ def _show(summary: TuningSummary) -> None:
     rows = summary.ledger.groups
     figures = [("loss of the batches", f"{number(summary.loss_first)} → {number(summary.loss_last)}")]
     figures += [
-        (f"held-out {name.removeprefix('eval_')}", f"{number(summary.eval_first.get(name))} → {number(value)}")
+        (f"held-out {name}", f"{number(summary.eval_first.get(name))} → {number(value)}")
         for name, value in summary.eval_last.items()
     ]
     figures += [
