@@ -16,6 +16,7 @@ from headrace.base.config import parse_override, validate
 from headrace.run.cli.app import app
 from headrace.run.session import load_config
 from headrace.wings.serve.config import ServeConfig
+from headrace.wings.supervised.config import DpoConfig, SftConfig, TuningConfig, load_tuning
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.docs.test_toml_blocks import BASE, merged
 
@@ -25,6 +26,7 @@ ELSEWHERE = frozenset(
     {"source", "curl", "ray", "vllm", "run-api", "hf", "ssh", "cd", "docker", "kubectl", "openssl", "sbatch"}
 )
 """Programs of others; what they take is theirs to say."""
+TUNING: dict[str, type[TuningConfig]] = {"sft": SftConfig, "dpo": DpoConfig}
 PROGRAM: Any = typer.main.get_command(app)
 
 
@@ -105,6 +107,8 @@ def headrace(words: list[str], *, whole: bool = True) -> None:
     settings = list(values.get("overrides") or [])
     if names[0] == "serve":
         validate(ServeConfig, merged({"model": {"path": "m"}}, *map(parse_override, settings)))
+    elif names[0] in TUNING:
+        load_tuning(TUNING[names[0]], BASE, settings)
     elif names[0] in ("train", "demo", "eval", "plan", "compare"):
         load_config(BASE, settings, like=values.get("like") or "")
 

@@ -32,13 +32,14 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class RowSchedule:
     """The places of a run: which rows each step trains."""
 
     stream: RowStream
     num_places: int
     """The number of rows that the run trains, counting every visit."""
     rows_per_step: int
+    """The number of rows of every step but the last."""
 
     @property
     def num_steps(self) -> int:
@@ -69,7 +70,7 @@ class PreparedTuning:
     rows: RowSet
     eval_rows: RowSet | None
     """The held-out rows; ``None`` without any."""
-    schedule: Schedule
+    schedule: RowSchedule
 
     @property
     def samples_per_row(self) -> int:
@@ -199,13 +200,13 @@ def _limits(config: TuningConfig, path: str) -> RowLimits:
     return RowLimits(length=length, together=budget, why=why, vocab_size=vocab_size)
 
 
-def _schedule(config: TuningConfig, rows: RowSet) -> Schedule:
+def _schedule(config: TuningConfig, rows: RowSet) -> RowSchedule:
     run = config.run
     weights = [source.weight for source in rows.sources if source.weight is not None]
     stream = RowStream(
         [len(source.rows) for source in rows.sources], weights or None, seed=run.seed, shuffle=config.data.shuffle
     )
-    return Schedule(stream=stream, num_places=_num_places(config, rows), rows_per_step=run.rows_per_step)
+    return RowSchedule(stream=stream, num_places=_num_places(config, rows), rows_per_step=run.rows_per_step)
 
 
 def _num_places(config: TuningConfig, rows: RowSet) -> int:
@@ -252,5 +253,5 @@ def loss_name(prepared: PreparedTuning) -> str:
     return prepared.config.loss.kind if isinstance(prepared.config, DpoConfig) else "cross-entropy"
 
 
-def _rest(schedule: Schedule) -> bool:
+def _rest(schedule: RowSchedule) -> bool:
     return schedule.num_places % schedule.rows_per_step != 0

@@ -40,6 +40,7 @@ class SourceRows:
 
     name: str
     weight: float | None
+    """The share of the source; ``None``: every row once per epoch."""
     rows: list[tuple[RenderedSample, ...]]
     numbers: list[int]
     """The number of each row in the source, from 1."""
@@ -56,6 +57,7 @@ class RowLimits:
     why: str
     """The setting or fact that ``length`` comes from."""
     vocab_size: int
+    """The number of token ids that the model knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
