@@ -33,11 +33,11 @@ Log-ratios are clamped to ±20, so that every exponential is finite. The clamp h
 `kimi`, `dro`, `ipo`, k2): a token that is farther off is pulled no more.
 
 `algo.old = "engine"`: π_old is μ, so that r = π/μ and the loss's own clip accounts for older weights. Corrections that
-look at ρ, which is 1 then, are refused: they would count the same twice. It is the default of a run that trains tokens of
-older weights (`flow.max_age` above 0), unless it sets a correction.
-`algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's update. A run makes one
-update of a batch, so that r is 1 in value: clips, caps on r, and pulls by (log r)² do not act, and the correction weighs
-by ρ. In a notebook π_old is the column `log_old`.
+look at ρ, which is 1 then, are refused: they would count the same twice. It is the default of a run that trains tokens
+of older weights (`flow.max_age` above 0), unless it sets a correction. `algo.old = "learner"` (the default elsewhere):
+π_old is the learner's weights before this step's update. A run makes one update of a batch, so that r is 1 in value:
+clips, caps on r, and pulls by (log r)² do not act, and the correction weighs by ρ. In a notebook π_old is the column
+`log_old`.
 
 The objective is Σ weight · (correction · loss + penalty) over tokens; all normalisation lies in the weights, which are
 made from the masks of the whole batch.
