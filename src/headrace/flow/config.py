@@ -10,6 +10,7 @@ from headrace.base.config import Section
 from headrace.base.config.addresses import refuse_secret
 from headrace.base.errors import ConfigError
 from headrace.flow.filters import FiltersConfig, refuse_impossible
+from headrace.flow.pacing import JustInTime, PacingConfig
 from headrace.flow.pivots import PivotConfig
 from headrace.flow.policies import POLICIES, Bounded, PolicyConfig
 from headrace.flow.state import FlowLimits
@@ -31,6 +32,9 @@ class FlowConfig(Section):
     """The staleness policy: it decides when a group may start, which groups make the next batch, and what happens to
     groups that are too old. A name alone stands for its table: ``policy = "windowed"`` means ``[flow.policy] kind =
     "windowed"``."""
+    pacing: PacingConfig = JustInTime()
+    """When a group that the policy admits starts: ``just_in_time``, as late as the learner can bear, so that its tokens
+    are as new as they can be; ``eager``, at once. A name alone stands for its table."""
     max_age: NonNegativeInt | Literal["auto"] = 1
     """The staleness bound: no token is trained by a learner more than this many versions newer than the weights that
     sampled it. 0 makes the run synchronous. ``"auto"`` tunes the bound during the run (see ``age_tuning``). Unset: the
@@ -105,15 +109,16 @@ class FlowConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, tree: Any) -> Any:
-        """Turn the name of a policy into its table, and fill in the settings that the policy and the group size
+        """Turn the names of policy and pacing into their tables, and fill in the settings that policy and group size
         determine."""
         if not isinstance(tree, dict):
             return tree
         tree = dict(tree)
         if tree.get("group_size") == 1:
             tree = {"min_episodes": 1, **tree}
-        if isinstance(tree.get("policy"), str):
-            tree["policy"] = {"kind": tree["policy"]}
+        for key in ("policy", "pacing"):
+            if isinstance(tree.get(key), str):
+                tree[key] = {"kind": tree[key]}
         choice = POLICIES.of(tree.get("policy", Bounded()))
         return tree if choice is None else {**choice.fixes, **tree}
 

@@ -20,6 +20,7 @@ from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, ResumeState
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, ResumedGroup, Submit
 from headrace.flow.ledger.streams import RunningTurns
+from headrace.flow.pacing import AgeNeed, Eager
 from headrace.flow.state import FlowState, GroupEntry
 
 
@@ -64,6 +65,10 @@ class Flow:
         self.state = FlowState(limits=config.limits())
         self.changed = Signal()
         self._policy = config.policy
+        self._pacer = (config.pacing if config.policy.paced and not config.policy.recorded else Eager()).pacer()
+        self.planned_s: float | None = None
+        """When the next group may start that the pacing holds back, on the clock; ``None``: it holds none back."""
+        self._ready_s: dict[int, float] = {}
         self._writer = writer
         self._clock = clock
         self.running_turns = RunningTurns(writer, clock, most=config.record_tokens)
@@ -86,12 +91,29 @@ class Flow:
         if not self._policy.recorded:
             count = min(count, room)
         waiting = self.state.counts[GroupState.SUBMITTED]
+        count = max(self._paced(count), min(count, waiting))
         rows = self._pick_rows(count - waiting)
         numbers = self.state.next_submitted(max(0, min(count, waiting + len(rows))))
         if rows:
             self._writer.write(Submit(numbers=tuple(rows), rows=tuple(rows.values()), at_s=self._clock.wall()))
         self._move(numbers, GroupState.ADMITTED, versions=(self.state.version, self.state.version))
         return [self._admission(number, rows.get(number)) for number in numbers]
+
+    def _paced(self, count: int) -> int:
+        """Return how many of ``count`` groups may start now by the pacing, and plan when the next one may."""
+        state, size, now_s = self.state, self.state.limits.batch_size, self._clock.now()
+        self.planned_s = None
+        free_step, placed = state.free_step, state.num_open - state.num_waiting
+        paced = 0
+        while paced < count:
+            batch, place = divmod(placed + paced, size)
+            start_s = self._pacer.start_s(free_step + batch, version=state.version, now_s=now_s)
+            if start_s > now_s:
+                self.planned_s = start_s
+                break
+            self._pacer.admitted(free_step + batch, now_s)
+            paced += min(size - place, count - paced)
+        return paced
 
     def _pick_rows(self, count: int) -> dict[int, int]:
         """Return the rows of up to ``count`` new groups, by group number; fewer if no rows are left."""
@@ -135,12 +157,14 @@ class Flow:
         assert entry.oldest_version is not None
         versions = group.versions() or (entry.oldest_version, entry.oldest_version)
         self._buffer[group.number] = group
+        self._ready_s[group.number] = self._clock.now()
         self._move([group.number], GroupState.READY, versions=versions)
         self._drop_all(self._policy.leave(self.state))
 
     def drop(self, number: int, reason: str) -> None:
         """Drop a group without training it, which frees its slot."""
         ready = self._buffer.pop(number, None)
+        self._ready_s.pop(number, None)
         if ready is not None:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
         self._move([number], GroupState.DROPPED, reason=reason)
@@ -162,7 +186,18 @@ class Flow:
         self._move(selection.take, GroupState.TAKEN, step=step)
         self.state.next_step += 1
         groups = [self._buffer.pop(number) for number in selection.take]
+        now_s = self._clock.now()
+        self._pacer.taken(step, max(self._ready_s.pop(number, 0.0) for number in selection.take), now_s)
         return TakenBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
+
+    def ordered(self, step: int) -> None:
+        """Note that the batch of ``step`` is laid out and given to the learner, so that the time for it is known."""
+        self._pacer.ordered(step, self._clock.now())
+
+    @property
+    def age_need(self) -> AgeNeed | None:
+        """The age that the batch of the last trained step needed; ``None``: not known."""
+        return self._pacer.need
 
     def _drop_all(self, leave: Mapping[int, str]) -> None:
         for number, reason in leave.items():
@@ -187,11 +222,13 @@ class Flow:
         for number in numbers:
             self.state.move(number, GroupState.TRAINED)
         self._unreleased[report.step + 1] = numbers
+        self._pacer.trained(report.step, self._clock.now())
         self.changed.notify()
 
     def record_commit(self, version: int, checksum: str) -> None:
         """Record that the engines use ``version``, and free the slots of the groups of every step up to it."""
         self.state.version = version
+        self._pacer.committed(version, self._clock.now())
         made_by = [made for made in self._unreleased if made <= version]
         numbers = tuple(number for made in made_by for number in self._unreleased.pop(made))
         for number in numbers:

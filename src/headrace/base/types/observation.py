@@ -141,6 +141,14 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The number of tokens that carried loss."""
     wasted_tokens: dict[str, int] = {}
     """The number of tokens that were sampled and will never be trained, by reason."""
+    paced_tokens: int = 0
+    """The number of trained tokens of the steps for which it is known what age they needed."""
+    trained_ages: int = 0
+    """The sum of the ages at which these tokens were trained, in versions."""
+    needed_ages: float = 0.0
+    """The sum of the ages that these tokens needed so that the learner would not wait."""
+    less_s: float = 0.0
+    """The time that the learner would have waited if these tokens had been begun one version later than needed."""
 
     def __add__(self, later: Account) -> Account:
         """Return the account of both intervals together."""

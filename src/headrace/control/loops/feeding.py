@@ -123,6 +123,7 @@ class Feeder:
         self._refuse_too_old(taken)
         await self._sleep_engine()
         ordered_s = state.parts.clock.now()
+        state.flow.ordered(step)
         trained = orders.create_task(self._train(batch))
         if self._awaited:  # the learner trains already, and the step is returned only below
             state.board.working("learner", f"step {step}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 
@@ -82,10 +82,22 @@ class RolloutLoop:
                 self._start_admitted(episodes)
                 held, since_s = state.flow.state.num_held, state.parts.clock.now()
                 held_back = state.flow.state.free_capacity <= 0 and not state.parts.engine.stats().waiting
-                with state.board.waiting("rollout", f"a free slot ({held} groups hold one)", on="learner, sync"):
-                    await state.flow.changed.wait()
+                planned_s = state.flow.planned_s
+                what = f"a free slot ({held} groups hold one)"
+                if planned_s is not None:
+                    what = f"the planned start of the next group, in {planned_s - since_s:.1f} s or with new weights"
+                with state.board.waiting("rollout", what, on="learner, sync" if planned_s is None else "time, sync"):
+                    await self._next_chance(planned_s)
                 if held_back:
                     state.metrics.held_back(state.parts.clock.now() - since_s)
+
+    async def _next_chance(self, planned_s: float | None) -> None:
+        """Wait until the flow has changed, or until the pacing lets a group start."""
+        state = self._state
+        delay_s = None if planned_s is None else planned_s - state.parts.clock.now()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await state.flow.changed.wait()
 
     def _grew(self, part: TokenChunk) -> None:
         self._state.flow.running_turns.add(part)

@@ -236,6 +236,7 @@ class RunMetrics:
             metrics={
                 **report.metrics,
                 **age_metrics(done.ages),
+                **self._age_need(),
                 **self._limits(),
                 **since.sums,
                 **reward_part_means(stats),
@@ -261,6 +262,11 @@ class RunMetrics:
             dropped_tokens=dict(totals.dropped_tokens),
             wasted_tokens=self._wasted_tokens(),
         )
+
+    def _age_need(self) -> dict[str, float]:
+        """Return the age that the batch of the step needed; nothing where it is not known."""
+        need = self._flow.age_need
+        return {} if need is None else {"age_needed": float(need.age), "age_less_s": need.less_s}
 
     def _limits(self) -> dict[str, float]:
         """Return the present values of the limits that the run tunes by itself."""

@@ -31,6 +31,7 @@ def account_of(
     The wasted tokens are those of the last step, which counts them since the run was started. ``known`` is passed to
     :func:`~headrace.run.observe.trace.account`.
     """
+    paced = [step for step in steps if "age_needed" in step.metrics]
     return msgspec.structs.replace(
         account(spans, within, known),
         straggler_s=sum(step.straggler_s for step in steps),
@@ -38,6 +39,10 @@ def account_of(
         generated_tokens=steps[-1].generated_tokens if steps else 0,
         trained_tokens=sum(step.trained_tokens for step in steps),
         wasted_tokens=dict(steps[-1].wasted_tokens) if steps else {},
+        paced_tokens=sum(sum(step.ages.values()) for step in paced),
+        trained_ages=sum(age * tokens for step in paced for age, tokens in step.ages.items()),
+        needed_ages=sum((step.metrics["age_needed"] or 0.0) * sum(step.ages.values()) for step in paced),
+        less_s=sum(step.metrics["age_less_s"] or 0.0 for step in paced),
     )
 
 

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "engine": "generated tokens per second beside transformers and vLLM; first token; commit gaps",
     "fleet": "several engines: what routing costs, whom a slow one slows, what commits and deaths cost",
     "learner": "training steps beside a padded loop over transformers; memory of log π",
+    "learning": "held-out reward over tokens and seconds, over seeds, by age, pacing and clip",
     "ledger": "transitions and episodes recorded per second, and what they cost a run",
     "loop": "the demo over three seeds: accuracy, asynchronous beside synchronous time, ages",
     "plan": "how large a run the planner simulates in a minute, and how well it predicts runs of this machine",

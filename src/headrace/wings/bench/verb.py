@@ -24,9 +24,14 @@ def bench(
     quick: bool = typer.Option(
         False,
         "--quick",
-        help="agents, distill, engine, fleet, learner, ledger, plan, scoring, sync: only show that it runs.",
+        help="agents, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: only show that it runs.",
     ),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
+    seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),
+    ages: str = typer.Option("", metavar="N,N", help="learning: flow.max_age of the runs; 0,1,2,4,8 by default."),
+    tasks: str = typer.Option("", metavar="NAME,NAME", help="learning: demo, slow, long."),
+    parts: str = typer.Option("", metavar="NAME,NAME", help="learning: default, eager, idle clip, former."),
+    steps: int = typer.Option(0, min=0, help="learning: steps of a run; 0 for the task's own."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""
     starting(f"loading what the benchmark {name} needs")
@@ -34,7 +39,10 @@ def bench(
     from headrace.wings.bench.base import show
 
     progress = console(stderr=True)
-    given = {"threads": threads, "quick": quick, "vllm": vllm}
+    given = {
+        "threads": threads, "quick": quick, "vllm": vllm,
+        "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps,
+    }  # fmt: skip
     result = run_benchmark(
         name,
         tell=lambda line: progress.print(line, style="dim"),

@@ -91,6 +91,8 @@ class Simulation:
         self.scoring_s = self.sync_s = 0.0
         self._together_s = self._engine_busy_s = 0.0
         self._may_admit = self._may_take = True
+        self._planned_s: float | None = None
+        """When groups are looked at again that the pacing holds back; ``None``: at the next event that admits."""
         if world.flow.capacity == "auto":
             floor = world.flow.groups_per_step
             self._cap = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
@@ -152,12 +154,19 @@ class Simulation:
         groups: list[SimulatedGroup] = []
         while self.flow.starts_groups and (admissions := self.flow.admit()):
             groups += map(self._start, admissions)
+        planned_s = self.flow.planned_s
+        if planned_s is not None and (self._planned_s is None or planned_s < self._planned_s):
+            self._planned_s = planned_s
+            self.events.at(planned_s, self._planned_start)
         if self.world.episode_s and groups:  # the requests of one turn of the controller go in one message
             self.events.at(
                 self._handled_s(len(groups) * self.world.flow.group_size), self._request_first_answers, groups
             )
         else:
             self._request_first_answers(groups)
+
+    def _planned_start(self) -> None:
+        self._planned_s, self._may_admit = None, True
 
     # --- generation
 
@@ -355,7 +364,7 @@ class Simulation:
             log_pi_N=np.empty(0, np.float32),
         )  # fmt: skip
         self.flow.record_trained(batch.taken.groups, report, {age: round(tokens) for age, tokens in ages.items()})
-        self._may_take = True
+        self._may_admit = self._may_take = True  # the learner is free earlier or later than was expected
 
     def _committed(self, version: int) -> None:
         self.flow.record_commit(version, "")

@@ -1,0 +1,239 @@
+"""Learning curves over seeds: held-out reward over trained tokens and over seconds, by staleness and by its settings.
+
+    task × variant × seed ──▶ one run with evaluations on the way ──▶ curve ──▶ area, seconds and tokens to the goal
+
+Evaluations take the engine's time in every variant alike, so seconds are comparable between the variants of one report
+and not with runs that do not evaluate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from itertools import pairwise
+from pathlib import Path
+
+from headrace.base.errors import ConfigError, nearest
+from headrace.run.observe import load_run
+from headrace.run.session import load_config, train
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.recipes.demo import build_demo
+
+FIRST = 12
+"""First steps that count for no mean age: without history every group starts at once."""
+MARK = 0.9
+"""The held-out reward that is raced for, as a share of the way from the first evaluation to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningTask:
+    """A task whose held-out reward climbs within minutes on a processor."""
+
+    build: Callable[[Path, int], Path]
+    """Makes it in a directory, for a seed, and returns its run file."""
+    settings: Sequence[str] = ()
+    """Overrides of the run file."""
+    steps: int
+    every: int
+    """Number of steps between two evaluations."""
+
+
+def _demo(directory: Path, seed: int) -> Path:
+    return build_demo(directory, seed=seed).run_file
+
+
+def _long(directory: Path, seed: int) -> Path:
+    """Make a model without training, whose answers have geometric lengths, and rows whose reward is the share of
+    characters with odd codes."""
+    import json
+
+    import numpy as np
+
+    from headrace.models.tiny import TinySpec, make_tiny
+
+    directory.mkdir(parents=True)
+    letters = "".join(chr(code) for code in range(0x20, 0x5F))
+    spec = TinySpec(
+        vocab=letters, seed=seed, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=384,
+        max_positions=256, even_ends=True, extra={"tie_word_embeddings": True},
+    )  # fmt: skip
+    make_tiny(directory / "model", spec)
+    rng = np.random.default_rng(seed)
+    for name, count in (("train.jsonl", 2048), ("held_out.jsonl", 64)):
+        rows = [{"prompt": "".join(rng.choice(list(letters), 8)), "answer": 0} for _ in range(count)]
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
+        (directory / "run.toml").write_text(LONG.format(reward=f"{user_code}:odd"), encoding="utf-8")
+    return directory / "run.toml"
+
+
+LONG = """
+[model]
+path = "model"
+[data]
+path = "train.jsonl"
+eval_path = "held_out.jsonl"
+[env]
+reward = "{reward}"
+[engine]
+max_new_tokens = 128
+max_sequences = 128
+[flow]
+groups_per_step = 8
+group_size = 8
+[learner]
+lr = 3e-4
+betas = [0.9, 0.99]
+"""
+
+TASKS: Mapping[str, LearningTask] = {
+    "demo": LearningTask(build=_demo, steps=150, every=10),
+    "slow": LearningTask(
+        build=_demo, settings=("flow.groups_per_step=16", "env.reward={code}:slow_sum"), steps=60, every=10
+    ),
+    "long": LearningTask(build=_long, steps=60, every=5),
+}
+"""The tasks: the demo, the demo with rewards that take 300 ms, and answers of geometric lengths."""
+PARTS: Mapping[str, Sequence[str]] = {
+    "default": (),
+    "eager": ("flow.pacing=eager",),
+    "idle clip": ("algo.old=learner",),
+    "former": ("flow.pacing=eager", "algo.old=learner"),
+}
+"""The variants of an asynchronous run: as it is, and without just-in-time pacing, the clip against μ, or both (as
+the defaults were before)."""
+
+
+def measure(
+    tell: Callable[[str], None],
+    *,
+    quick: bool = False,
+    seeds: str = "0,1,2,3,4",
+    ages: str = "0,1,2,4,8",
+    tasks: str = "demo,slow,long",
+    parts: str = "default,eager",
+    steps: int = 0,
+) -> Report:
+    """Measure the curve of every task, age and part over ``seeds``. ``steps`` shortens every run; ``quick`` makes one
+    of five steps."""
+    if quick:
+        seeds, ages, tasks, parts, steps = "0", "1", "demo", "default", 5
+    chosen, variants = _listed("tasks", tasks, TASKS), _listed("parts", parts, PARTS)
+    rows: list[Row] = []
+    for task in chosen:
+        for seed in _numbers("seeds", seeds):
+            with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+                run_file = TASKS[task].build(Path(scratch) / "task", seed)
+                runs = [(age, part) for age in _numbers("ages", ages) for part in variants if age or part == "default"]
+                for age, part in runs[:: 1 if seed % 2 else -1]:  # neither is always the first
+                    tell(f"{task}, seed {seed}, max_age {age}, {part}")
+                    into = Path(scratch) / f"{age}-{part.replace(' ', '-')}"
+                    found = _measured(TASKS[task], run_file, into, seed, age, part, steps)
+                    rows.append({"task": task, "seed": seed, "max_age": age, "part": part, **found})
+    return report(rows, _targets(rows))
+
+
+def _listed(option: str, text: str, known: Mapping[str, object]) -> list[str]:
+    """Return the names in ``text``, which are separated by commas."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--{option}: there is no {name!r}", remedy=nearest(name, known))
+    return names
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--{option}={text!r} is no list of numbers", remedy=f"--{option} 0,1,2") from None
+
+
+def _measured(task: LearningTask, run_file: Path, run_dir: Path, seed: int, age: int, part: str, steps: int) -> Row:
+    """Return the figures of one run."""
+    num_steps = steps or task.steps
+    with as_file(files("headrace.wings.bench") / "user_code.py") as code:
+        settings = [
+            *(text.format(code=code) for text in task.settings),
+            *(f"flow.max_age={age}", *(PARTS[part] if age else ())),
+            *(f"run.seed={seed}", f"run.steps={num_steps}", f"run.eval_every={task.every}", f"run.dir={run_dir}"),
+            *(f"run.checkpoint_every={num_steps}", "observe.view=none", "observe.report=false"),
+        ]
+        summary = train(load_config(run_file, settings))
+    run = load_run(run_dir)
+    late = run.steps[min(FIRST, len(run.steps) // 2) :]
+    tokens = sum(sum(step.ages.values()) for step in late)
+    first_s = late[0].clock_s - late[0].seconds - late[0].wait_s
+    needed = [step.metrics["age_needed"] for step in late if step.metrics.get("age_needed") is not None]
+    curve = [(0, 0.0, summary.eval_before or 0.0), *_points(run.steps, run.loop[0])]
+    curve.append((summary.tokens_trained, run.steps[-1].clock_s - run.loop[0], summary.eval_after or 0.0))
+    goal = curve[0][2] + MARK * (1 - curve[0][2])
+    reached = next((point for point in curve if point[2] >= goal), None)
+    return {
+        "mean_age": sum(old * count for step in late for old, count in step.ages.items()) / max(1, tokens),
+        "age_needed": statistics.fmean(needed) if needed else None,
+        "tok_s": tokens / max(1e-9, late[-1].clock_s - first_s),
+        "learner_waits": sum(step.wait_s for step in late) / max(1e-9, late[-1].clock_s - first_s),
+        "engine_idle": summary.engine_idle_frac,
+        "area": _area(curve),
+        "end": curve[-1][2],
+        "lowest_late": min(reward for _, _, reward in curve[len(curve) // 2 :]),
+        "goal_tokens": reached and reached[0],
+        "goal_s": reached and reached[1],
+        "curve": curve,
+    }
+
+
+def _points(steps: Sequence[object], begin_s: float) -> list[tuple[int, float, float]]:
+    """Return trained tokens, seconds and held-out reward of the versions that were evaluated on the way."""
+    from headrace.base.types.observation import StepRecord
+
+    done: dict[int, tuple[int, float]] = {}
+    points, total = [], 0
+    for step in steps:
+        assert isinstance(step, StepRecord)
+        total += step.trained_tokens
+        done[step.version] = (total, step.clock_s - begin_s)
+        if step.eval_version in done and step.eval_accuracy is not None:
+            points.append((*done[step.eval_version], step.eval_accuracy))
+    return points
+
+
+def _area(curve: Sequence[tuple[int, float, float]]) -> float:
+    """Return the mean held-out reward over the trained tokens.
+
+    >>> _area([(0, 0.0, 0.0), (10, 1.0, 1.0), (20, 2.0, 1.0)])
+    0.75
+    """
+    width = curve[-1][0] - curve[0][0]
+    parts = [(later[0] - before[0]) * (later[2] + before[2]) / 2 for before, later in pairwise(curve)]
+    return sum(parts) / width if width else curve[0][2]
+
+
+def _targets(rows: Sequence[Row]) -> list[Target]:
+    """Return what is aimed at: ages halved at no cost where the engine is idle, and no loss over tokens."""
+    found: list[Target] = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        of_task = [row for row in rows if row["task"] == task]
+        by = {(row["seed"], row["max_age"], row["part"]): row for row in of_task}
+        paired = [(row, by.get((*key[:2], "eager"))) for key, row in by.items() if key[1:] == (2, "default")]
+        pairs = [(late, eager) for late, eager in paired if eager is not None]
+        if pairs:
+            ages = [late["mean_age"] / eager["mean_age"] for late, eager in pairs if eager["mean_age"]]
+            speeds = [late["tok_s"] / eager["tok_s"] for late, eager in pairs]
+            found.append(at_most(f"{task}: mean age, just in time / eager", statistics.median(ages), 0.5, "ratio"))
+            found.append(at_least(f"{task}: tokens/s, just in time / eager", statistics.median(speeds), 0.98, "ratio"))
+        areas = [
+            row["area"] / by[row["seed"], 0, "default"]["area"]
+            for key, row in by.items()
+            if key[1:] == (2, "default") and (row["seed"], 0, "default") in by
+        ]
+        if areas:
+            found.append(
+                at_least(f"{task}: area over tokens, age 2 / 0, median", statistics.median(areas), 0.98, "ratio")
+            )
+            found.append(at_least(f"{task}: area over tokens, age 2 / 0, worst seed", min(areas), 0.95, "ratio"))
+    return found
