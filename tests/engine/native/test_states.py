@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.harness import Weights, joined, logprobs, make_engine, ready_engine, request, run
 
 from headrace.base.errors import ConfigError
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens
@@ -17,7 +16,8 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.native.states import Snapshots
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
-from tests.engine import harness
+from tests.engine.native import harness
+from tests.engine.native.harness import Weights, joined, logprobs, make_engine, ready_engine, request, run
 from tests.models.kinds import HYBRIDS, plain, tiny
 
 Dir = Callable[[str], Path]
