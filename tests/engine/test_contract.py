@@ -9,16 +9,32 @@ from typing import Literal
 import pytest
 
 from headrace.engine.config import ENGINES
-from headrace.testing.engine_contract import SUITES, run_clause
+from headrace.testing.engine_contract import CLAUSES, SUITES, Suite, run_clause
 from headrace.testing.engine_rig import native_rig, served_rig
 from headrace.testing.servers import fake_server
 from headrace.wings.servers.client.config import ServerConfig
 
+SUITES_HERE = {
+    **SUITES,
+    "hybrid": Suite(
+        kind="qwen3_5_text",
+        extra={
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "initializer_range": 0.1,  # beyond, float32 itself is not exact to the contract's 1e-4
+        },
+        clauses=CLAUSES,
+        has=lambda can: can.embedded,
+    ),
+}
 CASES = [
     *(
         (kind, name, "files")
         for kind in ENGINES.own_names()
-        for name, suite in SUITES.items()
+        for name, suite in SUITES_HERE.items()
         if suite.has(ENGINES.load(kind).capabilities)
     ),
     *(("vllm", name, "gloo") for name in SUITES),
@@ -29,7 +45,7 @@ CASES = [
 def test_engine_keeps_what_it_promises_and_refuses_the_rest(
     kind: str, name: str, weights_by: Literal["files", "gloo"], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    wanted, scratch = SUITES[name].requirements(tmp_path / "m", ENGINES.load(kind).capabilities), tmp_path / "s"
+    wanted, scratch = SUITES_HERE[name].requirements(tmp_path / "m", ENGINES.load(kind).capabilities), tmp_path / "s"
     scratch.mkdir()
     with ExitStack() as opened:
         if kind == "native":
@@ -38,6 +54,6 @@ def test_engine_keeps_what_it_promises_and_refuses_the_rest(
             url, _ = opened.enter_context(fake_server(kind, wanted))
             server = ServerConfig(urls=(url,), any_version=True, weights_by=weights_by)
             rig = opened.enter_context(served_rig(kind, server, wanted, scratch))
-        for clause in SUITES[name].clauses:  # in that order: the first of them brings the first weights
+        for clause in SUITES_HERE[name].clauses:  # in that order: the first of them brings the first weights
             with subtests.test(clause.name):
                 run_clause(clause, rig)

@@ -24,9 +24,10 @@ RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 21},
     "tiny window": {"window": 1},
+    "chunk": {"chunk": 19},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
-    "all": {"window": 40, "softcap": 2.0, "sinks": True},
+    "all": {"window": 40, "chunk": 50, "softcap": 2.0, "sinks": True},
 }
 SHAPES = {
     "multi-head": (3, LayerShape(heads=3, key_size=16, value_size=16)),
@@ -68,9 +69,8 @@ def tensors(
 
 def rule_of(settings: dict[str, Any], num_heads: int) -> Rule:
     sinks = torch.linspace(-1, 1, num_heads) if settings.get("sinks") else None
-    return Rule(
-        layer=0, scale=0.3, window=settings.get("window"), softcap=settings.get("softcap"), sinks_H=sinks
-    )  # fmt: skip
+    numbers = {name: settings.get(name) for name in ("window", "chunk", "softcap")}
+    return Rule(layer=0, scale=0.3, sinks_H=sinks, **numbers)
 
 
 def defined(geometry: Geometry, query_NHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
@@ -79,6 +79,7 @@ def defined(geometry: Geometry, query_NHE: Tensor, layer: tuple[Tensor, Tensor],
     rows_N = np.repeat(np.arange(len(geometry.counts_R)), geometry.counts_R)
     for query_HE, row, position in zip(query_NHE.double(), rows_N, geometry.positions_N(), strict=True):
         first = 0 if rule.window is None else max(0, position - rule.window + 1)
+        first = first if rule.chunk is None else max(first, position // rule.chunk * rule.chunk)
         places = np.arange(first, position + 1)
         blocks = torch.from_numpy(geometry.tables_RB[row, places // BLOCK].astype(np.int64))
         key_CKE, value_CKE = (pool[blocks, :, places % BLOCK].double() for pool in layer)

@@ -13,8 +13,11 @@ from transformers import AutoConfig
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
-from headrace.models.recurrent import recurrent_layers, state_shapes
+from headrace.models.kernels.ops import Kernels, kernels
+from headrace.models.recurrent import Recurrence, recurrent_layers, state_shapes
+from headrace.models.recurrent.convolution import Convolution
 from headrace.models.recurrent.delta_rule import DeltaRule
+from headrace.models.recurrent.state_space import StateSpace
 from tests.models.kinds import HYBRIDS, VOCAB, plain, tiny
 
 Dir = Callable[[str], Path]
@@ -74,6 +77,38 @@ def test_sequences_that_share_the_tokens_of_a_prefix_compute_what_they_compute_a
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
     for got, wanted in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5 * max(1.0, float(wanted.abs().max())))
+
+
+def _odd(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def recurrences() -> dict[str, tuple[Recurrence, tuple[Tensor, ...]]]:
+    """Each recurrence with inputs of 5 rows, in sizes that fill no vector."""
+    delta_inputs = _odd(5, 2, 7), _odd(5, 2, 7) + 1, _odd(5, 6, 11), -_odd(5, 6).abs(), _odd(5, 6).sigmoid()
+    scan_inputs = _odd(5, 6, 3), _odd(5, 6).abs(), _odd(5, 2, 19), _odd(5, 2, 19) + 1
+    return {
+        "convolution": (Convolution(_odd(13, 4), _odd(13), "silu"), (_odd(5, 26)[:, ::2].T.contiguous().T,)),
+        "convolution of two": (Convolution(_odd(13, 2), None, None), (_odd(5, 13),)),
+        "delta rule": (DeltaRule(lambda: None, 64, normed=True), delta_inputs),
+        "delta rule as it is": (DeltaRule(lambda: None, 64, normed=False), delta_inputs),
+        "state space": (StateSpace(lambda: None, 64, rate_H=-_odd(6).exp(), skip_H=_odd(6)), scan_inputs),
+        "state space alone": (StateSpace(lambda: None, 64, rate_H=-_odd(6).exp(), skip_H=None), scan_inputs),
+    }
+
+
+@pytest.mark.parametrize("name", recurrences())
+def test_compiled_kernels_update_the_states_that_torch_updates(name: str) -> None:
+    ops = kernels()
+    if not isinstance(ops, Kernels):
+        pytest.skip(str(ops))
+    recurrence, inputs_R = recurrences()[name]
+    slots_R, pool = torch.tensor([3, 0, 6, 2, 5]), _odd(8, *recurrence.shape(inputs_R).sizes)
+    theirs, ours = pool.clone(), pool.clone()
+    wanted, found = recurrence.decode(inputs_R, theirs, slots_R), recurrence.decode(inputs_R, ours, slots_R, ops)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours[[1, 4, 7]], pool[[1, 4, 7]])
 
 
 def test_state_that_leaks_over_a_border_is_refused_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

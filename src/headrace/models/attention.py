@@ -8,6 +8,8 @@ Shape legend: N tokens of the pass, T tokens of all sequences (N, unless some sh
 one bucket, L padded length of a bucket, H query heads, K key-value heads, D head size, V vocabulary.
 """
 
+# gate: getattr - attention modules of transformers differ from family to family
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -50,6 +52,9 @@ class Rule:
     window: int | None = None
     """The number of tokens that a token attends to, itself included: the last ``window`` ones; ``None`` for all
     before it."""
+    chunk: int | None = None
+    """The number of tokens of a chunk, counted from position 0: a token attends to its own chunk only; ``None`` for
+    no chunks."""
     softcap: float | None = None
     """The soft cap: scores are limited to ±softcap by tanh; ``None`` for no cap."""
     sinks_H: Tensor | None = None
@@ -59,6 +64,19 @@ class Rule:
     def plain(self) -> bool:
         """Return whether fused attention kernels can compute it: there is neither a soft cap nor sinks."""
         return self.softcap is None and self.sinks_H is None
+
+    def sees(self, from_Q: Tensor, to_K: Tensor) -> Tensor:
+        """Return which of the positions ``to_K`` are seen from each of ``from_Q``: ``[Q, K]``."""
+        seen_QK = to_K <= from_Q[:, None]
+        if self.window is not None:
+            seen_QK &= to_K > from_Q[:, None] - self.window
+        if self.chunk is not None:
+            seen_QK &= to_K >= from_Q[:, None] // self.chunk * self.chunk
+        return seen_QK
+
+    def limits(self, length: int) -> bool:
+        """Return whether a token of a sequence of this length may see less than all tokens before it."""
+        return any(limit is not None and limit < length for limit in (self.window, self.chunk))
 
 
 class Plan(Protocol):
@@ -107,15 +125,39 @@ def attention(
             f"{type(module).__name__} wants attention with {', '.join(unknown) or 'a mask that is not causal'}",
             remedy="use a decoder whose attention is causal, optionally with a sliding window, soft cap or sinks",
         )
+    query = _retuned(module, query, plan.positions_N)
     scale = kwargs.get("scaling")
     rule = Rule(
         layer=module.layer_idx,  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         window=kwargs.get("sliding_window"),
+        chunk=_chunk_of(module),
         softcap=kwargs.get("softcap"),
         sinks_H=kwargs.get("s_aux"),
     )
     return plan.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)[None], None
+
+
+def _chunk_of(module: nn.Module) -> int | None:
+    """Return the size of the chunks of a layer, which transformers puts into a mask; ``None`` if there are none."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or not isinstance(layer, int) or kinds[layer] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)  # type: ignore[union-attr]
+
+
+def _retuned(module: nn.Module, query: Tensor, positions_N: Tensor) -> Tensor:
+    """Return queries with the temperature of their positions, in Llama 4's layers without rotary embeddings, which
+    take a token's place in the pass for its position (Nakanishi 2025, "Scalable-Softmax")."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def tuned(at_N: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((at_N.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    places_N = torch.arange(len(positions_N), device=positions_N.device)
+    return query * (tuned(positions_N) / tuned(places_N))[:, None].to(query.dtype)
 
 
 AttentionInterface.register(NAME, attention)  # no mask function: transformers then builds no mask at all
@@ -179,7 +221,7 @@ class PackedPlan:
             self._buckets.append(_Bucket(num_rows=len(members), length=length, gather_BL=flat, lengths_B=counts_B))
         whole = len(self._buckets) == 1 and self._buckets[0].gather_BL is None
         self._place_N = None if whole else torch.from_numpy(place_N).to(device)
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         return self._join([self._attend(bucket, (query_NHD, key_NKD, value_NKD), rule) for bucket in self._buckets])
@@ -195,8 +237,8 @@ class PackedPlan:
 
     def _attend(self, bucket: _Bucket, tensors: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
         query, key, value = (_rows(tensor, bucket) for tensor in tensors)
-        windowed = rule.window is not None and rule.window < bucket.length
-        mask = self._mask(bucket.length, rule, query.device) if windowed or not rule.plain else None
+        masked = rule.limits(bucket.length) or not rule.plain
+        mask = self._mask(bucket.length, rule, query.device) if masked else None
         out_BHLD = attend_masked(query, key, value, mask, rule)
         return out_BHLD.transpose(1, 2).flatten(0, 1)
 
@@ -208,11 +250,11 @@ class PackedPlan:
         return recurrence.chunk(inputs_BL, bucket.lengths_B, None)[0].flatten(0, 1)
 
     def _mask(self, length: int, rule: Rule, device: torch.device) -> Tensor:
-        window = rule.window or length
-        if (length, window) not in self._masks:
-            see = torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
-            self._masks[length, window] = see
-        return self._masks[length, window]
+        key = length, rule.window, rule.chunk
+        if key not in self._masks:
+            places = torch.arange(length, device=device)
+            self._masks[key] = rule.sees(places, places)
+        return self._masks[key]
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:

@@ -29,7 +29,14 @@ if TYPE_CHECKING:
 CACHE_LINE = 64
 """The size of a cache line in bytes."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"})
+LAYER_TYPES = frozenset(
+    {
+        *("full_attention", "sliding_attention", "chunked_attention"),
+        *("linear_attention", "conv", "hybrid"),
+        *("mlp", "moe"),
+    }
+)
+"""The types of layers that are supported: those that attend, those that keep a state, and those that do neither."""
 _REMEDY = (
     "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors; or its name on "
     "a hub: OWNER/NAME"

@@ -48,7 +48,7 @@ from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.engine.native.states import make_states
+from headrace.engine.native.states import make_states, state_kernels
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.engine.native.waiting import Deadlines
@@ -102,7 +102,7 @@ class NativeEngine:
         kernels, shapes = _kernels(model, config), cache_shapes(model)
         self._weights = PackedWeightReceiver(receiver, model)
         attention, self._maker = choose(model.dtype, self._device)
-        refuse_unequal(model, shapes, self._maker, max_context)
+        refuse_unequal(model, shapes, self._maker, max_context, state_kernels(model, config))
         self._states = make_states(model, config)
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
         snapshots = None if self._states is None else self._states.snapshots
@@ -146,7 +146,11 @@ class NativeEngine:
             "routing_bytes": self._routes.num_bytes,
             "pinned_bytes": self._pins.num_bytes,
             "packed_bytes": self._weights.num_bytes,
-            **({} if self._states is None else {"recurrence": "torch", "state_bytes": self._states.num_bytes}),
+            **(
+                {}
+                if self._states is None
+                else {"recurrence": self._states.computed_by, "state_bytes": self._states.num_bytes}
+            ),
         }
 
     def add(self, request: GenerateRequest) -> None:

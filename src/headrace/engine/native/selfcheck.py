@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, attend_masked, forward
 from headrace.models.gap import largest_gap
+from headrace.models.kernels.ops import Kernels
 from headrace.models.mixtures import is_mixture
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
 from headrace.models.recurrent import StatePass, StatePool, state_shapes
@@ -37,10 +38,14 @@ _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 def refuse_unequal(
-    model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker, max_context: int
+    model: PreTrainedModel,
+    shapes: tuple[LayerShape, ...],
+    maker: AttentionMaker,
+    max_context: int,
+    ops: Kernels | None = None,
 ) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` unless passes over a paged cache compute what transformers
-    computes."""
+    computes. ``ops`` are the kernels that update the states of recurrent layers."""
     counts = np.array(_COUNTS, np.int64)
     lengths_R = np.minimum(counts.sum(0), max_context)
     sequences = [
@@ -48,7 +53,7 @@ def refuse_unequal(
         for row, length in enumerate(lengths_R.tolist())
     ]
     with torch.no_grad():
-        computed = _paged(model, sequences, shapes, maker)
+        computed = _paged(model, sequences, shapes, maker, ops)
         expected = _reference(model, sequences)
     gaps = [_expected_gap(*pair) for pair in zip(computed, expected, strict=True)]
     gap_N = torch.cat(gaps)
@@ -86,15 +91,16 @@ def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker
     tokens would take too long."""
     probe = _ProbeRequest(model.device)
     forward(model, torch.zeros(1, dtype=torch.long, device=model.device), probe)
-    windows = {(rule.window, shapes[layer]): (rule, heads) for layer, (rule, heads) in probe.rules.items()}
-    for (window, shape), (rule, heads) in windows.items():
-        if window is None:
+    limited = {(rule.window, rule.chunk, shapes[layer]): (rule, heads) for layer, (rule, heads) in probe.rules.items()}
+    for (window, chunk, shape), (rule, heads) in limited.items():
+        if window is None and chunk is None:
             continue
         difference = _windowed(model, shape, maker, rule, heads)
         if not difference <= _CLOSE[model.dtype]:
             raise ModelError(
-                f"the attention of this {type(model).__name__} over blocks does not keep to the sliding window of "
-                f"layer {rule.layer}, of {window} tokens: beyond it, it is {difference:.2g} off (relative)",
+                f"the attention of this {type(model).__name__} over blocks does not keep to the "
+                f"{'chunks' if window is None else 'sliding window'} of layer {rule.layer}, of {window or chunk} "
+                f"tokens: beyond it, it is {difference:.2g} off (relative)",
                 remedy="set another model.dtype or engine.device, and report the model's config.json",
             )
 
@@ -102,8 +108,7 @@ def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker
 def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, rule: Rule, heads: int) -> float:
     """Return the relative difference between attention over blocks and over all keys, for the last tokens of a
     sequence."""
-    assert rule.window is not None
-    length = rule.window + BLOCK + _BEYOND
+    length = max(rule.window or 0, rule.chunk or 0) + BLOCK + _BEYOND
     draw = torch.Generator().manual_seed(0)
     key_TKE, value_TKE, query_QHE = (
         torch.randn(count, many, size, generator=draw).to(model.device, model.dtype)
@@ -126,9 +131,8 @@ def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, 
     )
     last = slice(length - _BEYOND, length)
     computed = maker(geometry, model.device).attend((query_QHE, key_TKE[last], value_TKE[last]), cache.layers[0], rule)
-    at_Q1 = torch.arange(length, device=model.device)[last, None]
-    to_T = torch.arange(length, device=model.device)
-    sees_QT = (to_T <= at_Q1) & (to_T > at_Q1 - rule.window)
+    places_T = torch.arange(length, device=model.device)
+    sees_QT = rule.sees(places_T[last], places_T)
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_QHE, key_TKE, value_TKE))
     expected = attend_masked(query, key, value, sees_QT, rule)[0].transpose(0, 1)
     return float((computed.float() - expected.float()).abs().max() / expected.float().abs().max())
@@ -141,14 +145,18 @@ def _expected_gap(computed_TV: Tensor, expected_TV: Tensor) -> Tensor:
 
 
 def _paged(
-    model: PreTrainedModel, sequences: list[Tensor], shapes: tuple[LayerShape, ...], maker: AttentionMaker
+    model: PreTrainedModel,
+    sequences: list[Tensor],
+    shapes: tuple[LayerShape, ...],
+    maker: AttentionMaker,
+    ops: Kernels | None,
 ) -> list[Tensor]:
     """Return the logits ``[T, V]`` of each sequence, computed by passes like those of an engine."""
     num_blocks = -(-max(len(ids_T) for ids_T in sequences) // BLOCK)
     cache = PagedCache(shapes, num_blocks * len(sequences), dtype=model.dtype, device=model.device)
     tables_RB = np.arange(len(sequences) * num_blocks, dtype=np.int32).reshape(len(sequences), num_blocks)
     slots_R, states = np.arange(len(sequences)), state_shapes(model)
-    pool = StatePool(states, len(sequences), model.device) if states else None
+    pool = StatePool(states, len(sequences), model.device, ops) if states else None
     starts_R, computed = np.zeros(len(sequences), np.int64), [list[Tensor]() for _ in sequences]
     for wanted_R in np.array(_COUNTS, np.int64):
         left_R = np.array([len(ids_T) for ids_T in sequences]) - starts_R

@@ -25,6 +25,8 @@ from headrace.base.types.columns import IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.rows import Index
+from headrace.models.kernels.fuse import fits
+from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 
@@ -96,6 +98,11 @@ class SequenceStates:
         self.snapshots = Snapshots(list(range(num_rows + 1, pool.num_slots)))
 
     @property
+    def computed_by(self) -> str:
+        """What computes the recurrences."""
+        return "torch" if self._pool.ops is None else "compiled kernels where sequences decode, torch for prompts"
+
+    @property
     def num_bytes(self) -> int:
         """The memory of all slots."""
         return self._pool.num_bytes
@@ -154,4 +161,11 @@ def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates 
             f"{num_slots * slot_bytes} bytes for the states of recurrent layers on {model.device}, and {free} are free",
             remedy="lower engine.state_snapshots or engine.max_sequences",
         )
-    return SequenceStates(StatePool(shapes, num_slots, model.device), config.max_sequences)
+    pool = StatePool(shapes, num_slots, model.device, state_kernels(model, config))
+    return SequenceStates(pool, config.max_sequences)
+
+
+def state_kernels(model: PreTrainedModel, config: EngineConfig) -> Kernels | None:
+    """Return the compiled kernels, if they can update the states of a model's sequences; else ``None``."""
+    loaded = kernels() if config.kernels == "auto" and fits(model) else None
+    return loaded if isinstance(loaded, Kernels) else None

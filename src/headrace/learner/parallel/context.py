@@ -119,14 +119,13 @@ class ContextPlan:
     @staticmethod
     def _attend(query: Tensor, key: Tensor, value: Tensor, run: _Run, rule: Rule) -> Tensor:
         end = run.first + run.length
-        begin = max(0, run.first + 1 - (rule.window or end))
+        begin = max(0, run.first + 1 - (rule.window or end), run.first // rule.chunk * rule.chunk if rule.chunk else 0)
         seen = slice(run.start + begin, run.start + end)
         query, key, value = query[:, :, run.rows], key[:, :, seen], value[:, :, seen]
         mask: Any = None
         if _masked(run, rule):
-            rows = torch.arange(run.first, end, device=query.device)[:, None]
-            columns = torch.arange(begin, end, device=query.device)[None]
-            mask = (columns <= rows) & (columns > rows - (rule.window or end))
+            rows = torch.arange(run.first, end, device=query.device)
+            mask = rule.sees(rows, torch.arange(begin, end, device=query.device))
         elif run.first:
             mask = causal_lower_right(run.length, end)
         return attend_masked(query, key, value, mask, rule)[0].transpose(0, 1)
@@ -134,7 +133,7 @@ class ContextPlan:
 
 def _masked(run: _Run, rule: Rule) -> bool:
     """Return whether the run needs an explicit mask."""
-    return not rule.plain or (rule.window is not None and rule.window < run.first + run.length)
+    return not rule.plain or rule.limits(run.first + run.length)
 
 
 def _blocks(run: _Run, rule: Rule) -> list[_Run]:

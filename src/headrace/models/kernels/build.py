@@ -35,7 +35,9 @@ NATIVE = ("-march=native",)
 
 _HERE = Path(__file__).parent
 _MAIN = "kernels.cpp"
-_SOURCES = {name: (_HERE / name).read_bytes() for name in (_MAIN, "linear.h", "paged.h", "team.h", "vec.h")}
+_SOURCES = {
+    name: (_HERE / name).read_bytes() for name in (_MAIN, "linear.h", "paged.h", "recurrent.h", "team.h", "vec.h")
+}
 """The sources. They are read when this module is imported, together with the Python functions that call them: files
 that are replaced later might not fit."""
 _FLAGS = ("-std=gnu++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-w", "-shared", "-Wl,-z,defs")

@@ -1,6 +1,7 @@
 // What Python calls (headrace.models.kernels.ops).
 #include "linear.h"
 #include "paged.h"
+#include "recurrent.h"
 
 enum { GAP = 16 };  // numbers between the inner rows of an MLP: a page apart, they would share a few lines of the cache
 static const double ALONE = 2e5;  // multiplications that are done before a second thread has come
@@ -70,6 +71,30 @@ void hr_paged(const Pass* pass, const Layer* layer, const Tensor3* qkv, float* o
   together(threads, [&](Member& me) {
     me.each(tiles.size(), [&](long i) { write(*pass, *layer, tiles[i], qkv[1], qkv[2]); });
     attention(me, threads, {*pass, *layer, tiles}, qkv[0], out);
+  });
+}
+
+void hr_convolve(const Slots* slots, const float* x, long ldx, const float* weight, const float* bias, long C, long W,
+                 int silu, float* out, int threads) {
+  together(slots->R * C * W < 65536 ? 1 : threads, [&](Member& me) {
+    me.each(slots->R, [&](long r) { convolve(*slots, x, ldx, weight, bias, C, W, silu, out, r); });
+  });
+}
+
+void hr_delta(const Slots* slots, const Heads* qkv, const float* decay, const float* rate, int normed, float* out,
+              int threads) {
+  const long H = qkv[2].heads, V = qkv[2].size, work = slots->R * H * V * qkv[1].size;
+  together(work < 65536 ? 1 : threads, [&](Member& me) {
+    std::vector<float> found(V);
+    me.each(slots->R * H, [&](long i) { delta(*slots, qkv, decay, rate, normed, out, found.data(), i / H, i % H); });
+  });
+}
+
+void hr_scan(const Slots* slots, const Heads* x, const float* step, const Heads* bc, const float* rate,
+             const float* skip, float* out, int threads) {
+  const long H = x->heads, work = slots->R * H * x->size * bc[0].size;
+  together(work < 65536 ? 1 : threads, [&](Member& me) {
+    me.each(slots->R * H, [&](long i) { scan(*slots, *x, step, bc, rate, skip, out, i / H, i % H); });
   });
 }
 

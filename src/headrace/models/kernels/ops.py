@@ -114,9 +114,22 @@ class PagedLayer(ctypes.Structure):
         ("E", c_long),
         ("V", c_long),
         ("window", c_long),
+        ("chunk", c_long),
         ("scale", c_float),
         ("softcap", c_float),
     )
+
+
+class PoolSlots(ctypes.Structure):
+    """The slots of R sequences in a pool of states (recurrent.h)."""
+
+    _fields_ = (("pool", c_void_p), ("of", c_void_p), ("R", c_long))
+
+
+class HeadInputs(ctypes.Structure):
+    """A dense tensor ``[R, heads, size]`` (recurrent.h)."""
+
+    _fields_ = (("at", c_void_p), ("heads", c_long), ("size", c_long))
 
 
 _SIGNATURES = {
@@ -128,6 +141,13 @@ _SIGNATURES = {
     "hr_heads": (c_void_p, c_long, c_long, c_long, c_long, POINTER(NormOf), POINTER(RotaryArgs), c_int),
     "hr_log_softmax": (POINTER(Input), c_void_p, c_int),
     "hr_paged": (POINTER(Pass), POINTER(PagedLayer), POINTER(Tensor3), c_void_p, c_int),
+    "hr_convolve": (
+        *(POINTER(PoolSlots), c_void_p, c_long, c_void_p, c_void_p, c_long, c_long, c_int, c_void_p, c_int),
+    ),
+    "hr_delta": (POINTER(PoolSlots), POINTER(HeadInputs), c_void_p, c_void_p, c_int, c_void_p, c_int),
+    "hr_scan": (
+        *(POINTER(PoolSlots), POINTER(HeadInputs), c_void_p, POINTER(HeadInputs), c_void_p, c_void_p, c_void_p, c_int),
+    ),
     "hr_decoder": (POINTER(DecoderTokens), POINTER(Decoder), POINTER(Pass), POINTER(PagedLayer), c_int),
 }
 
@@ -145,6 +165,7 @@ class Kernels:
         self._linear, self._gated, self._norm = library.hr_linear, library.hr_gated, library.hr_norm
         self._heads, self._log_softmax = library.hr_heads, library.hr_log_softmax
         self.paged, self.decoder = library.hr_paged, library.hr_decoder
+        self._convolve, self._delta, self._scan = library.hr_convolve, library.hr_delta, library.hr_scan
 
     def panel_numbers(self, weight: Tensor) -> int:
         """Return the number of elements in the panels of a weight, which are whole panels."""
@@ -204,6 +225,51 @@ class Kernels:
         y = torch.empty_like(x)
         self._log_softmax(_input(x), y.data_ptr(), torch.get_num_threads())
         return y
+
+    def convolve(
+        self, x_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool, pool: Tensor, slots_R: Tensor
+    ) -> Tensor:
+        """Return the convolution of each row's window and its new input ``[R, C]``, and move the windows
+        ``[P, C, W - 1]`` on."""
+        weight, y = weight_CW.contiguous(), torch.empty(x_RC.shape)
+        x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
+        self._convolve(
+            *(_slots(pool, slots_R), x.data_ptr(), x.stride(0), at(weight), None if bias_C is None else at(bias_C)),
+            *(*weight.shape, int(silu), at(y), torch.get_num_threads()),
+        )
+        return y
+
+    def delta(self, inputs_R: Sequence[Tensor], *, normed: bool, pool: Tensor, slots_R: Tensor) -> Tensor:
+        """Return one token of the gated delta rule per row ``[R, H, V]``, from queries, keys, values, log decays and
+        rates, and update the states ``[P, H, K, V]``."""
+        dense = [each.contiguous() for each in inputs_R]
+        decay, rate, y = dense[3], dense[4], torch.empty_like(dense[2])
+        self._delta(
+            *(_slots(pool, slots_R), (HeadInputs * 3)(*map(_heads, dense[:3])), at(decay), at(rate), int(normed)),
+            *(at(y), torch.get_num_threads()),
+        )
+        return y
+
+    def scan(
+        self, inputs_R: Sequence[Tensor], rate_H: Tensor, skip_H: Tensor | None, *, pool: Tensor, slots_R: Tensor
+    ) -> Tensor:
+        """Return one token of the state space per row ``[R, H, E]``, from inputs, steps, B and C, and update the
+        states ``[P, H, E, S]``."""
+        x, step, *both = (each.contiguous() for each in inputs_R)
+        y, rate, skip = torch.empty_like(x), rate_H.contiguous(), None if skip_H is None else skip_H.contiguous()
+        self._scan(
+            *(_slots(pool, slots_R), _heads(x), at(step), (HeadInputs * 2)(*map(_heads, both)), at(rate)),
+            *(None if skip is None else at(skip), at(y), torch.get_num_threads()),
+        )
+        return y
+
+
+def _slots(pool: Tensor, slots_R: Tensor) -> PoolSlots:
+    return PoolSlots(at(pool), at(slots_R), len(slots_R))
+
+
+def _heads(tensor_RHE: Tensor) -> HeadInputs:
+    return HeadInputs(at(tensor_RHE), *tensor_RHE.shape[1:])
 
 
 def at(tensor: Tensor) -> int:

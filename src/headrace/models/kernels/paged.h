@@ -29,7 +29,7 @@ struct Tensor3 {  // [N, heads, size], the last dimension dense
 struct Layer {
   float *keys, *values;  // [P, K, S, E], [P, K, S, V]
   const float* sinks;    // [H] or null
-  long H, K, E, V, window;  // window 0: none
+  long H, K, E, V, window, chunk;  // window, chunk 0: none
   float scale, softcap;     // softcap 0: none
 };
 struct Tile {  // tokens of one row
@@ -186,7 +186,8 @@ static void finish(const Query& q, long V) {
 }
 
 INLINE long first_seen(const Layer& layer, long position) {
-  return layer.window ? std::max(0L, position + 1 - layer.window) : 0;
+  long first = layer.chunk ? position / layer.chunk * layer.chunk : 0;
+  return layer.window ? std::max(first, position + 1 - layer.window) : first;
 }
 
 struct Work {  // (tile, head) pairs, taken from the last to the first

@@ -59,7 +59,7 @@ class CompiledAttention:
         return PagedLayer(
             *(keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()),
             *(heads, keys.shape[1], keys.shape[3], values.shape[3]),
-            *(rule.window or 0, rule.scale, rule.softcap or 0.0),
+            *(rule.window or 0, rule.chunk or 0, rule.scale, rule.softcap or 0.0),
         )
 
 

@@ -98,7 +98,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _VisibleContext:
-    """The part of the context of some rows that is visible within one window."""
+    """The part of the context of some rows that is visible within one window and chunk."""
 
     blocks_RB: Tensor
     """The visible blocks of each row. A shorter row repeats its own last block: a block of another sequence might
@@ -118,8 +118,8 @@ class _Gathered:
         self._num_queries = int(geometry.counts_R[rows_R].max())
         self._longest = int(self._last_R.max()) + 1
         self._device = device
-        self._visible_contexts: dict[tuple[int, torch.dtype], _VisibleContext] = {}
-        self._indices: dict[tuple[int, int], Tensor] = {}
+        self._visible_contexts: dict[tuple[int, int, torch.dtype], _VisibleContext] = {}
+        self._indices: dict[tuple[int, int, int], Tensor] = {}
         self._gathered: dict[tuple[int, ...], Tensor] = {}
         """Buffers for gathered keys and values, which one layer after the other uses: new memory costs more than
         filling it."""
@@ -127,8 +127,9 @@ class _Gathered:
     def attend(self, query_RQHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Compute attention ``[R, Q, H, E]``."""
         window = self._longest if rule.window is None else min(rule.window, self._longest)
-        sight = self._visible_context(window, query_RQHE.dtype)
-        key_RKCE, value_RKCE = (self._gather(which, layer[which], sight, window) for which in (0, 1))
+        limits = window, rule.chunk or self._longest
+        sight = self._visible_context(limits, query_RQHE.dtype)
+        key_RKCE, value_RKCE = (self._gather(which, layer[which], sight, limits) for which in (0, 1))
         if not rule.plain:
             query_RHQE = query_RQHE.transpose(1, 2)
             mask = sight.mask_RQC[:, None, None]
@@ -141,26 +142,29 @@ class _Gathered:
         apart: Tensor = out.unflatten(2, (groups, self._num_queries))
         return apart.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _gather(self, which: int, pool_PKSE: Tensor, sight: _VisibleContext, window: int) -> Tensor:
+    def _gather(self, which: int, pool_PKSE: Tensor, sight: _VisibleContext, limits: tuple[int, int]) -> Tensor:
         """Return the keys or values ``[R, K, C, E]`` in one copy, with the pool viewed as rows ``[P · K, S · E]``."""
         num_heads, size = pool_PKSE.shape[1], pool_PKSE.shape[3]
-        if (window, num_heads) not in self._indices:
+        place = (*limits, num_heads)
+        if place not in self._indices:
             heads_K1 = torch.arange(num_heads, device=self._device)[:, None]
-            self._indices[window, num_heads] = (sight.blocks_RB[:, None] * num_heads + heads_K1).flatten()
-        index = self._indices[window, num_heads]
+            self._indices[place] = (sight.blocks_RB[:, None] * num_heads + heads_K1).flatten()
+        index = self._indices[place]
         key = (which, len(index), size)
         if key not in self._gathered:
             self._gathered[key] = pool_PKSE.new_empty(len(index), BLOCK * size)
         torch.index_select(pool_PKSE.view(-1, BLOCK * size), 0, index, out=self._gathered[key])
         return self._gathered[key].view(len(self._starts_R), num_heads, -1, size)
 
-    def _visible_context(self, window: int, dtype: torch.dtype) -> _VisibleContext:
-        if (window, dtype) not in self._visible_contexts:
-            self._visible_contexts[window, dtype] = self._compute_visible_context(window, dtype)
-        return self._visible_contexts[window, dtype]
+    def _visible_context(self, limits: tuple[int, int], dtype: torch.dtype) -> _VisibleContext:
+        """Return what is visible within a window and chunks of these sizes."""
+        key = (*limits, dtype)
+        if key not in self._visible_contexts:
+            self._visible_contexts[key] = self._compute_visible_context(*limits, dtype)
+        return self._visible_contexts[key]
 
-    def _compute_visible_context(self, window: int, dtype: torch.dtype) -> _VisibleContext:
-        first_R: Index = np.maximum(self._starts_R - window + 1, 0) // BLOCK
+    def _compute_visible_context(self, window: int, chunk: int, dtype: torch.dtype) -> _VisibleContext:
+        first_R: Index = np.maximum(self._starts_R - window + 1, self._starts_R // chunk * chunk) // BLOCK
         final_R: Index = self._last_R // BLOCK
         places_RB = first_R[:, None] + np.arange(int((final_R - first_R).max()) + 1)
         blocks_RB = np.take_along_axis(self._tables_RB, np.minimum(places_RB, final_R[:, None]), axis=1)
@@ -168,7 +172,8 @@ class _Gathered:
         position_RQ1 = torch.from_numpy(positions_RQ)[:, :, None].to(self._device)
         columns_C = torch.arange(places_RB.shape[1] * BLOCK, device=self._device)
         column_R1C = torch.from_numpy(first_R * BLOCK)[:, None, None].to(self._device) + columns_C
-        hidden_RQC = (column_R1C > position_RQ1) | (column_R1C <= position_RQ1 - window)
+        first_RQ1 = torch.maximum(position_RQ1 - window + 1, position_RQ1 // chunk * chunk)
+        hidden_RQC = (column_R1C > position_RQ1) | (column_R1C < first_RQ1)
         mask_RQC = torch.zeros(hidden_RQC.shape, dtype=dtype, device=self._device)
         return _VisibleContext(
             blocks_RB=torch.from_numpy(blocks_RB.astype(np.int64)).to(self._device),

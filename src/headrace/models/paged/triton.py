@@ -85,7 +85,7 @@ class TritonAttention:
         _kernel("decode")[len(query_DHE), num_heads, shares](
             *(query_DHE, *layer, self._tables_DB, self._positions_D, parts, sums),
             *(query_DHE.stride(0), query_DHE.stride(1), self._tables_DB.shape[1]),
-            *(rule.scale, rule.softcap or 0.0, window),
+            *(rule.scale, rule.softcap or 0.0, window, rule.chunk or self._longest + 1),
             CAPPED=rule.softcap is not None,
             TILE=TILE,
             S=BLOCK,
@@ -137,13 +137,13 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 def _decode(  # type: ignore[no-untyped-def]
-    query, keys, values, tables, positions, parts, sums, stride_n, stride_h, width, scale, softcap, window,
+    query, keys, values, tables, positions, parts, sums, stride_n, stride_h, width, scale, softcap, window, chunk,
     CAPPED: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     row, head, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
-    first = tl.maximum(position - window + 1, 0)
+    first = tl.maximum(position - window + 1, position // chunk * chunk)
     length = tl.cdiv(position + 1 - first, tl.num_programs(2))
     begin = first + share * length
     end = tl.minimum(begin + length, position + 1)

@@ -7,10 +7,13 @@ slots of a pool.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from headrace.models.kernels.ops import Kernels
 
 Tensors = tuple[Tensor, ...]
 """The inputs of a recurrence: tensors with the same first dimensions, which count sequences and tokens."""
@@ -48,9 +51,9 @@ class Recurrence(Protocol):
         """
         ...
 
-    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor) -> Tensor:
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
         """Compute one token of each of R sequences, whose states are in ``slots_R`` of the pool, and update the states
-        there. Return the outputs ``[R, ...]``."""
+        there. Return the outputs ``[R, ...]``. ``ops`` are the compiled kernels, for float32 on a CPU."""
         ...
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from headrace.models.kernels.ops import Kernels
 from headrace.models.recurrent.base import StateShape, Tensors
 
 
@@ -23,6 +24,7 @@ class Convolution:
     def __init__(self, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None) -> None:
         self._weight_CW = weight_CW
         self._bias_C = bias_C
+        self._activation = activation
         self._activate: Callable[[Tensor], Tensor] = torch.nn.Identity() if activation is None else ACT2FN[activation]
 
     def shape(self, inputs_N: Tensors) -> StateShape:
@@ -42,7 +44,12 @@ class Convolution:
         after_BCW = seen_BCL.gather(2, places_BW[:, None].expand(-1, now_BCL.shape[1], -1))
         return self._activate(out_BCL).to(now_BCL.dtype).transpose(1, 2), after_BCW
 
-    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor) -> Tensor:
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
+        if ops is not None and self._activation in ("silu", "swish", None):
+            silu = self._activation is not None
+            return ops.convolve(
+                inputs_R[0], self._weight_CW, self._bias_C, silu=silu, pool=pool_P, slots_R=slots_R
+            )  # fmt: skip
         seen_RCW = torch.cat([pool_P.index_select(0, slots_R), inputs_R[0][:, :, None]], dim=-1)
         pool_P.index_copy_(0, slots_R, seen_RCW[:, :, 1:])
         out_RC = (seen_RCW.to(self._weight_CW.dtype) * self._weight_CW).sum(-1)

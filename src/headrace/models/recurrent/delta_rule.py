@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.models.kernels.ops import Kernels
 from headrace.models.recurrent.base import StateShape, Tensors, inside
 
 _SMALLEST_CHUNK = 16
@@ -51,7 +52,9 @@ class DeltaRule:
         )  # fmt: skip
         return out, after
 
-    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor) -> Tensor:
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
+        if ops is not None:
+            return ops.delta(inputs_R, normed=self._normed, pool=pool_P, slots_R=slots_R)
         query, key, value, decay_RH, rate_RH = (tensor.float() for tensor in inputs_R)
         if self._normed:
             query, key = _normed(query), _normed(key)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.models.kernels.ops import Kernels
 from headrace.models.recurrent.base import StateShape, Tensors, inside
 
 _SMALLEST_CHUNK = 16
@@ -52,7 +53,9 @@ class StateSpace:
         )  # fmt: skip
         return out, after
 
-    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor) -> Tensor:
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
+        if ops is not None:
+            return ops.scan(inputs_R, self._rate_H, self._skip_H, pool=pool_P, slots_R=slots_R)
         x_RHE, step_RH, into_RGS, from_RGS = (tensor.float() for tensor in inputs_R)
         shared = x_RHE.shape[1] // into_RGS.shape[1]
         into_RHS, from_RHS = (tensor.repeat_interleave(shared, dim=1) for tensor in (into_RGS, from_RGS))

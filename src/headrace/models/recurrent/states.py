@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from headrace.base.errors import ModelError
 from headrace.models.attention import PackedPlan, cut, forward
 from headrace.models.config import SUPPORTED
+from headrace.models.kernels.ops import Kernels
 from headrace.models.recurrent.base import Key, Recurrence, StateShape, Tensors
 
 Index = npt.NDArray[np.int64]
@@ -29,8 +30,16 @@ NUM_TOKENS = 2
 class StatePool:
     """The states of ``num_slots`` sequences: zeros at first, and after :meth:`allocate`."""
 
-    def __init__(self, shapes: Mapping[Key, StateShape], num_slots: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[Key, StateShape],
+        num_slots: int,
+        device: torch.device | str,
+        ops: Kernels | None = None,
+    ) -> None:
         self.shapes = dict(shapes)
+        self.ops = ops
+        """The compiled kernels that update the states of sequences that decode; ``None`` for torch."""
         self.num_slots = num_slots
         self._device = device
         self.tensors: dict[Key, Tensor] = {}
@@ -124,12 +133,16 @@ class StatePass:
         """Compute a recurrence over the tokens of the pass, and update the states: ``[N, ...]``."""
         pool, parts = self._pool.tensors[key], []
         if self._slots_D is not None:
-            parts.append(recurrence.decode(tuple(each[: self._num_decode] for each in inputs_N), pool, self._slots_D))
+            parts.append(self._decode(recurrence, inputs_N, pool, self._slots_D))
         if self._buckets:
             inputs_F = tuple(each[self._num_decode :] for each in inputs_N)
             found = torch.cat([self._chunk(bucket, pool, recurrence, inputs_F) for bucket in self._buckets])
             parts.append(found if self._place_F is None else found.index_select(0, self._place_F))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, recurrence: Recurrence, inputs_N: Tensors, pool: Tensor, slots_D: Tensor) -> Tensor:
+        inputs_D = tuple(each[: self._num_decode] for each in inputs_N)
+        return recurrence.decode(inputs_D, pool, slots_D, self._pool.ops)
 
     def _chunk(self, bucket: _PaddedRows, pool: Tensor, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
         inputs_BL = tuple(each[bucket.gather_BL] for each in inputs_F)
