@@ -114,7 +114,9 @@ def _target(row: Row) -> Target:
 
 
 @contextmanager
-def _process(name: str, command: list[str], environment: dict[str, str], directory: Path) -> Iterator[PeerProcess]:
+def _process(
+    name: str, command: list[str], environment: dict[str, str] | None, directory: Path
+) -> Iterator[PeerProcess]:
     log = directory / f"{name}.log"
     with log.open("a") as errors:
         process = subprocess.Popen(
@@ -132,7 +134,7 @@ def _whole(benchmark: str, checkout: Checkout, directory: Path, stack: ExitStack
     scratch = directory / checkout.name
     scratch.mkdir()
     command = [checkout.python, "-P", str(SIDE), checkout.package, str(scratch)]
-    process = stack.enter_context(_process(checkout.name, command, child_environment(THREADS), directory))
+    process = stack.enter_context(_process(checkout.name, command, None, directory))
     return [lambda turn: process.call({"bench": benchmark, "turn": turn})]
 
 
