@@ -9,12 +9,13 @@ import pytest
 from headrace.base.former import FORMER, current
 
 DOCUMENTED = [
-    "algo.base", "algo.formulas", "bridges.atropos", "bridges.mcp", "bench.base", "clock", "config", "control.summary",
-    "engine.base", "env.interface", "env.policy", "errors", "flow", "flow.filters.base", "flow.ledger",
-    "flow.policies.base", "learner.adapters", "models.tiny", "observe", "observe.metrics", "plan", "plan.costs", "policy", "recipes.demo",
-    "recipes.demo.reward", "scoring", "session", "session.checking", "sync.base", "sync.manifest", "testing",
-    "scoring.sandbox", "testing.engine_contract", "testing.engine_report", "testing.interpreted",
-    "testing.ledgers", "testing.sync", "types.chat", "types.metrics", "types.observation", "types.weights",
+    "algo.base", "algo.formulas", "bridges.atropos", "bridges.mcp", "bench.base", "clock", "config",
+    "control.summary", "engine.base", "env.interface", "env.policy", "errors", "flow", "flow.filters.base",
+    "flow.ledger", "flow.policies.base", "learner.adapters", "models.tiny", "observe", "observe.metrics", "plan",
+    "plan.costs", "policy", "recipes.demo", "recipes.demo.reward", "scoring", "session", "session.checking",
+    "sync.base", "sync.manifest", "testing", "scoring.sandbox", "testing.engine_contract", "testing.engine_report",
+    "testing.interpreted", "testing.ledgers", "testing.sync", "types.chat", "types.metrics", "types.observation",
+    "types.weights",
 ]  # fmt: skip
 
 
