@@ -4,6 +4,7 @@ bound holds, nothing is lost or trained twice, the last step comes, and the book
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -64,6 +65,7 @@ class MemoryBooks(DictLedger):
     def __init__(self, config: FlowConfig) -> None:
         super().__init__()
         self.real = SqliteLedger(":memory:", group_size=config.group_size, groups_per_step=config.groups_per_step)
+        weakref.finalize(self, self.real.close)  # Python 3.13 warns of a database that nobody closed
 
     def write(self, operation: Operation) -> None:
         super().write(operation)
