@@ -72,7 +72,6 @@ def measure(
 
     A benchmark begins no round after ``seconds``, so that a machine that others wait for is given back in time.
     """
-    clock = RealClock()
     other = Checkout(name="other", python=python, package=package)
     this = Checkout(name="this", python=sys.executable, package="headrace.wings.bench")
     rows: list[Row] = []
@@ -80,15 +79,24 @@ def measure(
         with tempfile.TemporaryDirectory(prefix="headrace-paired-") as scratch, ExitStack() as stack:
             open_side = {"engine": _engine, "learner": _learner}.get(benchmark, _whole)
             sides = [open_side(benchmark, side, Path(scratch), stack) for side in (other, this)]
-            rates: list[tuple[Figures, Figures]] = []
-            start_s = clock.now()
-            for turn in range(rounds):
-                if turn and clock.now() - start_s > seconds:
-                    break
-                tell(f"{benchmark}: round {turn + 1} of {rounds}")
-                rates.append(_round(sides, turn))
+            rates = _rounds(benchmark, sides, tell, rounds=rounds, seconds=seconds)
         rows += [_row(benchmark, name, rates) for name in rates[0][0]]
     return report(rows, [_target(row) for row in rows])
+
+
+def _rounds(
+    benchmark: str, sides: list[list[Measure]], tell: Callable[[str], None], *, rounds: int, seconds: float
+) -> list[tuple[Figures, Figures]]:
+    """Measure ``rounds`` rounds of ``benchmark``, or fewer where ``seconds`` have passed before one begins."""
+    clock = RealClock()
+    start_s = clock.now()
+    rates: list[tuple[Figures, Figures]] = []
+    for turn in range(rounds):
+        if turn and clock.now() - start_s > seconds:
+            break
+        tell(f"{benchmark}: round {turn + 1} of {rounds}")
+        rates.append(_round(sides, turn))
+    return rates
 
 
 def _round(sides: list[list[Measure]], turn: int) -> tuple[Figures, Figures]:

@@ -43,7 +43,6 @@ def demo(
         from headrace.run.session.directory import choose_directory
         from headrace.wings.recipes.demo import build_demo
 
-    out = console()
     target = directory or choose_directory("", RealClock(), prefix="demo-")
     if has_ledger(target / "run"):
         remedy = f"choose another --dir, or: headrace train {target / 'demo.toml'} --set run.dir=runs/again"
@@ -51,26 +50,30 @@ def demo(
     if mixture and hybrid:
         raise ConfigError("--mixture and --hybrid name two models", remedy="give one of them")
     kind = "mixture" if mixture else "hybrid" if hybrid else "dense"
-    if as_json:
-        made = build_demo(target, seed=seed, kind=kind)
-    else:
-        out.print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
-        with Progress(console=out, transient=True) as bar:
-            task = bar.add_task("supervised phase: a careless teacher")
-            made = build_demo(
-                target,
-                seed=seed,
-                kind=kind,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+    made = build_demo(target, seed=seed, kind=kind) if as_json else _build_in_sight(target, seed, kind)
     quiet = ["observe.view=none"] if as_json else []
     settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides, *quiet]
     with resumable():
         summary = run(load_config(run_file_for(like, made.run_file), settings, like=like))
     (print_json if as_json else show_summary)(summary)
     if not as_json:
-        out.print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")
+        console().print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")
     leave_if_hung_up(summary.stopped_by)
+
+
+def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
+    """Build the demo in ``target`` while a bar on the terminal shows how far it is."""
+    from headrace.wings.recipes.demo import build_demo
+
+    console().print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
+    with Progress(console=console(), transient=True) as bar:
+        task = bar.add_task("supervised phase: a careless teacher")
+        return build_demo(
+            target,
+            seed=seed,
+            kind=kind,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 def run_file_for(like: str, run_file: Path) -> Path | dict[str, Any]:
