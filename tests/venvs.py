@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 def python_with(*needs: str, no_deps: tuple[str, ...] = ()) -> Path:
     """A Python that has ``needs`` too, kept from test run to test run; ``no_deps`` come without what they ask for."""
     name = f"{zlib.crc32(' '.join([sys.version, *needs, *no_deps]).encode()):08x}"
-    home = Path(tempfile.gettempdir()) / f"headrace-bridges-{os.getuid()}" / name
+    home = Path(tempfile.gettempdir()) / f"test-venvs-of-headrace-{os.getuid()}" / name
     python = home / "bin" / "python"
     if not (home / "ready").exists():
         _run(sys.executable, "-m", "venv", str(home))
