@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
+from headrace.models.config import LoraConfig
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.recurrent import Recurrence, recurrent_layers, state_shapes
 from headrace.models.recurrent.convolution import Convolution
@@ -147,3 +148,15 @@ def test_mixer_whose_state_cannot_be_kept_is_refused_by_the_config(tmp_path: Pat
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"{kind}: it has layers of type linear_attention, computed by {by}"):
         load_model(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "llama4_text"])
+def test_adapters_of_all_linear_layers_are_trained_on_packed_sequences(kind: str, model_dir: Dir) -> None:
+    model = load_model(ModelConfig(path=str(model_dir(kind)), lora=LoraConfig(rank=2)))
+    forward(model, torch.arange(3, 15), PackedPlan([5, 7])).log_softmax(-1)[:, 4].sum().backward()
+    adapted = {name.split(".lora_B")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_B" in name}
+    wanted = {"qwen3_5_text": "in_proj_qkv", "mamba2": "in_proj", "llama4_text": "q_proj"}[kind]
+    assert wanted in adapted
+    assert "router" not in adapted
+    grads = [each.grad for name, each in model.named_parameters() if "lora_B" in name]
+    assert all(each is not None and each.any() for each in grads)

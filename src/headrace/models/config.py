@@ -34,7 +34,8 @@ class LoraConfig(Section):
     """The scale α: the update is multiplied by ``alpha / rank``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """The suffixes of the names of the linear layers that get an adapter, such as ``["q_proj", "v_proj"]``;
-    ``"all-linear"`` for all layers but the head."""
+    ``"all-linear"`` for all layers but the head, routers, and ``out_proj`` of those Mamba models in which peft
+    refuses it (falcon_h1, mamba2, nemotron_h)."""
     experts: bool = False
     """Whether every expert of a mixture-of-experts model gets an adapter of its own, too."""
     use_dora: bool = False

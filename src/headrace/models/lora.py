@@ -37,6 +37,8 @@ WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 """The prefix of tensors' names in peft's files."""
 
+_MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+"""The types of models in which peft adapts no ``out_proj``, because kernels of the Mamba package read its weight."""
 _CONV1D = "Conv1D"
 """The class of linear layers with a transposed weight (gpt2)."""
 
@@ -325,13 +327,21 @@ def _linear_names(model: nn.Module) -> list[str]:
     """Return the names of all layers that can have an adapter."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     barred = _EXPERT_LAYER_NAMES if _expert_names(model) else frozenset()
+    if model.config.model_type in _MAMBAS:  # type: ignore[union-attr]
+        barred |= {"out_proj"}
     names = {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
-        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D)
+        if module is not head and (_is_linear(module) or type(module).__name__ == _CONV1D)
         if not of_adapter(name)
     }
     return sorted(name for name in names if name.rpartition(".")[2] not in barred)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a plain linear layer. A router that is derived from one returns more than a
+    product."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _expert_parameters(model: nn.Module) -> list[str]:
