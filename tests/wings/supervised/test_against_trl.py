@@ -24,7 +24,7 @@ from headrace.wings.supervised.config import DpoConfig, SftConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, prepare_tuning
 from headrace.wings.supervised.session import dpo, sft
 from tests.learner.builders import assert_close, gradients
-from tests.supervised.material import MARKED, chat_model, conversations, pairs, ratings, settings
+from tests.wings.supervised.material import MARKED, chat_model, conversations, pairs, ratings, settings
 
 STEPS, ROWS, LR = 5, 4, 1e-4
 BETAS = {"kto": 0.5, "ipo": 0.2, "dpo": 0.3, "simpo": 2.0, "orpo": 0.4}

@@ -19,7 +19,7 @@ from headrace.run.cli.status import look
 from headrace.run.session.exporting import export
 from headrace.wings.supervised.session import dpo, sft
 from tests.learner.builders import assert_same_bits
-from tests.supervised.material import chat_model, conversations, pairs, settings, write_rows
+from tests.wings.supervised.material import chat_model, conversations, pairs, settings, write_rows
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,16 @@ from headrace.models import load_tokenizer
 from headrace.wings.supervised.config import DpoConfig, SftConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, explain_tuning, prepare_tuning
 from headrace.wings.supervised.session import sft
-from tests.supervised.material import FORGETFUL, MARKED, PLAIN, chat_model, conversations, settings, turn, write_rows
+from tests.wings.supervised.material import (
+    FORGETFUL,
+    MARKED,
+    PLAIN,
+    chat_model,
+    conversations,
+    settings,
+    turn,
+    write_rows,
+)
 
 TWO_TURNS = {"messages": [turn("user", "a"), turn("assistant", "bc"), turn("user", "d"), turn("assistant", "e")]}
 

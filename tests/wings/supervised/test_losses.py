@@ -10,7 +10,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.wings.supervised.config import DpoConfig, load_tuning
 from headrace.wings.supervised.preparing import prepare_tuning
 from headrace.wings.supervised.session import dpo
-from tests.supervised.material import chat_model, pairs, ratings, settings
+from tests.wings.supervised.material import chat_model, pairs, ratings, settings
 
 
 @pytest.fixture(scope="module")
