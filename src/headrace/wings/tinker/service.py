@@ -80,7 +80,6 @@ class TinkerService:
         self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
         self._samples: dict[str, SampleJob] = {}
         self._beats: dict[str, float] = {}
-        self._parked: set[str] = set()
         parts.tenants.ended = lambda entry: self._loop.call_soon_threadsafe(self._ended, entry)
 
     # -- sessions ---------------------------------------------------------------------------------------------------
@@ -102,9 +101,12 @@ class TinkerService:
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str) -> dict[str, Any]:
-        self._session(session)
+        if self._journal.one("SELECT id FROM sessions WHERE id = ?", session) is None:
+            raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
         self._park(session)
+        for row in self._journal.all("SELECT id FROM samplers WHERE session = ?", session):
+            self._parts.weights.drop(row["id"])
         return {}
 
     def sweep(self) -> None:
@@ -122,7 +124,6 @@ class TinkerService:
 
     def _park(self, session: str) -> None:
         self._beats.pop(session, None)
-        self._parked.add(session)
         for name, job in self._samples.items():
             if name.startswith(f"{session}:"):
                 job.task.cancel()
@@ -139,7 +140,6 @@ class TinkerService:
             if row["finished"]:
                 raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended)
         self._beats[session] = self._clock.now()
-        self._parked.discard(session)
 
     # -- models -----------------------------------------------------------------------------------------------------
 
@@ -168,12 +168,12 @@ class TinkerService:
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
         model = f"{session}:train:{number}"
-        alive = "SELECT count(*) AS n FROM models JOIN sessions ON session = sessions.id WHERE finished = 0"
-        found = self._journal.one(alive)
+        per_session = self._journal.all("SELECT session, count(*) AS n FROM models GROUP BY session")
+        held = sum(row["n"] for row in per_session if row["session"] in self._beats)
         known = self._journal.one("SELECT id FROM models WHERE id = ?", model)
-        if known is None and found is not None and found["n"] >= self._config.max_models:
+        if known is None and held >= self._config.max_models:
             raise Refusal(
-                f"there are {found['n']} models, as many as this server holds",
+                f"there are {held} models, as many as this server holds",
                 remedy="close a ServiceClient, or raise --max-models",
             )
         now = self._clock.wall()
