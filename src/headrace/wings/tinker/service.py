@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Found:
     body: bytes
     media: str = JSON
     status: int = 200
+    """The HTTP status."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,10 +54,11 @@ class SampleJob:
     """The name of each sampled sequence."""
     num_samples: int
     ended_s: float | None = None
+    """When its answer was there, by the clock; ``None`` before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerParts:
+class ServiceParts:
     """What a service works with."""
 
     config: TinkerConfig
@@ -73,7 +76,7 @@ class ServerParts:
 class TinkerService:
     """The endpoints of one server, in one event loop."""
 
-    def __init__(self, parts: ServerParts, group: asyncio.TaskGroup, clock: Clock) -> None:
+    def __init__(self, parts: ServiceParts, group: asyncio.TaskGroup, clock: Clock) -> None:
         self._parts, self._group, self._clock = parts, group, clock
         self._config, self._journal = parts.config, parts.journal
         self._loop = asyncio.get_running_loop()
@@ -313,7 +316,7 @@ class TinkerService:
         if adapter:
             await asyncio.to_thread(weights.use, adapter, lambda: self._read_sampler(record))
         try:
-            score = lambda ids_N, top, targets: self._score(record, ids_N, top, targets)  # noqa: E731
+            score = partial(self._score, record)
             return Found(body=await answer(plan, self._parts.engine, adapter, score), media=PROTOBUF)
         finally:
             if adapter:
