@@ -32,7 +32,7 @@ _ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerShape:
+class AdaptableLayer:
     """A linear layer that can be adapted."""
 
     part: str
@@ -46,6 +46,7 @@ class LoraTensors:
     """The tensors of one adapter (LoRA, Hu et al. 2022): layer ``name`` computes W x + scale · B A x."""
 
     rank: int
+    """R, the inner size of the products."""
     scale: float
     """The factor of the product, α / rank."""
     tensors: dict[str, Tensor]
@@ -98,13 +99,13 @@ class MultiLora:
         model.requires_grad_(requires_grad=False)
         self._device, self._segments = model.device, list[Segment]()
         head: Any = model.get_output_embeddings()
-        self.layers: dict[str, LayerShape] = {}
+        self.layers: dict[str, AdaptableLayer] = {}
         """Every layer that can be adapted, by name."""
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 part = HEAD if module is head else ATTENTION if _ATTENTION.search(name) else MLP
                 outputs, inputs = module.weight.shape
-                self.layers[name] = LayerShape(part=part, num_inputs=inputs, num_outputs=outputs)
+                self.layers[name] = AdaptableLayer(part=part, num_inputs=inputs, num_outputs=outputs)
                 module.register_forward_hook(self._hook(name, part == HEAD))
         self.heads = [name for name, layer in self.layers.items() if layer.part == HEAD]
         """The names of the layers that make the logits."""

@@ -193,7 +193,7 @@ def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
     listed = rest.list_checkpoints(trained.model_id).result().checkpoints
     assert {each.tinker_path for each in listed} == {training, sampler, external}
     assert [each.expires_at is not None for each in listed if each.tinker_path == training] == [True]
-    urls = rest.get_external_weights_urls(trained.model_id, "external_weights/three").result().urls
+    urls = rest.get_external_weights_urls(external).result().urls
     assert set(urls) == {"adapter_model.safetensors", "adapter_config.json"}
     named = service.create_sampling_client(model_path=sampler).result()
     assert named.get_base_model() == NAME
@@ -257,5 +257,17 @@ def test_a_client_goes_on_where_it_was_after_its_server_was_started_again(model,
         assert sampled(sampler).sequences[0].tokens == before
         trained.optim_step(ADAM).result()
         losses += [step(trained).metrics["loss:sum"] for _ in range(2)]
-        service.close()
+        service.close("success").result()
     assert losses == [expected[0], *expected[2:]]
+
+
+def test_a_client_that_ends_makes_room_for_the_models_of_others(model, tmp_path):
+    with served(model, tmp_path / "state", max_models=1) as (url, key), client(url, key) as other:
+        service = client(url, key)
+        trained = new(service)
+        losses = [step(trained).metrics["loss:sum"]]
+        with pytest.raises(APIStatusError, match="there are 1 models"):
+            new(other)
+        service.close("success").result()
+        assert new(other).model_id
+    assert losses[0] > 0

@@ -48,7 +48,7 @@ def log_pi(model, ids, targets):
     return found if targets.ndim == 2 else found[:, 0]
 
 
-def plain_loss(name, lp, q, adv, weights, mask, config):
+def plain_loss(name, lp, config, *, q, adv, weights, mask):
     """Return the loss as the protocol's documents write it, without a function of Headrace."""
     ratio = (lp - q).exp()
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
@@ -91,7 +91,9 @@ def test_a_loss_and_its_gradient_equal_plain_torch(compute, model, name):
             given |= {"logprobs": q, "advantages": adv}
             given |= {"sequence_ratio_mask": mask} if name == "gspo" else {}
         data.append((ids, given))
-        expected = expected + plain_loss(name, lp, *map(torch.from_numpy, (q, adv, weights, mask)), config)
+        each = {"q": q, "adv": adv, "weights": weights, "mask": mask}
+        each = {key: torch.from_numpy(value) for key, value in each.items()}
+        expected = expected + plain_loss(name, lp, config, **each)
         shown.append(lp.detach().numpy())
     expected.backward()
     result = computed(compute, lora, data, name, config)

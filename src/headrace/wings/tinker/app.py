@@ -140,7 +140,7 @@ class _Routes:
             Route(f"{checkpoint}/ttl", self._ttl, methods=["PUT"]),
         ]
 
-    def _fixed(self, answer: dict[str, Any], kind: type[schema.Body]) -> Endpoint:
+    def _fixed(self, answer: dict[str, Any], kind: type[schema.TinkerBody]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             schema.parse(await self._body(request), kind)
             return JSONResponse(answer)

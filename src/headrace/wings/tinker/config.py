@@ -20,6 +20,7 @@ class TinkerConfig:
     """The directory of the journal, the checkpoints and the key."""
     host: str = "127.0.0.1"
     port: int = 8642
+    """The port to listen on; 0 for a free one."""
     device: str = "auto"
     max_body_bytes: int = 64 * 2**20
     """The largest body of a request; the client's chunks have 5 MB at most."""

@@ -21,13 +21,15 @@ TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES, RATIO_MASK = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ProvenanceSpan:
     """A claim about where consecutive positions of a datum come from."""
 
     sequence_id: str
     """The sampled sequence, as the answer to its request named it."""
     offset: int
+    """The first of these positions in that sequence, or in its prompt."""
     length: int
+    """The number of positions."""
     sampled: bool
     """Whether the positions are tokens of that sequence; otherwise of its prompt."""
 
@@ -39,8 +41,8 @@ class Datum:
     ids_N: Array
     inputs: dict[str, Array]
     """The inputs of the loss by name, each ``[N]`` or ``[N, K]``."""
-    input_spans: Sequence[Span] = ()
-    target_spans: Sequence[Span] = ()
+    input_spans: Sequence[ProvenanceSpan] = ()
+    target_spans: Sequence[ProvenanceSpan] = ()
     foreign: str = ""
     """What it holds beside tokens; empty for tokens alone."""
 
@@ -56,9 +58,11 @@ class TrainRequest:
 
     model_id: str
     seq_id: int
+    """Its place among the requests of the model, from 1."""
     data: list[Datum]
     loss_fn: str
     loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
+    """The options of the loss by name."""
     forward_only: bool = False
 
 
@@ -67,6 +71,7 @@ class DataLimits:
     """What the model can compute."""
 
     vocab_size: int
+    """Token ids are below it."""
     max_context: int
     """The most tokens of one datum."""
 

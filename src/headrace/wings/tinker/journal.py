@@ -46,6 +46,7 @@ class JournalEntry:
 
     model: str
     seq: int
+    """Its place among the requests of the model; 0 makes the model."""
     kind: str
     """The endpoint."""
     body: bytes

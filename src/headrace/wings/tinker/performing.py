@@ -48,8 +48,11 @@ class ModelLimits:
     """What a model of this server may be."""
 
     max_rank: int
+    """The largest rank of an adapter."""
     max_context: int
+    """The most tokens of one datum."""
     vocab_size: int
+    """Token ids are below it."""
 
 
 def spec_of(body: CreateModelBody, limits: ModelLimits) -> dict[str, Any]:

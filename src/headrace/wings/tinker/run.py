@@ -37,7 +37,7 @@ from headrace.wings.tinker.journal import Journal
 from headrace.wings.tinker.performing import ModelLimits, Performer
 from headrace.wings.tinker.samplers import SamplerWeights
 from headrace.wings.tinker.sampling import SampleLimits
-from headrace.wings.tinker.service import ServerParts, TinkerService
+from headrace.wings.tinker.service import ServiceParts, TinkerService
 from headrace.wings.tinker.tenants import Tenants
 from headrace.wings.tinker.turns import Turns
 
@@ -99,7 +99,7 @@ class TinkerServer:
 
         try:
             with ExitStack() as stack:
-                loaded = await asyncio.to_thread(_Loaded, self._config, self._clock)
+                loaded = await asyncio.to_thread(_LoadedBase, self._config, self._clock)
                 stack.callback(loaded.journal.close)
                 turns = Turns("tinker-turns", failed)
                 tenants = loaded.tenants(turns)
@@ -128,7 +128,7 @@ class TinkerServer:
             service.sweep()
 
 
-class _Loaded:
+class _LoadedBase:
     """What takes time to load."""
 
     def __init__(self, config: TinkerConfig, clock: Clock) -> None:
@@ -180,9 +180,9 @@ class _Loaded:
         )
         return tenants
 
-    def parts(self, turns: Turns, tenants: Tenants, engine: LocalEngine) -> ServerParts:
+    def parts(self, turns: Turns, tenants: Tenants, engine: LocalEngine) -> ServiceParts:
         """Return what the service works with."""
-        return ServerParts(
+        return ServiceParts(
             config=self.config,
             journal=self.journal,
             compute=self.compute,

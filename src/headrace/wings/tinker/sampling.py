@@ -37,7 +37,9 @@ class SampleLimits:
     """What the engine can sample."""
 
     vocab_size: int
+    """Token ids are below it."""
     max_context: int
+    """The most tokens of a prompt and its answer together."""
     stop_ids: tuple[int, ...]
     """The tokens that end an answer unless the request says otherwise."""
 
@@ -51,8 +53,11 @@ class SamplePlan:
     """The settings of each sample."""
     wants_prompt: bool
     top_prompt: int
+    """The number of likeliest entries wanted at each token of the prompt."""
     top_sample: int
+    """The number of likeliest entries wanted at each sampled token."""
     targets_NK: Array | None
+    """Other tokens to score in the place of each but the first; ``None`` for none."""
     last_n: int | None
     """How many of the prompt's tokens are scored; ``None`` for all."""
 

@@ -9,10 +9,10 @@ import msgspec
 
 from headrace.base.errors import DataError
 
-S = TypeVar("S", bound="Body")
+S = TypeVar("S", bound="TinkerBody")
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TinkerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of a request."""
 
 
@@ -26,14 +26,14 @@ def parse(body: bytes, kind: type[S]) -> S:
         ) from None
 
 
-class ClientConfigBody(Body):
+class ClientConfigBody(TinkerBody):
     """The body of client/config and client/dynamic_config."""
 
     sdk_version: str
     type: str = ""
 
 
-class CreateSessionBody(Body):
+class CreateSessionBody(TinkerBody):
     """The body of create_session."""
 
     tags: list[str] = []
@@ -44,14 +44,14 @@ class CreateSessionBody(Body):
     type: str = "create_session"
 
 
-class SessionBody(Body):
+class SessionBody(TinkerBody):
     """The body of session_heartbeat."""
 
     session_id: str
     type: str = ""
 
 
-class LoraBody(Body):
+class LoraBody(TinkerBody):
     """The adapter that create_model asks for."""
 
     rank: int
@@ -61,14 +61,14 @@ class LoraBody(Body):
     train_attn: bool = True
 
 
-class OptimizerBody(Body):
+class OptimizerBody(TinkerBody):
     """The optimizer that create_model asks for."""
 
     type: str = "adamw"
     version: int | None = None
 
 
-class CreateModelBody(Body):
+class CreateModelBody(TinkerBody):
     """The body of create_model."""
 
     session_id: str
@@ -80,14 +80,14 @@ class CreateModelBody(Body):
     type: str = "create_model"
 
 
-class ModelBody(Body):
+class ModelBody(TinkerBody):
     """The body of get_info."""
 
     model_id: str
     type: str = ""
 
 
-class AdamBody(Body):
+class AdamBody(TinkerBody):
     """The settings of one step of AdamW."""
 
     learning_rate: float = 1e-4
@@ -98,7 +98,7 @@ class AdamBody(Body):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepBody(Body):
+class OptimStepBody(TinkerBody):
     """The body of optim_step."""
 
     model_id: str
@@ -108,7 +108,7 @@ class OptimStepBody(Body):
     type: str = "optim_step"
 
 
-class SaveWeightsBody(Body):
+class SaveWeightsBody(TinkerBody):
     """The body of save_weights."""
 
     model_id: str
@@ -120,7 +120,7 @@ class SaveWeightsBody(Body):
     type: str = "save_weights"
 
 
-class SaveForSamplerBody(Body):
+class SaveForSamplerBody(TinkerBody):
     """The body of save_weights_for_sampler."""
 
     model_id: str
@@ -133,7 +133,7 @@ class SaveForSamplerBody(Body):
     type: str = "save_weights_for_sampler"
 
 
-class SaveExternalBody(Body):
+class SaveExternalBody(TinkerBody):
     """The body of save_weights_external."""
 
     model_id: str
@@ -144,7 +144,7 @@ class SaveExternalBody(Body):
     type: str = "save_weights_external"
 
 
-class LoadWeightsBody(Body):
+class LoadWeightsBody(TinkerBody):
     """The body of load_weights."""
 
     path: str
@@ -160,7 +160,7 @@ class LoadWeightsBody(Body):
     type: str = "load_weights"
 
 
-class CreateSamplingSessionBody(Body):
+class CreateSamplingSessionBody(TinkerBody):
     """The body of create_sampling_session."""
 
     session_id: str
@@ -170,14 +170,14 @@ class CreateSamplingSessionBody(Body):
     type: str = "create_sampling_session"
 
 
-class JoinBody(Body):
+class JoinBody(TinkerBody):
     """The body of join_sampling_session."""
 
     sampling_session_id: str
     type: str = "join_sampling_session"
 
 
-class ChunkBody(Body):
+class ChunkBody(TinkerBody):
     """A chunk of a prompt; only text is served."""
 
     type: str
@@ -190,13 +190,13 @@ class ChunkBody(Body):
     override_dimensions: dict[str, int] | None = None
 
 
-class PromptBody(Body):
+class PromptBody(TinkerBody):
     """A prompt."""
 
     chunks: list[ChunkBody]
 
 
-class SamplingBody(Body):
+class SamplingBody(TinkerBody):
     """The sampling parameters; min-p and the penalties are Headrace's own."""
 
     max_tokens: int | None = None
@@ -211,7 +211,7 @@ class SamplingBody(Body):
     frequency_penalty: float = 0.0
 
 
-class TensorBody(Body):
+class TensorBody(TinkerBody):
     """A tensor as JSON."""
 
     data: list[float]
@@ -221,7 +221,7 @@ class TensorBody(Body):
     sparse_col_indices: list[int] | None = None
 
 
-class SampleBody(Body):
+class SampleBody(TinkerBody):
     """The body of asample."""
 
     prompt: PromptBody
@@ -241,26 +241,26 @@ class SampleBody(Body):
     type: str = "sample"
 
 
-class RetrieveBody(Body):
+class RetrieveBody(TinkerBody):
     """The body of retrieve_future."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
-class CancelBody(Body):
+class CancelBody(TinkerBody):
     """The body of cancel_future."""
 
     request_id: str
 
 
-class PathBody(Body):
+class PathBody(TinkerBody):
     """The body of weights_info."""
 
     tinker_path: str
 
 
-class TtlBody(Body):
+class TtlBody(TinkerBody):
     """The body of a checkpoint's ttl."""
 
     ttl_seconds: int | None = None

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Found:
     body: bytes
     media: str = JSON
     status: int = 200
+    """The HTTP status."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,10 +54,11 @@ class SampleJob:
     """The name of each sampled sequence."""
     num_samples: int
     ended_s: float | None = None
+    """When its answer was there, by the clock; ``None`` before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerParts:
+class ServiceParts:
     """What a service works with."""
 
     config: TinkerConfig
@@ -73,14 +76,13 @@ class ServerParts:
 class TinkerService:
     """The endpoints of one server, in one event loop."""
 
-    def __init__(self, parts: ServerParts, group: asyncio.TaskGroup, clock: Clock) -> None:
+    def __init__(self, parts: ServiceParts, group: asyncio.TaskGroup, clock: Clock) -> None:
         self._parts, self._group, self._clock = parts, group, clock
         self._config, self._journal = parts.config, parts.journal
         self._loop = asyncio.get_running_loop()
         self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
         self._samples: dict[str, SampleJob] = {}
         self._beats: dict[str, float] = {}
-        self._parked: set[str] = set()
         parts.tenants.ended = lambda entry: self._loop.call_soon_threadsafe(self._ended, entry)
 
     # -- sessions ---------------------------------------------------------------------------------------------------
@@ -102,9 +104,12 @@ class TinkerService:
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str) -> dict[str, Any]:
-        self._session(session)
+        if self._journal.one("SELECT id FROM sessions WHERE id = ?", session) is None:
+            raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
         self._park(session)
+        for row in self._journal.all("SELECT id FROM samplers WHERE session = ?", session):
+            self._parts.weights.drop(row["id"])
         return {}
 
     def sweep(self) -> None:
@@ -122,7 +127,6 @@ class TinkerService:
 
     def _park(self, session: str) -> None:
         self._beats.pop(session, None)
-        self._parked.add(session)
         for name, job in self._samples.items():
             if name.startswith(f"{session}:"):
                 job.task.cancel()
@@ -139,7 +143,6 @@ class TinkerService:
             if row["finished"]:
                 raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended)
         self._beats[session] = self._clock.now()
-        self._parked.discard(session)
 
     # -- models -----------------------------------------------------------------------------------------------------
 
@@ -168,12 +171,12 @@ class TinkerService:
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
         model = f"{session}:train:{number}"
-        alive = "SELECT count(*) AS n FROM models JOIN sessions ON session = sessions.id WHERE finished = 0"
-        found = self._journal.one(alive)
+        per_session = self._journal.all("SELECT session, count(*) AS n FROM models GROUP BY session")
+        held = sum(row["n"] for row in per_session if row["session"] in self._beats)
         known = self._journal.one("SELECT id FROM models WHERE id = ?", model)
-        if known is None and found is not None and found["n"] >= self._config.max_models:
+        if known is None and held >= self._config.max_models:
             raise Refusal(
-                f"there are {found['n']} models, as many as this server holds",
+                f"there are {held} models, as many as this server holds",
                 remedy="close a ServiceClient, or raise --max-models",
             )
         now = self._clock.wall()
@@ -313,7 +316,7 @@ class TinkerService:
         if adapter:
             await asyncio.to_thread(weights.use, adapter, lambda: self._read_sampler(record))
         try:
-            score = lambda ids_N, top, targets: self._score(record, ids_N, top, targets)  # noqa: E731
+            score = partial(self._score, record)
             return Found(body=await answer(plan, self._parts.engine, adapter, score), media=PROTOBUF)
         finally:
             if adapter:

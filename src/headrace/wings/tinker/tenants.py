@@ -37,6 +37,7 @@ class Order:
     """Which requests of one model are there, and which one is next."""
 
     next_seq: int
+    """The request that is computed next, when it has arrived."""
     waiting: set[int] = field(default_factory=set)
     """The requests that have arrived and whose turn has not come."""
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from headrace.base.errors import ConfigError
 from headrace.run.cli.commands import USE, Verb
 from headrace.run.cli.output import console, starting
+
+if TYPE_CHECKING:
+    from headrace.wings.tinker.config import TinkerConfig
 
 
 def tinker(
@@ -55,17 +59,20 @@ def tinker(
         max_resident=max_resident,
     )
     key = key_of(config.state)
+    serve(config, key, clock=RealClock(), serving=lambda url: _say_serving(config, url, key))
 
-    def serving(url: str) -> None:
-        out = console()
-        out.print(f"serving    {', '.join(config.names[:-1])}", highlight=False)
-        out.print(f"state      {config.state}", highlight=False)
-        out.print("\nIn the shell of the client:", highlight=False)
-        out.print(f"  export TINKER_BASE_URL={url}", highlight=False, soft_wrap=True)
-        out.print(f"  export TINKER_API_KEY={key}", highlight=False, soft_wrap=True)
-        out.print("\nend it     Ctrl-C", highlight=False)
 
-    serve(config, key, clock=RealClock(), serving=serving)
+def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
+    """Print what is served, and what the shell of the client needs."""
+    lines = [
+        f"serving    {', '.join(config.names[:-1])}",
+        f"state      {config.state}",
+        "\nIn the shell of the client:",
+        f"  export TINKER_BASE_URL={url}",
+        f"  export TINKER_API_KEY={key}",
+        "\nend it     Ctrl-C",
+    ]
+    console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _named(given: str, path: Path) -> str:

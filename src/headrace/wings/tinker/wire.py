@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import DataError
-from headrace.wings.tinker.data import Datum, Span, TrainRequest
+from headrace.wings.tinker.data import Datum, ProvenanceSpan, TrainRequest
 
 Array = npt.NDArray[Any]
 FLOAT32, INT64 = 1, 2
@@ -62,7 +62,7 @@ def _train_request(body: bytes) -> TrainRequest:
 
 def _datum(body: memoryview) -> Datum:
     ids, inputs, problem = list[Array](), dict[str, Array](), ""
-    spans: dict[int, list[Span]] = {3: [], 4: []}
+    spans: dict[int, list[ProvenanceSpan]] = {3: [], 4: []}
     for number, value in _fields(body):
         if number == 1:
             ((kind, chunk),) = _fields(value)
@@ -79,11 +79,11 @@ def _datum(body: memoryview) -> Datum:
     return Datum(ids_N=joined, inputs=inputs, input_spans=spans[3], target_spans=spans[4], foreign=problem)
 
 
-def _span(body: memoryview) -> Span:
+def _span(body: memoryview) -> ProvenanceSpan:
     ((kind, value),) = _fields(body)
     found = dict(_fields(value))
     name = bytes(found.get(1, b"")).decode()
-    return Span(sequence_id=name, offset=int(found.get(2, 0)), length=int(found.get(3, 0)), sampled=kind == 2)
+    return ProvenanceSpan(sequence_id=name, offset=int(found.get(2, 0)), length=int(found.get(3, 0)), sampled=kind == 2)
 
 
 def _tensor(body: memoryview) -> Array:
