@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headrace.algo.losses.section import LossSection
     from headrace.engine.config import EngineKind
     from headrace.flow.filters.base import FilterSection
+    from headrace.flow.pacing import PacingSection
     from headrace.flow.policies.base import StalenessPolicy
     from headrace.launch.config import Launcher
     from headrace.rollout.answers.base import Parser
@@ -70,6 +71,12 @@ CONTRACTS = {
         group="headrace.policies",
         meaning="A staleness policy: pure functions of the flow's state that decide which groups start, "
         "which are trained next, and which leave.",
+    ),
+    "PacingSection": Contract(
+        module="headrace.flow.pacing",
+        group="headrace.pacings",
+        meaning="A pacing: a table of settings that makes a run's memory of durations, which decides when a group that "
+        "the policy would admit starts.",
     ),
     "FilterSection": Contract(
         module="headrace.flow.filters.base",
@@ -155,6 +162,7 @@ __all__ = [
     "FilterSection",
     "Launcher",
     "LossSection",
+    "PacingSection",
     "Parser",
     "Recipe",
     "RewardSection",

@@ -167,7 +167,7 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, seed: int, age:
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
     first_s = late[0].clock_s - late[0].seconds - late[0].wait_s
-    needed = [step.metrics["age_needed"] for step in late if step.metrics.get("age_needed") is not None]
+    needed = [age for step in late if (age := step.metrics.get("age_needed")) is not None]
     curve = [(0, 0.0, summary.eval_before or 0.0), *_points(run.steps, run.loop[0])]
     curve.append((summary.tokens_trained, run.steps[-1].clock_s - run.loop[0], summary.eval_after or 0.0))
     goal = curve[0][2] + MARK * (1 - curve[0][2])
