@@ -18,6 +18,7 @@ from headrace.learner.auxiliary.config import (
     ServedTeacher,
     TeacherConfig,
 )
+from headrace.learner.mixture import MixtureConfig
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from headrace.models.devices import AUTO, DeviceName
 
@@ -74,6 +75,8 @@ class LearnerConfig(Section):
     """Which tensors are kept, on which device, and in which number format."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The kind of optimizer."""
+    mixture: MixtureConfig = MixtureConfig()
+    """Losses for the balance of a mixture of experts; none by default."""
     reference: PolicyConfig | None = None
     """The policy to which KL penalties (``kl_coef`` of a loss) are computed. The metric ``kl_ref`` measures the
     distance to it, with a penalty or without. Unset: the initial weights of the run if the loss has a penalty,

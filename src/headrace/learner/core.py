@@ -204,6 +204,11 @@ class LearnerCore:
         """
         start_s = self._context.clock.now()
         self._refuse(part)
+        if self._config.mixture.balance_coef:
+            raise ConfigError(
+                "learner.mixture.balance_coef counts the choices of the whole batch first: give no part",
+                remedy="leave learner.mixture.balance_coef out, or give the batch as one",
+            )
         needs_all = self._objective.selects or "baseline" in self._objective.columns
         if needs_all or self._objective.critic is not None:
             raise ConfigError(
@@ -361,18 +366,33 @@ class LearnerCore:
             for agent, mask_N in self._forward.by_agent(work.batch, work.mask_N):
                 with self._forward.switch.on(agent):
                     self._backward_agent(work.only(mask_N), tally)
+                tally.note(self._forward.mixture.metrics())
             undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
         start_s = self._context.clock.now()
         packed = self._forward.cut(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
         self._ended("pack", start_s)
+        self._count_choices(work, packed)
         for number, micro in enumerate(packed, 1):
             with self._context.progress.at(
                 "micro-batch", f"micro-batch {number} of {len(packed)} of step {self._step}"
             ):
                 self._backward_micro(work, micro, tally)
                 self._optimizer.collect()
+
+    def _count_choices(self, work: StepWork, packed: list[MicroBatch]) -> None:
+        """Let the balance of a mixture know the choices of the whole step, where its loss needs them."""
+        mixture = self._forward.mixture
+        mixture.begin(packed)
+        if not mixture.config.balance_coef:
+            return
+        start_s = self._context.clock.now()
+        with torch.no_grad():
+            for micro in packed:
+                self._forward(work.batch, work.mask_N, micro)
+        mixture.counted()
+        self._ended("count experts", start_s)
 
     def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
         start_s = self._context.clock.now()
@@ -384,7 +404,9 @@ class LearnerCore:
         inputs = work.inputs(micro, result.log_pi_M, result.entropy_M, result.top_MK)
         output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
         start_s = self._context.clock.now()
-        (output.loss * self._ranks.config.averaged).backward()
+        balance = self._forward.mixture.loss()
+        loss = output.loss if balance is None else output.loss + balance
+        (loss * self._ranks.config.averaged).backward()
         self._ended("backward", start_s)
         tally.add(work, micro, result, output)
 

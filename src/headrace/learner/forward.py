@@ -33,6 +33,7 @@ from headrace.learner.cost import cost_of
 from headrace.learner.head import TopRequest
 from headrace.learner.intake import Mask, refuse_rescaled, refuse_unfit
 from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
+from headrace.learner.mixture import MixtureBalance
 from headrace.learner.packing import Index, MicroBatch, Packing, Unit, groups_whole, plan, siblings, singly
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.split import ShardedLogprobs
@@ -93,6 +94,7 @@ class Forward:
         self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
+        self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)  # sees what a replay chose
         self._packing = Packing(
             budget=config.tokens_per_microbatch,
             num_ranks=self._ranks.config.num_shares,
@@ -156,7 +158,11 @@ class Forward:
         entries of which log π is computed at each token, in host memory."""
         view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
         places_P = micro.places_M[view.places_P]
-        with self._replaying(batch, view) as routing_pass, save_on_cpu() if self._offload else nullcontext():
+        with (
+            self._replaying(batch, view) as routing_pass,
+            self.mixture.watching(micro, len(view.plan.positions_N)),
+            save_on_cpu() if self._offload else nullcontext(),
+        ):
             found = self._token_logprobs(
                 view.inputs(batch.ids_N),
                 torch.from_numpy(view.before_P).to(self._ranks.device),

@@ -161,6 +161,10 @@ class MicroBatchStats:
             )
         )
 
+    def note(self, metrics: Mapping[str, Ratio]) -> None:
+        """Add metrics that are the same on every rank."""
+        self._metrics.append(metrics)
+
     def join(self, ranks: AnyRanks) -> None:
         """Replace the results of this rank by those of all ranks, after the last micro-batch."""
         if ranks.config.num_shares * ranks.config.context == 1:

@@ -30,7 +30,7 @@ from headrace.models import LoraConfig, ModelConfig, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.gap import Gap, largest_gap
 from headrace.models.load import limit_of, read_config, read_whole_config
-from headrace.models.mixtures import is_mixture
+from headrace.models.mixtures import is_mixture, routes
 from headrace.models.text_part import causal_class
 from headrace.policy.policy import Policy
 from headrace.run.session.exporting import export
@@ -111,6 +111,7 @@ class _Check:
     """One check of one model."""
 
     def __init__(self, config: ModelConfig, report: ModelReport, longest: int) -> None:
+        self._model: PreTrainedModel | None = load_model(config.model_copy(update={"lora": None}))
         self._config = config
         self._report = report
         read = read_config(config.path)
@@ -121,7 +122,8 @@ class _Check:
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
 
     def run(self, *, whole: bool) -> None:
-        model = load_model(self._config.model_copy(update={"lora": None}))
+        model, self._model = self._model, None
+        assert model is not None
         self._note("load", f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} weights")
         with plain(self._config) as reference:
             expected = [_alone(reference, ids_T) for ids_T in self._sequences]
@@ -152,6 +154,7 @@ class _Check:
             loss="grpo",
             model=self._config.model_dump(exclude={"path"}),
             engine={"max_context": room, "max_sequences": 8},
+            learner={"keep_routing": _replays(read_config(self._config.path))},
         )
         async with policy:
             self._report.facts = {name: value for name, value in policy.facts.items() if isinstance(value, str)}
@@ -208,6 +211,15 @@ class _Check:
 
     def _note(self, part: str, detail: str, ok: bool = True, gap: float | None = None) -> None:
         self._report.findings.append(ModelFinding(part=part, ok=ok, detail=detail, gap=gap))
+
+
+def _replays(config: Any) -> bool:
+    """Return whether the routing of this model can be replayed; a dense model has none to replay."""
+    try:
+        routes(config)
+    except ModelError:
+        return False
+    return True
 
 
 def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:

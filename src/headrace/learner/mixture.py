@@ -1,0 +1,204 @@
+"""The balance of a mixture of experts: its losses, exact over a whole step, and metrics of the experts' load.
+
+    pass over a micro-batch ──▶ routers: logits_NE, experts_NK ──▶ choices per expert, probabilities per expert, log Z
+    balance loss: choices of the whole step (a pass without gradient first) · probabilities of each micro-batch
+    z-loss: mean log² Z over the whole step
+
+The balance loss is that of Switch Transformers (Fedus et al. 2021, eq. 4 to 6) as transformers defines it for all
+layers together: E · Σ_e F_e · P_e, where F_e is the number of choices of expert e and P_e the sum of its softmax
+probabilities, both divided by the number of tokens times layers. It is not a sum over tokens, so that its value over a
+micro-batch would be another loss. F has no gradient and is known before the first backward pass: then each micro-batch
+adds its part of P, and the gradients add up to that of the whole step. The z-loss is that of ST-MoE (Zoph et al. 2022,
+eq. 5).
+
+A token that several samples share counts once for each. The last token of a sample, after which nothing is predicted,
+is not computed and does not count. Where routing is replayed, the choices are the recorded ones.
+
+Shape legend: N rows of a pass, L mixture-of-experts layers, E experts, K experts per token and layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from headrace.algo.base import Ratio
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
+from headrace.learner.packing import MicroBatch
+from headrace.learner.parallel.mesh import AnyRanks
+from headrace.models.routing import RoutedModel
+
+_SOFTMAX = frozenset({"Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter", "GptOssTopKRouter"})
+"""The routers whose probabilities are a softmax, for which transformers defines the balance loss."""
+
+
+class MixtureConfig(Section):
+    """The losses that keep the experts of a mixture evenly used. Both are added to the loss of every step."""
+
+    balance_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the load-balancing loss; ``router_aux_loss_coef`` in transformers, 0.001 to 0.02. Costs one pass
+    without gradient more per step."""
+    z_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the router's z-loss, mean log² Σ exp(logits), which keeps router logits small; 0.001 is usual."""
+
+    @property
+    def trains(self) -> bool:
+        """Return whether a loss is added."""
+        return self.balance_coef > 0 or self.z_coef > 0
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What the routers of one pass computed."""
+
+    copies_N: Tensor
+    """Number of tokens that each row of the pass stands for."""
+    counts_LE: Tensor
+    """Number of tokens that chose each expert."""
+    probabilities: list[Tensor] = field(default_factory=list)
+    """For each layer, the sum of the probabilities of each expert ``[E]``, with gradient."""
+    squares: list[Tensor] = field(default_factory=list)
+    """For each layer, the sum of log² Z, with gradient."""
+
+
+class MixtureBalance:
+    """The losses and the load of the experts of one model. ``routed`` is ``None`` for a dense model."""
+
+    def __init__(self, config: MixtureConfig, model: nn.Module, routed: RoutedModel | None, ranks: AnyRanks) -> None:
+        self.config = config
+        self._routed = routed
+        self._ranks = ranks
+        self._now: _Pass | None = None
+        self._last: _Pass | None = None
+        self._share_E: Tensor | None = None
+        self._places = 0.0
+        if config.trains:
+            self._refuse(model)
+        for index, layer in enumerate(() if routed is None else routed.layers):
+            layer.router.register_forward_hook(partial(self._see, index))
+        self._load_LE = self._zeros()
+
+    def _refuse(self, model: nn.Module) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for a model or ranks that these losses do not cover."""
+        parallel, routed = self._ranks.config, self._routed
+        if routed is None:
+            raise ConfigError(
+                f"learner.mixture adds a loss for the experts of a mixture, and a {type(model).__name__} has none "
+                "whose routing is known",
+                remedy="leave learner.mixture out",
+            )
+        kinds = {kind.__name__ for layer in routed.layers for kind in type(layer.router).__mro__}
+        if self.config.balance_coef and not kinds & _SOFTMAX:
+            raise ConfigError(
+                f"learner.mixture.balance_coef={self.config.balance_coef}: transformers defines no balance loss for "
+                f"a {type(model).__name__}, whose router is balanced by a bias",
+                remedy="leave learner.mixture.balance_coef out; z_coef is possible",
+            )
+        if parallel.context * parallel.tensor * parallel.expert > 1:
+            raise ConfigError(
+                "learner.mixture with learner.parallel.context, tensor or expert above 1: ranks would see parts of a "
+                "router's tokens or experts",
+                remedy="use learner.parallel.data and replicate alone, or leave learner.mixture out",
+            )
+
+    def begin(self, packed: list[MicroBatch]) -> None:
+        """Begin a step whose micro-batches on this rank are ``packed``."""
+        if self._routed is None:
+            return
+        tokens = sum(int((micro.lengths_K - 1).sum()) for micro in packed)
+        total = self._ranks.join_shares(torch.tensor([float(tokens)], dtype=torch.float64))
+        self._places = max(1.0, float(total) * self._routed.num_layers)
+        self._load_LE = self._zeros()
+
+    def counted(self) -> None:
+        """Fix the choices of the step: those of all passes since :meth:`begin`, on all ranks."""
+        self._share_E = self._ranks.join_shares(self._load_LE).sum(0) / self._places
+        self._load_LE = self._zeros()
+
+    @contextmanager
+    def watching(self, micro: MicroBatch, num_rows: int) -> Iterator[None]:
+        """Collect what the routers compute in the pass over ``micro`` within this context."""
+        if self._routed is None:
+            yield
+            return
+        copies_N = torch.from_numpy(_copies(micro, num_rows)).to(self._ranks.device)
+        self._now = _Pass(copies_N, torch.zeros(self._load_LE.shape, dtype=torch.float64, device=copies_N.device))
+        try:
+            yield
+            self._load_LE += self._now.counts_LE.cpu()
+        finally:
+            self._last, self._now = self._now, None
+
+    def loss(self) -> Tensor | None:
+        """Return this micro-batch's part of the losses, after its pass; ``None`` if there are none."""
+        if not self.config.trains:
+            return None
+        seen = self._last
+        assert seen is not None
+        total = torch.stack(seen.squares).sum() * (self.config.z_coef / self._places)
+        if self.config.balance_coef:
+            assert self._share_E is not None
+            assert self._routed is not None
+            share_E = self._share_E.to(total)
+            mean_E = torch.stack(seen.probabilities).sum(0) / self._places
+            total = total + self.config.balance_coef * self._routed.num_experts * (share_E * mean_E).sum()
+        return total
+
+    def metrics(self) -> dict[str, Ratio]:
+        """Return how evenly the experts were used in this step, over all ranks; empty for a dense model.
+
+        ``expert_load_max`` and ``expert_load_min`` are the load of the most and the least used expert of any layer,
+        relative to an even load; ``experts_idle`` is the fraction of experts that no token chose.
+        """
+        if self._routed is None:
+            return {}
+        load_LE = self._ranks.join_shares(self._load_LE)
+        even_L1 = load_LE.mean(1, keepdim=True).clamp(min=1e-9)
+        found = {
+            "expert_load_max": float((load_LE / even_L1).max()),
+            "expert_load_min": float((load_LE / even_L1).min()),
+            "experts_idle": float((load_LE == 0).double().mean()),
+        }
+        return {name: Ratio(value, 1.0) for name, value in found.items()}
+
+    def _see(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits_NE, experts_NK = output[0], output[2]
+        seen = self._now
+        if seen is None:  # another pass, or a layer that is computed again: it must save the same tensors
+            seen = self._last
+            if seen is None or not torch.is_grad_enabled() or len(seen.copies_N) != len(logits_NE):
+                return
+            seen = replace(seen, counts_LE=seen.counts_LE.clone(), probabilities=[], squares=[])
+        weights_NK = seen.copies_N[:, None].expand(experts_NK.shape).double()
+        seen.counts_LE[index].scatter_add_(0, experts_NK.reshape(-1), weights_NK.reshape(-1))
+        if not (self.config.trains and torch.is_grad_enabled()):
+            return
+        logits_NE, copies_N1 = logits_NE.float(), seen.copies_N[:, None].to(torch.float32)
+        if self.config.balance_coef:
+            seen.probabilities.append((logits_NE.softmax(-1) * copies_N1).sum(0))
+        seen.squares.append((logits_NE.logsumexp(-1) ** 2 * copies_N1[:, 0]).sum())
+
+    def _zeros(self) -> Tensor:
+        routed = self._routed
+        shape = (0, 0) if routed is None else (routed.num_layers, routed.num_experts)
+        return torch.zeros(shape, dtype=torch.float64)
+
+
+def _copies(micro: MicroBatch, num_rows: int) -> np.ndarray[Any, Any]:
+    """Return the number of tokens that each row of the pass over ``micro`` stands for."""
+    if not len(micro.places_M):
+        return np.zeros(num_rows)
+    followed_M = np.ones(len(micro.places_M), np.bool_)
+    followed_M[np.cumsum(micro.lengths_K) - 1] = False  # as the pass leaves the last tokens out
+    rows_M = np.arange(len(micro.places_M)) if micro.rows_M is None else micro.rows_M
+    _, copies_N = np.unique(rows_M[followed_M], return_counts=True)
+    return copies_N.astype(np.float64)
