@@ -26,7 +26,7 @@ VERSIONS, COMMITS = 6, 100
 
 def sync(bench: str) -> dict[str, float]:
     """Publish, stage and commit a model of 28M parameters through every transport with every codec."""
-    module = import_module(f"{bench}.sync")
+    module: Any = import_module(f"{bench}.sync")
     module.FULL = (replace(module.FULL[0], rounds=VERSIONS, commits=COMMITS),)
     module._broadcasts = lambda *_: None  # it measures the library Gloo
     figures: dict[str, float] = {}

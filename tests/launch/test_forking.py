@@ -293,7 +293,8 @@ import sys
 import headrace
 summary = headrace.train({str(run_file)!r}, overrides=["run.steps=1", "observe.view=none"])
 print(summary.status, "torch" in sys.modules, flush=True)
-from headrace.models.load import load_model, read_config
+from headrace.models.load import load_model
+from headrace.models.settings import read_config
 from headrace.models.config import ModelConfig
 path = {str(tmp_path / "tiny")!r}
 assert isinstance(read_config(path).dtype, str)

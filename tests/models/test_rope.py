@@ -27,8 +27,8 @@ from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, check, context_length, load_model
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
-from headrace.models.load import read_config
 from headrace.models.rope import BY_LENGTH, BY_POSITION, ContextLimit
+from headrace.models.settings import read_config
 from tests.engine.native.harness import joined, logprobs, request, run
 from tests.models.kinds import plain, tiny
 

@@ -62,7 +62,8 @@ def refused_by_settings(kind: str, directory: Path) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from headrace.base.errors import ModelError
-    from headrace.models.load import _refuse_unsupported, read_config
+    from headrace.models.load import _refuse_unsupported
+    from headrace.models.settings import read_config
 
     try:
         CONFIG_MAPPING[kind]().save_pretrained(directory)
@@ -77,9 +78,9 @@ def refused_by_settings(kind: str, directory: Path) -> str:
 def limits(path: str, facts: Mapping[str, str]) -> str:
     """Return the limits of a model that works, in words."""
     from headrace.base.errors import ModelError
-    from headrace.models.load import read_config, read_whole_config
     from headrace.models.mixtures import is_mixture, routes
     from headrace.models.rope import BY_LENGTH, rope_types
+    from headrace.models.settings import read_config, read_whole_config
 
     config, found = read_config(path), []
     if type(read_whole_config(path)) is not type(config):

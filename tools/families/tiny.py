@@ -1,7 +1,5 @@
 """Tiny random models of any architecture, made from its default settings with small sizes."""
 
-# gate: getattr - the settings of foreign configs differ
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -36,7 +36,7 @@ from headrace.launch.environments import JOINING, JoinServer, environment_pool, 
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories
 from headrace.launch.vitals import Vitals
-from headrace.models.load import read_config
+from headrace.models.settings import read_config
 from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
 

@@ -5,6 +5,7 @@ Importing this package imports neither torch nor transformers; :mod:`headrace.mo
 """
 
 from headrace.models.config import LoraConfig, ModelConfig
-from headrace.models.load import context_length, load_model, load_tokenizer
+from headrace.models.load import load_model, load_tokenizer
+from headrace.models.settings import context_length
 
 __all__ = ["LoraConfig", "ModelConfig", "context_length", "load_model", "load_tokenizer"]

@@ -153,8 +153,10 @@ def _retuned(module: nn.Module, query: Tensor, positions_N: Tensor) -> Tensor:
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 
+    floor, scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+
     def tuned(at_N: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((at_N.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        return torch.log1p(torch.floor((at_N.float() + 1.0) / floor)) * scale + 1.0
 
     places_N = torch.arange(len(positions_N), device=positions_N.device)
     return query * (tuned(positions_N) / tuned(places_N))[:, None].to(query.dtype)

@@ -8,20 +8,22 @@ imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.buffers import zeros
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
-from headrace.models.rope import BY_LENGTH, BY_POSITION, ContextLimit, context_limit, unknown_rope
+from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope
+from headrace.models.settings import (
+    REMEDY,
+    model_directory,
+    read_config,
+    read_whole_config,
+    spare_torch,
+    text_config_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,20 +39,6 @@ LAYER_TYPES = frozenset(
     }
 )
 """The types of layers that are supported: those that attend, those that keep a state, and those that do neither."""
-_REMEDY = (
-    "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors; or its name on "
-    "a hub: OWNER/NAME"
-)
-
-
-@contextmanager
-def called(setting: str) -> Iterator[None]:
-    """Let errors about a model directory name ``setting`` instead of ``model.path``, within this context."""
-    try:
-        yield
-    except ModelError as error:
-        problem, remedy = (text.replace("model.path", setting) for text in (error.problem, error.remedy))
-        raise ModelError(problem, remedy=remedy) from error
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
@@ -65,7 +53,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
     from headrace.models import check, recurrent
 
-    directory = _directory(config.path)
+    directory = model_directory(config.path)
     read = read_config(config.path)
     _refuse_quantised(config.path)
     _refuse_unsupported(config.path, read)
@@ -81,7 +69,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
             raise
         _refuse_own_attention(config.path, error)
         raise ModelError(
-            f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=_REMEDY
+            f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=REMEDY
         ) from error
     _refuse_incomplete(config.path, info)
     if config.lora is not None:
@@ -143,10 +131,10 @@ def _align(model: PreTrainedModel) -> None:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model directory ``path``, which must have an end-of-sequence token."""
-    _spare_torch()
+    spare_torch()
     from transformers import AutoTokenizer
 
-    directory = _directory(path)
+    directory = model_directory(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"model.path={path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)})",
@@ -182,110 +170,6 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
         "other",
         remedy="give a model of the same family, whose tokenizer has the same entries",
     )
-
-
-def context_length(path: str) -> int:
-    """Return the longest context that the model of directory ``path`` can be used with, in tokens."""
-    return limit_of(path).length
-
-
-def limit_of(path: str) -> ContextLimit:
-    """Return the longest context that the model of directory ``path`` can be used with, and what limits it.
-
-    It is ``max_position_embeddings``, or shorter where rotary embeddings depend on the length of a sequence beyond it
-    (:mod:`headrace.models.rope`). Raises :class:`~headrace.base.errors.ModelError`.
-    """
-    limit = context_limit(read_config(path))
-    if limit is None:
-        raise ModelError(
-            f"model.path={path!r}: config.json does not say max_position_embeddings", remedy="add it to config.json"
-        )
-    return limit
-
-
-def read_config(path: str) -> PreTrainedConfig:
-    """Load the configuration of the model directory ``path``; of a multimodal checkpoint, that of its text part.
-
-    Raises :class:`~headrace.base.errors.ModelError`, for example if there are several text parts.
-    """
-    return text_config_of(path, read_whole_config(path))
-
-
-def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the text part of a multimodal model; ``whole`` itself for a model of text alone.
-
-    Raises :class:`~headrace.base.errors.ModelError` for a configuration with several text parts.
-    """
-    try:
-        return whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
-    except ValueError as error:
-        raise ModelError(
-            f"model.path={path!r} is a {whole.model_type}: its text part is ambiguous: {error}", remedy=SUPPORTED
-        ) from None
-
-
-def read_whole_config(path: str) -> PreTrainedConfig:
-    """Load the configuration of the model directory ``path``, with all parts of a multimodal checkpoint."""
-    _spare_torch()
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    file = _directory(path) / "config.json"
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(tree, dict):
-            raise ValueError(f"it holds a {type(tree).__name__}, not an object")
-        return AutoConfig.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
-    except FileNotFoundError:
-        if (file.parent / "adapter_config.json").is_file():
-            raise ModelError(
-                f"model.path={path!r} holds an adapter, and no model",
-                remedy=f"set model.path to the model it was trained on, and model.lora.adapter = {path!r}",
-            ) from None
-        raise ModelError(f"model.path={path!r} holds no config.json", remedy=_REMEDY) from None
-    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
-        raise ModelError(f"{file} cannot be used: {error}", remedy=_REMEDY) from error
-
-
-class _Torch(ModuleType):
-    """A stand-in for the module torch that imports it when an attribute is first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module("torch"), name)
-
-
-def _spare_torch() -> None:
-    """Import transformers' readers of settings and tokenizers without torch, which would cost a process that computes
-    nothing a second and 150 MB.
-
-    transformers imports torch beside them for functions that its models call, and to convert the name of a dtype;
-    with this patch, only if torch is already imported.
-    """
-    if "torch" in sys.modules or "transformers.configuration_utils" in sys.modules:
-        return
-    from transformers import utils
-
-    known = utils.is_torch_available
-    utils.is_torch_available = lambda: "torch" in sys.modules
-    try:
-        from transformers import modeling_rope_utils
-    finally:
-        utils.is_torch_available = known
-    modeling_rope_utils.torch = _Torch("torch")
-    from transformers import configuration_utils
-
-    configuration_utils.is_torch_available = lambda: "torch" in sys.modules
-
-
-def _directory(path: str) -> Path:
-    directory = Path(path)
-    try:
-        next(directory.iterdir(), None)
-    except FileNotFoundError:
-        raise ModelError(f"model.path={path!r} does not exist", remedy=_REMEDY) from None
-    except OSError as error:
-        raise ModelError(f"model.path={path!r} cannot be read: {error.strerror}", remedy=_REMEDY) from None
-    return directory
 
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
@@ -378,4 +262,4 @@ def _make_deterministic(model: PreTrainedModel, path: str) -> None:
 def _safetensors_remedy(directory: Path) -> str:
     if any(directory.glob("*.bin")):
         return "convert it: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) writes safetensors"
-    return _REMEDY
+    return REMEDY

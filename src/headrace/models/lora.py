@@ -327,7 +327,7 @@ def _linear_names(model: nn.Module) -> list[str]:
     """Return the names of all layers that can have an adapter."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     barred = _EXPERT_LAYER_NAMES if _expert_names(model) else frozenset()
-    if model.config.model_type in _MAMBAS:  # type: ignore[union-attr]
+    if str(model.config.model_type) in _MAMBAS:  # type: ignore[union-attr]
         barred |= {"out_proj"}
     names = {
         name.removesuffix(".base_layer")

@@ -45,7 +45,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED, WHOLE
 from headrace.models.hub import local_directory, pinned
-from headrace.models.load import read_whole_config, text_config_of
+from headrace.models.settings import read_whole_config, text_config_of
 
 PROBE = 24
 """The number of tokens on which the text model is compared with the multimodal model."""
@@ -148,15 +148,15 @@ class TextPlace:
     def take(self, whole: PreTrainedModel) -> PreTrainedModel:
         """Return a causal language model with the modules of ``whole``, whose attention is transformers' own."""
         backbone, head = whole.get_submodule(self.backbone), whole.get_submodule(self.head)
-        config: PreTrainedConfig = backbone.config  # type: ignore[assignment]
-        embedding = backbone.get_input_embeddings()  # type: ignore[operator]
+        config: PreTrainedConfig = backbone.config
+        embedding = backbone.get_input_embeddings()
         config.tie_word_embeddings = getattr(head, "weight", None) is embedding.weight
         config.architectures = [self.causal.__name__]
         config.dtype = whole.dtype
         with torch.device("meta"):
             text = self.causal(config)
         setattr(text, text.base_model_prefix, backbone)
-        text.set_output_embeddings(head)  # type: ignore[operator]
+        text.set_output_embeddings(head)
         text.generation_config = whole.generation_config
         empty = [name for name, tensor in (*text.named_parameters(), *text.named_buffers()) if tensor.is_meta]
         if empty:
@@ -307,7 +307,7 @@ def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def _head_name(text: PreTrainedModel) -> str:
     head = text.get_output_embeddings()
-    return next(name for name, module in text.named_modules() if module is head)
+    return next(str(name) for name, module in text.named_modules() if module is head)
 
 
 def _correct(path: Path, change: Any) -> None:
@@ -318,7 +318,7 @@ def _correct(path: Path, change: Any) -> None:
 def _in_format(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return the settings of a checkpoint whose text part has the number format ``dtype``, so that reading it loses
     nothing."""
-    changed = {key: dtype for key in ("dtype", "torch_dtype") if key in tree}
+    changed: dict[str, Any] = {key: dtype for key in ("dtype", "torch_dtype") if key in tree}
     inner = {
         key: _in_format(each, dtype)
         for key, each in tree.items()

@@ -29,8 +29,8 @@ from headrace.base.types.tokens import FloatColumn, Tokens
 from headrace.models import LoraConfig, ModelConfig, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.gap import Gap, largest_gap
-from headrace.models.load import limit_of, read_config, read_whole_config
 from headrace.models.mixtures import is_mixture, routes
+from headrace.models.settings import limit_of, read_config, read_whole_config
 from headrace.models.text_part import causal_class
 from headrace.policy.policy import Policy
 from headrace.run.session.exporting import export
@@ -94,7 +94,7 @@ def check_model(
     report = ModelReport(path=path)
     try:
         report.kind = read_config(path).model_type
-        config = ModelConfig(path=path, dtype=dtype, lora=LoraConfig(rank=4) if lora else None)  # type: ignore[arg-type]
+        config = ModelConfig(path=path, dtype=dtype, lora=LoraConfig(rank=4) if lora else None)
         _Check(config, report, longest).run(whole=whole)
     except HeadraceError as error:
         began = any(each.part != "load" for each in report.findings)

@@ -36,9 +36,9 @@ from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
 from headrace.models.hub import pinned, with_models
-from headrace.models.load import read_config
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
+from headrace.models.settings import read_config
 from headrace.models.weights import weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeSettings, probe_batch, probe_tokens, refuse_mismatch

@@ -29,7 +29,9 @@ class Machine:
     def __post_init__(self) -> None:
         self.rows = Rows(self.num_rows, 128)
         self.pool = BlockPool(self.num_blocks)
-        self.scheduler = Scheduler(self.rows, self.pool, self.budget, lambda _: None, lambda: True)
+        self.scheduler = Scheduler(
+            self.rows, self.pool, max_step_tokens=self.budget, before_change=lambda _: None, may_pin=lambda: True
+        )
         self.scheduler.version = 0
         self.sampled: dict[int, list[int]] = {}
 

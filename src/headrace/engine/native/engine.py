@@ -109,27 +109,23 @@ class NativeEngine:
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
         self._controls = Controls(config.max_sequences, self._device, exact)
         self._stops = Stops(decode) if decode is not None else None
-        followers: list[Follower] = [self._controls]
-        followers += [] if self._stops is None else [StopsFollower(self._stops)]
-        followers += [] if self._states is None else [self._states]
+        stops = None if self._stops is None else StopsFollower(self._stops)
+        followers: list[Follower] = [each for each in (self._controls, stops, self._states) if each is not None]
         self._rows = Rows(config.max_sequences, max_context, followers)
         self._routes = RoutingStore(model, self._cache.num_blocks)
         self._outbox = ChunkBuilder(self._rows, self._routes)
         self._adapters = adapters or SwitchedAdapters(model)
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
         self._scheduler = Scheduler(
-            self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin, self._states
+            self._rows, self._pool, max_step_tokens=config.max_step_tokens, states=self._states,
+            before_change=self._outbox.before_change, may_pin=self._may_pin,
         )  # fmt: skip
         self._swaps = Swaps(self._weights, self._scheduler, self._rows, self._pool, clock)
         self._scorer = PrefillScorer(model, self._cache, self._maker, exact, self._states)
         bounds = Bounds(
-            vocab_size=self._vocab_size,
-            max_context=max_context,
-            num_blocks=self._cache.num_blocks,
-            max_waiting=config.max_waiting,
-            stop_strings=decode is not None,
-            adapters=self._adapters,
-        )
+            vocab_size=self._vocab_size, max_context=max_context, num_blocks=self._cache.num_blocks,
+            max_waiting=config.max_waiting, stop_strings=decode is not None, adapters=self._adapters,
+        )  # fmt: skip
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
         self._forks_checked_at = self._swaps.stamp  # what the forks that wait have last been held against

@@ -96,6 +96,7 @@ class Scheduler:
         self,
         rows: Rows,
         pool: BlockPool,
+        *,
         max_step_tokens: int,
         before_change: Callable[[Sequence], None],
         may_pin: Callable[[], bool],

@@ -46,7 +46,8 @@ from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.view import view_of
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
-from headrace.models.load import called, load_model
+from headrace.models.load import load_model
+from headrace.models.settings import called
 from headrace.models.weights import weight_tensors
 
 NAME = "critic"

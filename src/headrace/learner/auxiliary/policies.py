@@ -41,7 +41,8 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import load_for
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
-from headrace.models.load import called, refuse_other_vocabulary
+from headrace.models.load import refuse_other_vocabulary
+from headrace.models.settings import called
 
 
 class Source(Protocol):

@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import reshard
-from headrace.models import attention, check, load, recurrent
+from headrace.models import attention, check, load, recurrent, settings
 from headrace.models.config import ModelConfig
 
 
@@ -38,8 +38,8 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
 
     if ranks.config.world > 1:
         refuse_libraries()
-    directory = load._directory(config.path)
-    read = load.read_config(config.path)
+    directory = settings.model_directory(config.path)
+    read = settings.read_config(config.path)
     load.refuse_multimodal(config.path, "several ranks cannot read it without the other parts")
     load._refuse_quantised(config.path)
     load._refuse_unsupported(config.path, read)

@@ -98,7 +98,7 @@ def _convolve(recur: Recur, reference: Function) -> Function:
 
 def _delta_rule(recur: Recur, reference: Function) -> Function:
     def delta_rule(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
+        query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, chunk_size: int = 64,
         use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         rule = DeltaRule(reference, chunk_size, normed=use_qk_l2norm_in_kernel)
@@ -109,8 +109,8 @@ def _delta_rule(recur: Recur, reference: Function) -> Function:
 
 def _scan(recur: Recur, reference: Function) -> Function:
     def scan(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
-        dt_bias: Tensor | None = None, dt_softplus: bool = False,
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk_size: int,
+        D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         if dt_bias is not None:
@@ -176,7 +176,7 @@ def install(model: PreTrainedModel) -> list[int]:
         module.forward = RecurrentForward(module)
     if mixers:
         _PlanBridge(model, model.base_model)
-    return sorted({int(module.layer_idx) for module in mixers})  # type: ignore[arg-type]
+    return sorted({int(module.layer_idx) for module in mixers})
 
 
 def recurrent_layers(model: nn.Module) -> list[int]:

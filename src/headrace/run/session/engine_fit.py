@@ -9,8 +9,8 @@ from headrace.engine.config import ENGINES
 from headrace.models.devices import CPU, Devices
 from headrace.models.gap import largest_gap
 from headrace.models.kernels.build import NO_COMPILER, Unavailable, find_compiler
-from headrace.models.load import read_config
 from headrace.models.mixtures import is_mixture
+from headrace.models.settings import read_config
 from headrace.run.session.config import NATIVE, RunConfig, refuse_interrupt
 
 _CODEC_FORMATS = {"cast_bf16": ("bfloat16",), "cast_fp8": ("float8",)}

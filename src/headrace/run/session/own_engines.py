@@ -17,7 +17,8 @@ from headrace.control.teaching import TeacherCallConfig
 from headrace.launch.order import TeacherOrder
 from headrace.learner.auxiliary.config import FrozenTeacher, OwnEngine, ServedTeacher
 from headrace.models import ModelConfig, context_length
-from headrace.models.load import called, read_config, refuse_other_vocabulary
+from headrace.models.load import refuse_other_vocabulary
+from headrace.models.settings import called, read_config
 from headrace.rollout.environments.agents import ModelAgent
 from headrace.rollout.environments.data import Row
 from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks

@@ -27,8 +27,8 @@ from headrace.learner.disk import verify_model
 from headrace.models import ModelConfig, load_tokenizer
 from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
-from headrace.models.load import limit_of, read_config
 from headrace.models.mixtures import routes
+from headrace.models.settings import limit_of, read_config
 from headrace.rollout import Chat
 from headrace.rollout.environments import Curriculum
 from headrace.rollout.environments.bridges import find_bridge

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from headrace.base.errors import ConfigError, nearest
@@ -123,16 +123,15 @@ def measure(
         seeds, ages, tasks, parts, steps = "0", "1", "demo", "default", 5
     chosen, variants = _listed("tasks", tasks, TASKS), _listed("parts", parts, PARTS)
     rows: list[Row] = []
-    for task in chosen:
-        for seed in _numbers("seeds", seeds):
-            with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-                run_file = TASKS[task].build(Path(scratch) / "task", seed)
-                runs = [(age, part) for age in _numbers("ages", ages) for part in variants if age or part == "default"]
-                for age, part in runs[:: 1 if seed % 2 else -1]:  # neither is always the first
-                    tell(f"{task}, seed {seed}, max_age {age}, {part}")
-                    into = Path(scratch) / f"{age}-{part.replace(' ', '-')}"
-                    found = _measured(TASKS[task], run_file, into, seed, age, part, steps)
-                    rows.append({"task": task, "seed": seed, "max_age": age, "part": part, **found})
+    runs = [(age, part) for age in _numbers("ages", ages) for part in variants if age or part == "default"]
+    for task, seed in product(chosen, _numbers("seeds", seeds)):
+        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+            run_file = TASKS[task].build(Path(scratch) / "task", seed)
+            for age, part in runs[:: 1 if seed % 2 else -1]:  # neither is always the first
+                tell(f"{task}, seed {seed}, max_age {age}, {part}")
+                into = Path(scratch) / f"{age}-{part.replace(' ', '-')}"
+                found = _measured(TASKS[task], run_file, into, seed=seed, age=age, part=part, steps=steps)
+                rows.append({"task": task, "seed": seed, "max_age": age, "part": part, **found})
     return report(rows, _targets(rows))
 
 
@@ -152,7 +151,7 @@ def _numbers(option: str, text: str) -> list[int]:
         raise ConfigError(f"--{option}={text!r} is no list of numbers", remedy=f"--{option} 0,1,2") from None
 
 
-def _measured(task: LearningTask, run_file: Path, run_dir: Path, seed: int, age: int, part: str, steps: int) -> Row:
+def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, age: int, part: str, steps: int) -> Row:
     """Return the figures of one run."""
     num_steps = steps or task.steps
     with as_file(files("headrace.wings.bench") / "user_code.py") as code:
@@ -167,7 +166,8 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, seed: int, age:
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
     first_s = late[0].clock_s - late[0].seconds - late[0].wait_s
-    needed = [age for step in late if (age := step.metrics.get("age_needed")) is not None]
+    ages = (step.metrics.get("age_needed") for step in late)
+    needed = [age for age in ages if age is not None]
     curve = [(0, 0.0, summary.eval_before or 0.0), *_points(run.steps, run.loop[0])]
     curve.append((summary.tokens_trained, run.steps[-1].clock_s - run.loop[0], summary.eval_after or 0.0))
     goal = curve[0][2] + MARK * (1 - curve[0][2])

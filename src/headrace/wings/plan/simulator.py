@@ -52,12 +52,9 @@ class Simulation:
         self.world, self._check = world, check
         self.events = EventQueue()
         self.ledger = CountingLedger(self._group_dropped)
+        last_step = sys.maxsize if world.endless else world.steps
         self.flow = Flow(
-            world.flow,
-            writer=self.ledger,
-            clock=self.events,
-            last_step=sys.maxsize if world.endless else world.steps,
-            pick_row=lambda number: number,
+            world.flow, writer=self.ledger, clock=self.events, last_step=last_step, pick_row=lambda number: number
         )
         self.fleet = SimulatedFleet(
             self.events,
@@ -93,9 +90,9 @@ class Simulation:
         self._may_admit = self._may_take = True
         self._planned_s: float | None = None
         """When groups are looked at again that the pacing holds back; ``None``: at the next event that admits."""
+        floor = world.flow.groups_per_step
+        self._cap = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
         if world.flow.capacity == "auto":
-            floor = world.flow.groups_per_step
-            self._cap = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
             self.events.after(LOOK_S, self._tune_capacity)
 
     def run(self) -> SimulatedOutcome:

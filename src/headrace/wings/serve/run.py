@@ -29,8 +29,9 @@ from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
 from headrace.models.hub import called
-from headrace.models.load import context_length, load_model, load_tokenizer
+from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
+from headrace.models.settings import context_length
 from headrace.models.weights import model_bytes
 from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app

@@ -20,7 +20,7 @@ from headrace.learner.disk import verify_model
 from headrace.models import load_tokenizer
 from headrace.models.endings import stop_ids
 from headrace.models.hub import local_directory, pinned, with_models
-from headrace.models.load import limit_of, read_config
+from headrace.models.settings import limit_of, read_config
 from headrace.run.observe.words import plural
 from headrace.wings.supervised.config import DpoConfig, TuningConfig
 from headrace.wings.supervised.order import RowStream
@@ -85,7 +85,7 @@ class PreparedTuning:
     def fingerprint(self) -> str:
         """Return two hashes: of the rows and their order, and of the other settings that decide what is learned."""
         run = self.config.run
-        order = [run.seed, run.rows_per_step, self.config.data.shuffle]
+        order: list[Any] = [run.seed, run.rows_per_step, self.config.data.shuffle]
         order += [(len(source.rows), source.weight) for source in self.rows.sources]
         settings = self.recorded()
         left = {key: settings[key] for key in ("model", "learner", "loss") if key in settings}

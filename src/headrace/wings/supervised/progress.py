@@ -28,7 +28,7 @@ class TuningView(Observer, AbstractContextManager["TuningView"], Protocol):
 def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> TuningView:
     """Return the display that ``view`` asks for: a line that is redrawn on a terminal, plain lines elsewhere."""
     if view == "none":
-        return SilentView()  # type: ignore[return-value]
+        return SilentView()
     stream = LossTolerantStream(sys.stdout)
     console = Console(file=stream, highlight=False, markup=False, emoji=False)  # type: ignore[arg-type]
     if view == "auto" and sys.stdout.isatty() and not console.is_dumb_terminal:

@@ -69,7 +69,7 @@ class KeyAuth:
                     remedy="export TINKER_API_KEY as headrace tinker printed it",
                     status=401,
                 )
-                await _refused(Request(scope, receive), problem)(scope, receive, send)  # type: ignore[operator]
+                await _refused(Request(scope, receive), problem)(scope, receive, send)
                 return
             mark_authorized(scope)
         await self._app(scope, receive, send)

@@ -89,7 +89,7 @@ class BaseCompute:
             with torch.set_grad_enabled(backward):
                 total = self._micro(lora, part, loss, result)
             if backward and total.requires_grad:
-                total.backward()  # type: ignore[no-untyped-call]
+                total.backward()
             result.loss += float(total.detach())
             yield None
 

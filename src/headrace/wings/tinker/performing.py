@@ -146,8 +146,9 @@ class Performer:
         assert tenant is not None
         body = parse(entry.body, SaveWeightsBody)
         name = f"{tenant.version:06d}" if body.path is None else body.path
-        how = {"metadata": body.user_metadata, "overwrite": body.overwrite}
-        path, write = self._checkpoint(tenant, entry, name, body.ttl_seconds, **how)
+        path, write = self._checkpoint(
+            tenant, entry, name, body.ttl_seconds, metadata=body.user_metadata, overwrite=body.overwrite
+        )
         yield answer_of({"path": path, "type": "save_weights"}, write=write)
 
     def _save_external(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
@@ -175,7 +176,7 @@ class Performer:
         size = write_state(directory, tenant.state(gradients=False), base=str(tenant.spec["base"]))
         version = tenant.version
 
-        def write() -> None:
+        def note() -> None:
             now = self._clock.wall()
             values = (sampler, session, tenant.spec["base"], None, body.kind, entry.model, str(directory), version)
             self._journal.run("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
@@ -189,7 +190,7 @@ class Performer:
                 f"{entry.model}/{place}", entry.model, now, now + self._ephemeral_s, str(directory), size,
             )  # fmt: skip
 
-        yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=write)
+        yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
     def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         body = parse(entry.body, LoadWeightsBody)

@@ -27,9 +27,10 @@ from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
-from headrace.models.load import context_length, load_model, load_tokenizer
+from headrace.models.load import load_model, load_tokenizer
 from headrace.models.multilora import MultiLora
 from headrace.models.paged.base import BLOCK
+from headrace.models.settings import context_length
 from headrace.wings.tinker.app import ServerHolder, make_app
 from headrace.wings.tinker.compute import BaseCompute
 from headrace.wings.tinker.config import TinkerConfig
@@ -140,7 +141,7 @@ class _LoadedBase:
         model = load_model(ModelConfig(path=path), device)
         model.requires_grad_(requires_grad=False)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        twin = copy.deepcopy(model, memo=shared)  # type: ignore[arg-type]
+        twin = copy.deepcopy(model, memo=shared)
         self.compute = BaseCompute(model, tokens_per_microbatch=config.tokens_per_microbatch)
         self.weights = SamplerWeights(MultiLora(twin), config.max_resident)
         max_context = config.engine.max_context or context_length(path)

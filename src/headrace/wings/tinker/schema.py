@@ -26,14 +26,14 @@ def parse(body: bytes, kind: type[S]) -> S:
         ) from None
 
 
-class ClientConfigBody(TinkerBody):
+class ClientConfigBody(TinkerBody, frozen=True):
     """The body of client/config and client/dynamic_config."""
 
     sdk_version: str
     type: str = ""
 
 
-class CreateSessionBody(TinkerBody):
+class CreateSessionBody(TinkerBody, frozen=True):
     """The body of create_session."""
 
     tags: list[str] = []
@@ -44,14 +44,14 @@ class CreateSessionBody(TinkerBody):
     type: str = "create_session"
 
 
-class SessionBody(TinkerBody):
+class SessionBody(TinkerBody, frozen=True):
     """The body of session_heartbeat."""
 
     session_id: str
     type: str = ""
 
 
-class LoraBody(TinkerBody):
+class LoraBody(TinkerBody, frozen=True):
     """The adapter that create_model asks for."""
 
     rank: int
@@ -61,14 +61,14 @@ class LoraBody(TinkerBody):
     train_attn: bool = True
 
 
-class OptimizerBody(TinkerBody):
+class OptimizerBody(TinkerBody, frozen=True):
     """The optimizer that create_model asks for."""
 
     type: str = "adamw"
     version: int | None = None
 
 
-class CreateModelBody(TinkerBody):
+class CreateModelBody(TinkerBody, frozen=True):
     """The body of create_model."""
 
     session_id: str
@@ -80,14 +80,14 @@ class CreateModelBody(TinkerBody):
     type: str = "create_model"
 
 
-class ModelBody(TinkerBody):
+class ModelBody(TinkerBody, frozen=True):
     """The body of get_info."""
 
     model_id: str
     type: str = ""
 
 
-class AdamBody(TinkerBody):
+class AdamBody(TinkerBody, frozen=True):
     """The settings of one step of AdamW."""
 
     learning_rate: float = 1e-4
@@ -98,7 +98,7 @@ class AdamBody(TinkerBody):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepBody(TinkerBody):
+class OptimStepBody(TinkerBody, frozen=True):
     """The body of optim_step."""
 
     model_id: str
@@ -108,7 +108,7 @@ class OptimStepBody(TinkerBody):
     type: str = "optim_step"
 
 
-class SaveWeightsBody(TinkerBody):
+class SaveWeightsBody(TinkerBody, frozen=True):
     """The body of save_weights."""
 
     model_id: str
@@ -120,7 +120,7 @@ class SaveWeightsBody(TinkerBody):
     type: str = "save_weights"
 
 
-class SaveForSamplerBody(TinkerBody):
+class SaveForSamplerBody(TinkerBody, frozen=True):
     """The body of save_weights_for_sampler."""
 
     model_id: str
@@ -133,7 +133,7 @@ class SaveForSamplerBody(TinkerBody):
     type: str = "save_weights_for_sampler"
 
 
-class SaveExternalBody(TinkerBody):
+class SaveExternalBody(TinkerBody, frozen=True):
     """The body of save_weights_external."""
 
     model_id: str
@@ -144,7 +144,7 @@ class SaveExternalBody(TinkerBody):
     type: str = "save_weights_external"
 
 
-class LoadWeightsBody(TinkerBody):
+class LoadWeightsBody(TinkerBody, frozen=True):
     """The body of load_weights."""
 
     path: str
@@ -160,7 +160,7 @@ class LoadWeightsBody(TinkerBody):
     type: str = "load_weights"
 
 
-class CreateSamplingSessionBody(TinkerBody):
+class CreateSamplingSessionBody(TinkerBody, frozen=True):
     """The body of create_sampling_session."""
 
     session_id: str
@@ -170,14 +170,14 @@ class CreateSamplingSessionBody(TinkerBody):
     type: str = "create_sampling_session"
 
 
-class JoinBody(TinkerBody):
+class JoinBody(TinkerBody, frozen=True):
     """The body of join_sampling_session."""
 
     sampling_session_id: str
     type: str = "join_sampling_session"
 
 
-class ChunkBody(TinkerBody):
+class ChunkBody(TinkerBody, frozen=True):
     """A chunk of a prompt; only text is served."""
 
     type: str
@@ -190,13 +190,13 @@ class ChunkBody(TinkerBody):
     override_dimensions: dict[str, int] | None = None
 
 
-class PromptBody(TinkerBody):
+class PromptBody(TinkerBody, frozen=True):
     """A prompt."""
 
     chunks: list[ChunkBody]
 
 
-class SamplingBody(TinkerBody):
+class SamplingBody(TinkerBody, frozen=True):
     """The sampling parameters; min-p and the penalties are Headrace's own."""
 
     max_tokens: int | None = None
@@ -211,7 +211,7 @@ class SamplingBody(TinkerBody):
     frequency_penalty: float = 0.0
 
 
-class TensorBody(TinkerBody):
+class TensorBody(TinkerBody, frozen=True):
     """A tensor as JSON."""
 
     data: list[float]
@@ -221,7 +221,7 @@ class TensorBody(TinkerBody):
     sparse_col_indices: list[int] | None = None
 
 
-class SampleBody(TinkerBody):
+class SampleBody(TinkerBody, frozen=True):
     """The body of asample."""
 
     prompt: PromptBody
@@ -241,26 +241,26 @@ class SampleBody(TinkerBody):
     type: str = "sample"
 
 
-class RetrieveBody(TinkerBody):
+class RetrieveBody(TinkerBody, frozen=True):
     """The body of retrieve_future."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
-class CancelBody(TinkerBody):
+class CancelBody(TinkerBody, frozen=True):
     """The body of cancel_future."""
 
     request_id: str
 
 
-class PathBody(TinkerBody):
+class PathBody(TinkerBody, frozen=True):
     """The body of weights_info."""
 
     tinker_path: str
 
 
-class TtlBody(TinkerBody):
+class TtlBody(TinkerBody, frozen=True):
     """The body of a checkpoint's ttl."""
 
     ttl_seconds: int | None = None

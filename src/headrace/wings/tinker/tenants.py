@@ -72,7 +72,7 @@ class Tenants:
         self._lock = threading.Lock()
         self.perform: Perform
         """How a request is computed; set before :meth:`resume`."""
-        self.ended: Callable[[JournalEntry], None] = lambda entry: None
+        self.ended: Callable[[JournalEntry], object] = lambda entry: None
         """Called, in the turns' thread, when a request has its result."""
 
     def resume(self) -> None:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headrace.models.load import read_config
 from headrace.models.lora import add_adapters, write_adapters
 from headrace.models.routing import find_routing
+from headrace.models.settings import read_config
 from headrace.models.weights import DEFAULT, in_file_format, weight_tensors
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.records import RoutingDecoder

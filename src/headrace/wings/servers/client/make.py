@@ -14,7 +14,8 @@ from headrace.base.types.versions import INITIAL
 from headrace.engine.config import ENGINES, EngineConfig, EngineSetup, OpenedEngine
 from headrace.launch.leases import Lease
 from headrace.models.hub import called
-from headrace.models.load import limit_of, load_model, read_config, refuse_multimodal
+from headrace.models.load import load_model, refuse_multimodal
+from headrace.models.settings import limit_of, read_config
 from headrace.models.weights import weight_tensors
 from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
 from headrace.wings.servers.client.core import ServedEngine, ServedLimits, StagingReceiver
