@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +16,7 @@ from headrace.base.errors import ConfigError
 from headrace.engine.config import ENGINES, EngineSettings
 from headrace.run.session import RunConfig, load_config
 from headrace.wings.serve.config import ServeConfig
+from headrace.wings.supervised.config import DpoConfig, SftConfig, TuningConfig, load_tuning
 from tests.docs.pages import BLOCKS, PAGES, ROOT
 from tests.docs.test_toml_blocks import BASE, merged
 from tools.site.building import LINK, prose
@@ -22,6 +25,8 @@ LANGUAGES = {"python", "toml", "sh", "console", "text", "json"}
 SECTIONS = "model|data|env|engine|flow|algo|learner|sync|launch|observe|run"
 DOTTED = re.compile(rf"`((?:{SECTIONS}|serve)\.[a-z_.]+[a-z_])(?: = [^`]*)?`")
 ASSIGNED = re.compile(rf"`((?:{SECTIONS})\.[a-z_.]+ = [^`\n]+)`")
+UNKNOWN = re.compile("does not exist|should be|expected|is not a setting")
+TUNED: list[type[TuningConfig]] = [SftConfig, DpoConfig]
 NAMES = {page: page.relative_to(ROOT).as_posix() for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
 OTHERS = {"docs/coming_from.md": {"data.", "model.name", "trainer."}}
 """Settings of other libraries, by page."""
@@ -71,29 +76,34 @@ ASSIGNMENTS = sorted(
 def test_values_that_a_page_names_are_ones_that_there_are(page: str, line: str) -> None:
     """By itself a line may lack what it needs beside it; its name and its value are known."""
     if "..." not in line:
-        refused = refusal(tomllib.loads(line))
-        assert not re.search(r"does not exist|should be|expected|is not a setting", refused), f"{page}: {refused}"
+        refused = refusals(tomllib.loads(line))
+        assert not all(map(UNKNOWN.search, refused)), f"{page}: {refused[0]}"
 
 
-def refusal(tree: dict[str, Any]) -> str:
-    """What is wrong with it as a run file; nothing, if it is one."""
-    try:
-        load_config(merged(BASE, tree), [])
-    except ConfigError as error:
-        return error.problem
-    return ""
+def refusals(tree: dict[str, Any]) -> list[str]:
+    """What is wrong with it as a run file of each verb that takes one; empty where nothing is."""
+    model = {"model": BASE["model"]}
+    loads: list[Callable[[], object]] = [lambda: load_config(merged(BASE, tree), [])]
+    loads += [partial(load_tuning, kind, merged(model, tree)) for kind in TUNED]
+    found = []
+    for load in loads:
+        try:
+            load()
+            found.append("")
+        except ConfigError as error:
+            found.append(error.problem)
+    return found
 
 
 def test_wrong_values_are_refused_in_the_words_that_are_looked_for() -> None:
     for line in ('sync.interrupt = "recompute"', 'algo.loss = "gppo"', "flow.max_age = -1", "flow.max_agee = 1"):
-        assert re.search(r"does not exist|should be|expected|is not a setting", refusal(tomllib.loads(line)))
+        assert all(map(UNKNOWN.search, refusals(tomllib.loads(line))))
 
 
 def is_setting(name: str) -> bool:
-    """Whether a run file (or ``headrace serve``) has it, in one of the kinds of its tables."""
+    """Whether a run file of some verb (or ``headrace serve``) has it, in one of the kinds of its tables."""
     first, *rest = name.split(".")
-    root = ServeConfig if first == "serve" else RunConfig
-    kinds: list[Any] = [root]
+    kinds: list[Any] = [ServeConfig] if first == "serve" else [RunConfig, *TUNED]
     for key in (first, *rest):
         kinds = [field for kind in kinds for field in fields(kind, key)]
     return bool(kinds)

@@ -18,7 +18,6 @@ from headrace.learner.auxiliary.config import (
     ServedTeacher,
     TeacherConfig,
 )
-from headrace.learner.mixture import MixtureConfig
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from headrace.models.devices import AUTO, DeviceName
 
@@ -35,6 +34,21 @@ SETTINGS = {
 """The other optional columns, with the setting of the auxiliary model that computes each."""
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class MixtureConfig(Section):
+    """The losses that keep the experts of a mixture evenly used. Both are added to the loss of every step."""
+
+    balance_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the load-balancing loss; ``router_aux_loss_coef`` in transformers, 0.001 to 0.02. Costs one pass
+    without gradient more per step."""
+    z_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the router's z-loss, mean log² Σ exp(logits), which keeps router logits small; 0.001 is usual."""
+
+    @property
+    def trains(self) -> bool:
+        """Return whether a loss is added."""
+        return self.balance_coef > 0 or self.z_coef > 0
 
 
 class LearnerConfig(Section):

@@ -27,33 +27,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.algo.base import Ratio
-from headrace.base.config import Section
 from headrace.base.errors import ConfigError
+from headrace.learner.config import MixtureConfig
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.models.routing import RoutedModel
 
 _SOFTMAX = frozenset({"Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter", "GptOssTopKRouter"})
 """The routers whose probabilities are a softmax, for which transformers defines the balance loss."""
-
-
-class MixtureConfig(Section):
-    """The losses that keep the experts of a mixture evenly used. Both are added to the loss of every step."""
-
-    balance_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the load-balancing loss; ``router_aux_loss_coef`` in transformers, 0.001 to 0.02. Costs one pass
-    without gradient more per step."""
-    z_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the router's z-loss, mean log² Σ exp(logits), which keeps router logits small; 0.001 is usual."""
-
-    @property
-    def trains(self) -> bool:
-        """Return whether a loss is added."""
-        return self.balance_coef > 0 or self.z_coef > 0
 
 
 @dataclass(slots=True)
@@ -71,44 +55,26 @@ class _Pass:
 
 
 class MixtureBalance:
-    """The losses and the load of the experts of one model. ``routed`` is ``None`` for a dense model."""
+    """The losses and the load of the experts of one model. ``routed`` is ``None`` for a dense model.
+
+    Where ranks share out tokens of a sequence, tensors or experts, the load is not measured and the losses are refused.
+    """
 
     def __init__(self, config: MixtureConfig, model: nn.Module, routed: RoutedModel | None, ranks: AnyRanks) -> None:
         self.config = config
-        self._routed = routed
         self._ranks = ranks
         self._now: _Pass | None = None
         self._last: _Pass | None = None
         self._share_E: Tensor | None = None
         self._places = 0.0
+        parallel = ranks.config
+        parted = parallel.context * parallel.tensor * parallel.expert > 1  # a rank sees a part of a router's work
         if config.trains:
-            self._refuse(model)
+            _refuse(config, model, routed, parted=parted)
+        self._routed = routed = None if parted else routed
         for index, layer in enumerate(() if routed is None else routed.layers):
             layer.router.register_forward_hook(partial(self._see, index))
         self._load_LE = self._zeros()
-
-    def _refuse(self, model: nn.Module) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for a model or ranks that these losses do not cover."""
-        parallel, routed = self._ranks.config, self._routed
-        if routed is None:
-            raise ConfigError(
-                f"learner.mixture adds a loss for the experts of a mixture, and a {type(model).__name__} has none "
-                "whose routing is known",
-                remedy="leave learner.mixture out",
-            )
-        kinds = {kind.__name__ for layer in routed.layers for kind in type(layer.router).__mro__}
-        if self.config.balance_coef and not kinds & _SOFTMAX:
-            raise ConfigError(
-                f"learner.mixture.balance_coef={self.config.balance_coef}: transformers defines no balance loss for "
-                f"a {type(model).__name__}, whose router is balanced by a bias",
-                remedy="leave learner.mixture.balance_coef out; z_coef is possible",
-            )
-        if parallel.context * parallel.tensor * parallel.expert > 1:
-            raise ConfigError(
-                "learner.mixture with learner.parallel.context, tensor or expert above 1: ranks would see parts of a "
-                "router's tokens or experts",
-                remedy="use learner.parallel.data and replicate alone, or leave learner.mixture out",
-            )
 
     def begin(self, packed: list[MicroBatch]) -> None:
         """Begin a step whose micro-batches on this rank are ``packed``."""
@@ -202,3 +168,26 @@ def _copies(micro: MicroBatch, num_rows: int) -> np.ndarray[Any, Any]:
     rows_M = np.arange(len(micro.places_M)) if micro.rows_M is None else micro.rows_M
     _, copies_N = np.unique(rows_M[followed_M], return_counts=True)
     return copies_N.astype(np.float64)
+
+
+def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None, *, parted: bool) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a model or ranks that the losses do not cover."""
+    if routed is None:
+        raise ConfigError(
+            f"learner.mixture adds a loss for the experts of a mixture, and a {type(model).__name__} has none "
+            "whose routing is known",
+            remedy="leave learner.mixture out",
+        )
+    kinds = {kind.__name__ for layer in routed.layers for kind in type(layer.router).__mro__}
+    if config.balance_coef and not kinds & _SOFTMAX:
+        raise ConfigError(
+            f"learner.mixture.balance_coef={config.balance_coef}: transformers defines no balance loss for "
+            f"a {type(model).__name__}, whose router is balanced by a bias",
+            remedy="leave learner.mixture.balance_coef out; z_coef is possible",
+        )
+    if parted:
+        raise ConfigError(
+            "learner.mixture with learner.parallel.context, tensor or expert above 1: ranks would see parts of a "
+            "router's tokens or experts",
+            remedy="use learner.parallel.data and replicate alone, or leave learner.mixture out",
+        )

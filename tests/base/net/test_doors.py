@@ -31,6 +31,8 @@ from headrace.wings.agents.base import SessionLimits
 from headrace.wings.agents.sessions import Sessions
 from headrace.wings.serve.app import ServerState
 from headrace.wings.serve.app import make_app as make_server
+from headrace.wings.tinker.app import ServerHolder
+from headrace.wings.tinker.app import make_app as make_tinker
 from headrace.wings.view.app import make_app as make_view
 from headrace.wings.view.run import OpenRun
 from headrace.wings.view.serving import ViewConfig
@@ -62,6 +64,8 @@ SERVERS = {
     "wings/agents/serving.py": "the application of wings/agents/app.py",
     "sync/http.py": "tested here",
     "testing/servers/__init__.py": "fakes of vLLM and SGLang on loopback, for tests alone",
+    "wings/tinker/app.py": "tested here",
+    "wings/tinker/run.py": "the application of wings/tinker/app.py",
     "wings/view/app.py": "tested here",
     "wings/view/serving.py": "the application of wings/view/app.py",
 }
@@ -86,6 +90,8 @@ def application(kind: str, directory: Path) -> Any:
     if kind == "view":
         runs = [OpenRun(write_run(directory / "run", steps=1), RealClock())]
         return make_view(runs, clock=RealClock(), token=TOKEN, ending=lambda: True)
+    if kind == "tinker":
+        return make_tinker(ServerHolder(), TOKEN, max_body_bytes=1000, clock=RealClock())
     limits = SessionLimits(delay_s=0.0)
     return make_endpoint(
         EndpointDispatcher(
@@ -118,6 +124,25 @@ def test_every_route_and_every_other_path_answers_401_and_nothing_else(kind: str
                 assert asks or answer.content == b"", (method, path)
 
     asyncio.run(ask())
+
+
+def test_a_tinker_server_answers_401_in_the_client_s_form_to_whatever_lacks_its_key(tmp_path: Path) -> None:
+    app = application("tinker", tmp_path)
+    paths = [path for path in paths_of(app) if not path.endswith("/healthz")]
+    assert len(paths) > 5
+
+    async def ask() -> set[tuple[int, bytes]]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            answers = [
+                await client.request(method, path, headers=WRONG[number % len(WRONG)], content=b'{"a": 1}')
+                for number, path in enumerate((*paths, *NOWHERE))
+                for method in METHODS
+            ]
+        return {(answer.status_code, b"" if answer.request.method == "HEAD" else answer.content) for answer in answers}
+
+    said = asyncio.run(ask())
+    assert {status for status, _ in said} == {401}
+    assert len({content for _, content in said} - {b""}) == 1, "the answer says nothing of what was asked"
 
 
 def test_with_the_token_the_same_paths_are_there(tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ VERBS = {
     "status": ["status", "absent"],
     "watch": ["watch", "absent"],
     "join": ["join", "absent"],
+    "sft": ["sft", "absent.toml"],
+    "dpo": ["dpo", "absent.toml"],
+    "tinker": ["tinker", "absent"],
     "ledger": ["ledger", "absent"],
 }
 

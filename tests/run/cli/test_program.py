@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -33,10 +34,10 @@ Program = Callable[..., Said]
 
 
 def after_first_words(said: str) -> str:
-    """What stands on standard error behind the line that says what the verb is about to do."""
-    first, _, rest = said.partition("\n")
-    assert first.endswith(" ..."), said
-    return rest
+    """What stands on standard error behind the lines that say what the verb is about to do."""
+    first, *rest = said.splitlines(keepends=True)
+    assert first.endswith(" ...\n"), said
+    return "".join(itertools.dropwhile(lambda line: line.endswith(" ...\n"), rest))
 
 
 @pytest.fixture

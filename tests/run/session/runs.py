@@ -101,8 +101,9 @@ def verb(*arguments: str | Path) -> str:
 
 
 def first_words(run_file: Path) -> str:
-    """The line on standard error with which ``headrace train`` begins."""
-    return f"reading {run_file} and loading what a run needs ...\n"
+    """The lines on standard error with which ``headrace train`` begins."""
+    begins = f"reading {run_file} and loading what a run needs ...\n"
+    return begins + "checking the settings, the rows, the model and this machine ...\n"
 
 
 class Running:

@@ -97,7 +97,7 @@ def test_a_loss_and_its_gradient_equal_plain_torch(compute, model, name):
         shown.append(lp.detach().numpy())
     expected.backward()
     result = computed(compute, lora, data, name, config)
-    assert result.loss == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
+    assert result.loss == pytest.approx(float(expected.detach()), rel=1e-5, abs=1e-5)
     for found, wanted in zip(result.logprobs, shown, strict=True):
         assert np.allclose(found, wanted, atol=1e-5)
     for key, tensor in lora.tensors.items():
@@ -170,7 +170,7 @@ def test_a_curve_of_fifty_steps_is_that_of_transformers_and_peft(compute, model,
         loss.backward()
         torch.nn.utils.clip_grad_norm_(own.values(), 1.0)
         optimizer.step()
-        expected.append(float(loss))
+        expected.append(float(loss.detach()))
     server.wait()
     from tinker.proto.response_conv import deserialize_forward_backward_output
 
