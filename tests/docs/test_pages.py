@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
 from functools import partial
-import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
