@@ -109,6 +109,16 @@ def test_a_changed_schema_is_noticed(killed: Path) -> None:
         open_ledger(killed)
 
 
+def test_a_schema_that_is_no_text_is_noticed_by_a_run_that_goes_on(killed: Path) -> None:
+    """SQLite's own message quotes the damaged words, and is no text either."""
+    (killed / LOG).unlink()
+    data = bytearray((killed / LEDGER).read_bytes())
+    data[data.index(b",", data.index(b"CREATE TABLE"))] ^= 0x80
+    (killed / LEDGER).write_bytes(data)
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite is damaged"):
+        SqliteLedger(killed / LEDGER, group_size=2, groups_per_step=2, checked=True)
+
+
 def test_a_damaged_log_names_the_way_on_without_it(killed: Path) -> None:
     data = bytearray((killed / LOG).read_bytes())
     data[len(data) // 2] ^= 4

@@ -220,7 +220,7 @@ class SqliteLedger:
             found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
         except sqlite3.OperationalError:
             raise  # a full disk, say: nothing is known of the file
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # of a message that quotes what is damaged
             found = [str(error)]
         if found != ["ok"]:
             raise self._damaged(f"{'; '.join(found)}", ", and its write-ahead log does not mend it")
@@ -239,7 +239,7 @@ class SqliteLedger:
     def _last_step(self) -> str:
         try:
             (step,) = self._db.execute("SELECT max(step) FROM steps").fetchone()
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
             return "not even its steps can be read"
         return "it holds no step" if step is None else f"the last step that can be read is {step}"
 
@@ -277,7 +277,7 @@ class SqliteLedger:
         try:
             with self._one_at_a_time:
                 yield
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise LedgerError(
                 f"the ledger {self._path} cannot be {action}: {error}",
                 remedy="check that its disk has room (df -h) and the file is writable and whole, then resume the run",
