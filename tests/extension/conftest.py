@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,21 @@ import pytest
 HERE = Path(__file__).parent
 PROGRAM = "from headrace.run.cli import main; main()"
 Program = Callable[..., subprocess.CompletedProcess[str]]
+EACH = """
+import contextlib, io, json, sys
+from headrace.run.cli import main
+
+said, (run_file, *settings) = {}, sys.argv[1:]
+for setting in settings:
+    sys.argv = ["headrace", "train", run_file, "--dry-run", "--set", setting]
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            main()
+        except SystemExit as end:
+            said[setting] = end.code, stderr.getvalue()
+print(json.dumps(said))
+"""
+"""Each setting by itself, in one interpreter: most of the time goes into starting it."""
 
 
 def install(home: Path, *packages: str) -> Path:
@@ -53,3 +69,11 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Program:
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Program:
     """The program where a broken package is installed beside the stranger's."""
     return program_with(install(tmp_path_factory.mktemp("broken"), "stranger", "broken"))
+
+
+def dry_runs(program: Program, run_file: Path, settings: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """The exit code and standard error of a dry run with each of ``settings``."""
+    done = program(run_file, *settings, cwd=run_file.parent, code=EACH)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[int, str]] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.extension.conftest import Program
+from tests.extension.conftest import Program, dry_runs
 from tests.run.session.runs import make_run, tiny_model
 
 
@@ -34,30 +33,12 @@ SETTINGS = {
     "env.tool_parser=not_a_parser": ["which the package headrace-broken offers"],
 }
 """For each setting what the program says of it."""
-EACH = """
-import contextlib, io, json, sys
-from headrace.run.cli import main
-
-said, (run_file, *settings) = {}, sys.argv[1:]
-for setting in settings:
-    sys.argv = ["headrace", "train", run_file, "--dry-run", "--set", setting]
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        try:
-            main()
-        except SystemExit as end:
-            said[setting] = end.code, stderr.getvalue()
-print(json.dumps(said))
-"""
-"""Each setting by itself, in one interpreter: most of the time goes into starting it."""
 
 
 @pytest.fixture(scope="module")
 def said(broken: Program, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     path = make_run(tmp_path_factory.mktemp("work") / "home", model)
-    done = broken(path, *SETTINGS, cwd=path.parent, code=EACH)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, tuple[int, str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return dry_runs(broken, path, SETTINGS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

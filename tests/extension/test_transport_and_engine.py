@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extension.conftest import Program
+from tests.extension.conftest import Program, dry_runs
 from tests.run.session.runs import make_run, tiny_model
 
 KEEPS = """
@@ -61,23 +61,25 @@ def test_settings_of_both_are_of_their_own_sections(stranger: Program, home: Pat
     assert "A quiet engine samples at volume 3." in said.stdout, said.stderr
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("sync.transport=foldr", "sync.transport='foldr' does not exist"),
-        ("sync.transport=foldr", "did you mean 'folder'"),
-        ("sync.options.nam=x", "sync.options.nam is not a setting"),
-        ("engine.kind=quite", "did you mean 'quiet'"),
-        ("engine.server.volume=loud", "engine.server.volume='loud'"),
-        ("engine.max_pinned_versions=3", "engine.max_pinned_versions=3 is of engine.kind='native'"),
-        ("observe.record_entropy=true", "engine.kind='quiet' has no entropies"),
-        ("launch.kind=rya", "did you mean 'ray'"),
-    ],
-)
-def test_settings_of_both_are_refused_as_our_own(stranger: Program, home: Path, setting: str, words: str) -> None:
-    done = stranger("train", home, "--dry-run", "--set", setting, cwd=home.parent)
-    assert done.returncode == 1
-    assert words in " ".join(done.stderr.split())
+REFUSED = {
+    "sync.transport=foldr": ["sync.transport='foldr' does not exist", "did you mean 'folder'"],
+    "sync.options.nam=x": ["sync.options.nam is not a setting"],
+    "engine.kind=quite": ["did you mean 'quiet'"],
+    "engine.server.volume=loud": ["engine.server.volume='loud'"],
+    "engine.max_pinned_versions=3": ["engine.max_pinned_versions=3 is of engine.kind='native'"],
+    "observe.record_entropy=true": ["engine.kind='quiet' has no entropies"],
+    "launch.kind=rya": ["did you mean 'ray'"],
+}
+"""For each setting what the program says of it."""
+
+
+def test_settings_of_both_are_refused_as_our_own(stranger: Program, home: Path) -> None:
+    found = dry_runs(stranger, home, REFUSED)
+    for setting, words in REFUSED.items():
+        status, stderr = found[setting]
+        assert status == 1, setting
+        for each in words:
+            assert each in " ".join(stderr.split()), setting
 
 
 def test_the_transport_keeps_the_contract_with_every_codec(stranger: Program, tmp_path: Path) -> None:

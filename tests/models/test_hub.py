@@ -116,6 +116,7 @@ def test_a_dry_run_takes_the_small_files_alone_and_a_run_the_weights_once(
     assert not [path for path in hub.asked if "onnx" in path]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_commit_though_the_branch_has_moved_on_and_the_network_is_gone(
     program: Run, run_file: Path, hub: FakeHub, models: dict[str, Path]
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_token_opens_a_private_model(asked: Callable[..., dict[str, str]]) -> 
     assert "models--acme--private/snapshots/" in asked("acme/private", HF_TOKEN="hf_secret")["found"]
 
 
+@pytest.mark.slow
 def test_every_setting_that_names_a_model_takes_a_name_of_a_hub(program: Run, run_file: Path, hub: FakeHub) -> None:
     given = ("--set", "learner.reference.kind=frozen", "--set", "learner.reference.path=acme/tiny@v2")
     done = program("train", run_file, *given, "--set", "algo.loss.kind=grpo", "--set", "algo.loss.kl_coef=0.1")

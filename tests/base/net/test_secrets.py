@@ -132,7 +132,7 @@ def reward(completion):
 """
 
 
-@pytest.mark.parametrize("kind", ["program", "code"])
+@pytest.mark.parametrize("kind", ["program", pytest.param("code", marks=pytest.mark.slow)])
 def test_nothing_that_a_program_can_list_holds_the_token_of_the_run(kind: str, tmp_path: Path) -> None:
     file, drawn = tmp_path / "seen", tmp_path / "drawn"
     file.touch()

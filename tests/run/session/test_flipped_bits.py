@@ -115,6 +115,7 @@ def test_200_flipped_bits_are_noticed_by_name_or_have_no_effect(run_file: Path, 
         assert weights == undamaged or (noticed and (kind in problem or "snapshot" in problem))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_damage_of_a_snapshot_ends_a_resume_and_its_remedy_works(run_file: Path, killed: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(killed, tmp_path / "run")
@@ -132,6 +133,7 @@ def test_damage_of_a_snapshot_ends_a_resume_and_its_remedy_works(run_file: Path,
     assert f"finished after {STEPS} steps" in done.stdout
 
 
+@pytest.mark.slow
 def test_changed_settings_of_a_run_are_not_evaluated(killed: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(killed, tmp_path / "run")
     text = (run_dir / CONFIG_FILE).read_text()

@@ -41,6 +41,7 @@ def test_a_learner_that_is_killed_costs_no_group_and_no_hand(tmp_path: Path, mod
     assert_whole(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_without_leave_the_death_of_a_learner_ends_the_run_as_ever(tmp_path: Path, model_dir: Path) -> None:
     code, _, error = killed(tmp_path, model_dir, "learner", 0)
     assert code == 1

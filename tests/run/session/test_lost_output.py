@@ -101,7 +101,7 @@ def hangup(handling: str) -> str:
     return f"import signal; signal.signal(signal.SIGHUP, signal.{handling})\n{PROGRAM}"
 
 
-@pytest.mark.parametrize("view", ["auto", "plain", "none"])
+@pytest.mark.parametrize("view", ["auto", *(pytest.param(view, marks=pytest.mark.slow) for view in ("plain", "none"))])
 def test_a_closed_terminal_does_not_matter(
     tmp_path: Path, model: Path, on_terminal: Callable[..., Any], view: str
 ) -> None:
@@ -136,6 +136,7 @@ def test_hangup_ends_a_run_in_order_with_a_snapshot_and_an_exit_code_of_its_own(
     assert f"resumed at step {summary['steps']}" in done.stdout
 
 
+@pytest.mark.slow
 def test_hangup_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path, model: Path) -> None:
     run_file = make_run(tmp_path, model, **{**LONG, "run": {"dir": "run", "steps": 40}})
     with running("train", run_file, "--set", f"run.dir={tmp_path / 'run'}", program=hangup("SIG_IGN")) as run:
@@ -184,7 +185,10 @@ def test_a_verb_whose_reader_leaves_says_nothing(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("fate", ["removed", "moved", "replaced", "ledger removed"])
+@pytest.mark.parametrize(
+    "fate",
+    ["removed", *(pytest.param(fate, marks=pytest.mark.slow) for fate in ("moved", "replaced", "ledger removed"))],
+)
 def test_a_run_whose_directory_is_taken_away_ends_within_seconds_and_says_so(
     tmp_path: Path, model: Path, fate: str
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_run_without_kernels_says_so_where_people_look(tmp_path: Path, bare: d
     assert len(warned) == len(summary["warnings"]) == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_kernels_or_without_use_for_them_warns_of_nothing(tmp_path: Path, bare: dict[str, str]) -> None:
     run_file = make_run(tmp_path / "work", tiny_model(tmp_path / "model"))
     assert "kernels are missing" not in said(dict(os.environ), "train", run_file, "--dry-run")

@@ -89,7 +89,7 @@ def balanced(run_dir: Path) -> None:
     assert groups["submitted"] == groups["trained"] + sum(groups["dropped"].values()) + groups["in_flight"]
 
 
-@pytest.mark.parametrize("what", ["learner", "scorer-0/worker"])
+@pytest.mark.parametrize("what", ["learner", pytest.param("scorer-0/worker", marks=pytest.mark.slow)])
 def test_a_stopped_process_is_named_while_the_run_waits_and_then_it_goes_on(tmp_path: Path, what: str) -> None:
     run_file = a_run(tmp_path, run={"dir": "run", "steps": ENDLESS, "stall_timeout_s": 4.0})
     with running("train", run_file) as life:

@@ -17,6 +17,7 @@ from headrace.wings.bench import engine, run_benchmark
 from headrace.wings.bench.engine_peers import PeerProcess, worker
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = tuple(dataclasses.replace(match, peers=()) for match in engine.QUICK)
     monkeypatch.setattr(engine, "QUICK", alone)

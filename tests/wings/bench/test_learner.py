@@ -12,6 +12,7 @@ from headrace.wings.bench import learner, learner_worker, run_benchmark
 ORDER = {"prompt": 3, "lengths": [1, 4, 2, 2, 2, 2, 2, 2, 7, 1], "vocab": 20, "seed": 5}
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "HEADS", ("tiled",))  # each is a process
     report = run_benchmark("learner", quick=True, threads=1)

@@ -60,6 +60,7 @@ def test_recipes_do_at_a_commit_what_their_rows_say(name: str, compared: Path, r
     check_interrupt(PROMISES[name], seen)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_rejects_trains_nothing_older_and_counts_what_left(tmp_path: Path, run_file: Path) -> None:
     settings = [*BUSY_LEARNER, "flow.groups_per_step=16"]
     terms = ComparisonConfig(

@@ -176,6 +176,7 @@ def test_nonsense_in_a_cluster_file_is_refused_in_words(tmp_path: Path, text: st
         load_cluster(tmp_path / "none.toml")
 
 
+@pytest.mark.slow
 def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_the_learner() -> None:
     spread = {"answer_tokens": {"kind": "lognormal", "mean": 300, "cv": 1.0}}
     cluster = {"accelerator": "H100", "count": 16}
