@@ -64,7 +64,7 @@ class Plan:
     engine: Callable[[], Any] = lambda: FakeEngine(length=lognormal_lengths(40, 1.0, 300))
     learner: Callable[[], Any] = lambda: FakeLearner(token_s=0.002)
     scorer: Callable[[], Any] = lambda: FakeScorer(seconds=0.3)
-    taught: bool = False
+    has_teachers: bool = False
     parts: Callable[[Components], Components] = lambda parts: parts
     """Changes the parts."""
 
@@ -75,7 +75,7 @@ class Plan:
             run=RunSection(**run),
             flow=FlowConfig(**flow),
             order=lambda number: number % self.num_tasks,
-            taught=self.taught,
+            teacher_scores=self.teacher_scores,
         )
 
     def open_ledger(self) -> SqliteLedger:

@@ -53,7 +53,7 @@ class ControlSettings:
     """Returns the dataset row that a group attempts, by the group's number; ``None`` if the rows are used up."""
     curriculum: Curriculum | None = None
     """Picks the rows in place of ``order``; ``None``: no curriculum."""
-    taught: bool = False
+    has_teachers: bool = False
     """Whether the run learns from a teacher, so that it goes on even if all rewards are equal."""
     env_column: str = "env"
     """The column of a row that names its environment, for metrics."""

@@ -82,7 +82,7 @@ class Controller:
         self._sync = SyncLoop(self.state)
         self._scoring = ScoringLoop(self.state, finished)
         self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended, self._scoring.tokens_arrived)
-        self._learning = LearningLoop(self.state, self._sync, self._saver, taught=settings.taught)
+        self._learning = LearningLoop(self.state, self._sync, self._saver, has_teachers=settings.has_teachers)
         self._evaluator = Evaluator(
             parts,
             samples=run.eval_samples,

@@ -17,7 +17,7 @@ from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import PLAIN, GenerateRequest, RequestOptions, ScoreTokens
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 

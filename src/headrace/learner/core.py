@@ -151,7 +151,7 @@ class LearnerCore:
             trained_tokens=gradient.trained_tokens,
             dropped_tokens=gradient.dropped_tokens,
             log_pi_N=gradient.log_pi_N,
-            taught_N=gradient.taught_N,
+            teacher_scores_N=gradient.teacher_scores_N,
             seconds=gradient.seconds + update.seconds,
         )
 

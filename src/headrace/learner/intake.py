@@ -122,11 +122,11 @@ def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:
 
 
 def _invalid_teaching(batch: Batch, vocab_size: int) -> str:
-    if batch.taught is None:
+    if batch.teacher_scores is None:
         return ""
-    if problem := batch.taught.problem(batch.num_tokens):
+    if problem := batch.teacher_scores.problem(batch.num_tokens):
         return problem
-    ids_NK = batch.taught.ids_TK
+    ids_NK = batch.teacher_scores.ids_TK
     outside = ids_NK[(ids_NK < 0) | (ids_NK >= vocab_size)]
     return f"a teacher's entry is {outside[0]}, the model knows 0 to {vocab_size - 1}" if len(outside) else ""
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ModelError, RequestError
 from headrace.base.types.messages.engine import ScoreTokens
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import score_problem
 from headrace.engine.native.sampler import LogSoftmax

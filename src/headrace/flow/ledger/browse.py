@@ -19,12 +19,12 @@ import msgspec
 
 from headrace.base.errors import LedgerError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
-from headrace.base.types.scored import Learned
+from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Conservation, Lengths
 from headrace.flow.ledger.books import TRAINED, Books
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
 from headrace.flow.ledger.sqlite import schema_version, steps
-from headrace.flow.ledger.turns import decode_learned, decode_turns
+from headrace.flow.ledger.turns import decode_token_results, decode_turns
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,12 +178,12 @@ class Browser:
                 cause=cause,
             )
 
-    def learned(self, group: int) -> Learned | None:
+    def learned(self, group: int) -> TokenResults | None:
         """Return what the learner computed for the tokens of the step that trained ``group``; ``None`` if that is not
         recorded."""
         rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
         with self._explained():
-            return decode_learned(rows[0][0]) if rows else None
+            return decode_token_results(rows[0][0]) if rows else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
         """Return up to ``limit`` episodes before ``key`` (``None``: the last ones), newest first, with their turns."""

@@ -15,7 +15,7 @@ import numpy as np
 from headrace.base.types.episode import Branch, EpisodeGraph, StopReason, Turn
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
@@ -39,7 +39,7 @@ class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: KeptSets | None = None
     routing: Routing | None = None
     entropies_T: FloatColumn | None = None
-    taught: Taught | None = None
+    teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
 
 
 _NO_MORE = _More()
@@ -129,7 +129,7 @@ def decode_entry(data: bytes, entry: int) -> list[Turn]:
 def _more(turn: Turn) -> _More:
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
-    plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.taught is None
+    plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.teacher_scores is None
     if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher and not turn.extra:
         return _NO_MORE
     return _More(
@@ -144,7 +144,7 @@ def _more(turn: Turn) -> _More:
         kept=span.kept,
         routing=span.routing,
         entropies_T=span.entropies_T,
-        taught=span.taught,
+        teacher_scores=span.teacher_scores,
     )
 
 
@@ -161,7 +161,7 @@ def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
             kept=more.kept,
             routing=more.routing,
             entropies_T=more.entropies_T,
-            taught=more.taught,
+            teacher_scores=more.teacher_scores,
         ),
         parent=bundle.parents_K[place],
         stop_reason=bundle.stops_K[place],

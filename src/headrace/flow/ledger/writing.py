@@ -23,7 +23,7 @@ from headrace.flow.ledger.base import (
 )
 from headrace.flow.ledger.bundles import bundled, encode_bundle
 from headrace.flow.ledger.rows import insert, next_id, seal_rows
-from headrace.flow.ledger.turns import encode_learned, encode_part
+from headrace.flow.ledger.turns import encode_part, encode_token_results
 
 
 class Writing:
@@ -143,7 +143,7 @@ class Writing:
             (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), float(op.at_s)),
         )
         if op.learned is not None:
-            blob = encode_learned(op.learned)
+            blob = encode_token_results(op.learned)
             self.num_bytes += len(blob)
             self._db.execute(insert("learned", otherwise="OR REPLACE"), (op.step, blob))
         self._move(Move(numbers=op.numbers, state=GroupState.TRAINED, at_s=op.at_s))

@@ -33,7 +33,7 @@ from headrace.base.types.messages.engine import (
     Stage,
 )
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate

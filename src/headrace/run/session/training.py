@@ -214,7 +214,7 @@ def _control_settings(prepared: Prepared) -> ControlSettings:
         flow=config.flow,
         order=row_order(config, len(prepared.tasks)),
         curriculum=curriculum(config, len(prepared.tasks)),
-        taught=bool(config.learner.teachers),
+        has_teachers=bool(config.learner.teachers),
         env_column=config.observe.env_column,
         largest_gap=explained_gap(config),
         fingerprint=prepared.fingerprint(),

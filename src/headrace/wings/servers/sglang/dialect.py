@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.base.errors import ComponentDied
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.wings.servers.client.answer import StreamPart, TokenId
 from headrace.wings.servers.client.dialect import PauseMode, ServerInfo, StreamRequest, post
 from headrace.wings.servers.client.records import numbers
