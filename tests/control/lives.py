@@ -103,7 +103,7 @@ class Life:
 
 
 def live(plan: Plan, *, crash_at: float | None = None, stop_at: float | None = None, seen: Seen | None = None) -> Life:
-    """The run goes on from where it is, until it ends, crashes at ``crash_at`` or is asked to stop at ``stop_at``."""
+    """The run continues from where it is, until it ends, crashes at ``crash_at`` or is asked to stop at ``stop_at``."""
     return run_virtual(_live(plan, crash_at, stop_at, seen or Seen()))
 
 

@@ -64,7 +64,7 @@ def test_the_learner_keeps_no_copy_of_a_teacher_that_is_elsewhere(model_dir, tmp
     learner = Setup(model_dir=model_dir, algo=DISTIL, config={"teachers": [SERVED]}).learner()
     learner.save(tmp_path)
     assert not list(tmp_path.glob("teacher*"))
-    assert not learner.lends_weights
+    assert not learner.swaps_weights
 
 
 def test_the_version_of_a_teacher_is_told_where_it_is_one_of_the_run(model_dir, teacher_dir):

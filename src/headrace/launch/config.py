@@ -159,7 +159,7 @@ class LaunchConfig(Section):
     0, every death does."""
     learner_restarts: int = Field(default=0, ge=0)
     """Number of times that a run continues by itself from its last snapshot when its learner, or a rank of it, has
-    died. All parts are started anew, and answers continue from the tokens that had been streamed. The next death ends
+    died. All parts are started again, and answers continue from the tokens that had been streamed. The next death ends
     the run; with 0, every death does."""
     engine_silence_s: float = Field(default=60.0, gt=0)
     """Seconds after which an engine that has sequences and sends nothing is killed and started again; not used with

@@ -89,10 +89,10 @@ class Engines:
         end = self._order_kill if config.restarts else None
         self.fleet = Fleet(clock, size=len(self._names), rolling=config.rolling, end=end)
 
-    def send_recoveries_to(self, tell: Callable[[Recovery], None]) -> None:
-        """Call ``tell`` for every later death that does not end the run and for every engine that new weights do not
-        reach; and again when such an engine serves."""
-        self._on_recovery = tell
+    def send_recoveries_to(self, on_recovery: Callable[[Recovery], None]) -> None:
+        """Call ``on_recovery`` for every later death that does not end the run and for every engine that new weights do
+        not reach; and again when such an engine serves."""
+        self._on_recovery = on_recovery
 
     async def start(self) -> None:
         """Start all engines; they have not loaded anything yet when this returns."""

@@ -147,7 +147,7 @@ class ForkServer:
         self._numbers = count()
         self._pending: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._parts: dict[int, ForkedProcess] = {}
-        self._tell: Callable[[str], None] = lambda _: None
+        self._warn: Callable[[str], None] = lambda _: None
         self.lost = False
 
     @property
@@ -155,10 +155,10 @@ class ForkServer:
         return self._process.pid
 
     @contextmanager
-    def listening(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Receive the messages of the fork server in the running event loop, during the body. ``tell`` is called if the
+    def listening(self, warn: Callable[[str], None]) -> Iterator[None]:
+        """Receive the messages of the fork server in the running event loop, during the body. ``warn`` is called if the
         fork server is lost."""
-        loop, self._tell = asyncio.get_running_loop(), tell
+        loop, self._warn = asyncio.get_running_loop(), warn
         if not self.lost:
             loop.add_reader(self._control, self._on_readable)
         try:
@@ -229,7 +229,7 @@ class ForkServer:
         if not self.lost:
             self.lost = True
             asyncio.get_running_loop().remove_reader(self._control)
-            self._tell(self._ending())
+            self._warn(self._ending())
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(ForkServerLost())

@@ -153,9 +153,9 @@ async def _watched(
             if join_server is not None:
                 start = environment_start(processes.order.env)
                 tasks.append(group.create_task(join_server.admit(envs, start, processes.start_environment)))
-        tell = processes.order.on_event
+        on_event = processes.order.on_event
         starting = group.create_task(
-            report_start(lambda: processes.children, lambda text: tell(Event(wall_s=0.0, text=text)))
+            report_start(lambda: processes.children, lambda text: on_event(Event(wall_s=0.0, text=text)))
         )
         await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
@@ -168,7 +168,7 @@ async def _watched(
             task.cancel()
 
 
-async def report_start(children: Callable[[], Sequence[Child]], tell: Callable[[str], None]) -> None:
+async def report_start(children: Callable[[], Sequence[Child]], on_progress: Callable[[str], None]) -> None:
     """Report every :data:`START_REPORT_S` which processes have not started, and what they do; this ends only by
     cancellation."""
     waited_s = 0.0
@@ -180,20 +180,20 @@ async def report_start(children: Callable[[], Sequence[Child]], tell: Callable[[
         models = [role for role in starting if role not in workers]
         doing = [f"{', '.join(models)}: load the model"] if models else []
         doing += [f"{', '.join(workers)}: import your code"] if workers else []
-        tell(f"starting for {waited_s:.0f} s; {'; '.join(doing) or 'the engines get ready to take weights'}")
+        on_progress(f"starting for {waited_s:.0f} s; {'; '.join(doing) or 'the engines get ready to take weights'}")
 
 
 def _vitals(processes: Processes) -> Vitals:
     order = processes.order
 
-    def tell(text: str, *, kind: str = "") -> None:
+    def warn(text: str, *, kind: str = "") -> None:
         order.on_event(Event(wall_s=0.0, text=text, level="warning" if kind else "info"))
 
     return Vitals(
         children=lambda: processes.children,
         timeout_s=order.stall_timeout_s,
         clock=RealClock(),
-        tell=tell,
+        warn=warn,
         others=lambda: {} if order.forks is None or order.forks.lost else {"fork server": order.forks.pid},
     )
 
@@ -203,9 +203,9 @@ def _restarts(engines: Sequence[Engines]) -> Counter[str]:
     return sum((each.restarts for each in engines), Counter[str]())
 
 
-def _send_recoveries(engines: Sequence[Engines], tell: Callable[[Recovery], None]) -> None:
+def _send_recoveries(engines: Sequence[Engines], on_recovery: Callable[[Recovery], None]) -> None:
     for each in engines:
-        each.send_recoveries_to(tell)
+        each.send_recoveries_to(on_recovery)
 
 
 def _send_warnings(pool: ScoringStage, envs: EnvPool | None, warn: Callable[[str], None]) -> None:

@@ -128,10 +128,10 @@ class LearnerCore:
         return not self._optimizer.empty
 
     @property
-    def lends_weights(self) -> bool:
+    def swaps_weights(self) -> bool:
         """Return whether the model temporarily holds other weights while a batch is trained, so that no other thread
         may read them."""
-        return any(model.lends_weights for model in self._auxiliary)
+        return any(model.swaps_weights for model in self._auxiliary)
 
     def train(self, batch: Batch) -> StepReport:
         """Make one whole optimizer step and return its report.

@@ -137,7 +137,7 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", remedy="resume from an older snapshot, or train anew"
+            f"{path} cannot be read: {error}", remedy="resume from an older snapshot, or train again"
         ) from None
     random_state = tensors.pop(_RANDOM_STATE)
     numbers = {name: number for number, name in enumerate(_names(model, optimizer))}

@@ -109,7 +109,7 @@ class PolicySampler:
         self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]
     ) -> list[list[SampleRequest]]:
         """Return the requests for ``n`` answers to each prompt. A ``seed`` makes the call repeatable; without it, every
-        call draws anew."""
+        call draws again."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n={n!r} answers to each prompt", remedy="set n >= 1")
         first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompts)

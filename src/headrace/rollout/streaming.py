@@ -60,7 +60,7 @@ class AnswerStream:
         """Pass on the rest of the complete answer, which was read as ``message``."""
         if not (message.reasoning.startswith(self._reasoning) and message.content.startswith(self._content)):
             raise SequenceFailed(
-                "the answer was begun anew after the first of it had been streamed, or its tokens have other text "
+                "the answer was started again after the first of it had been streamed, or its tokens have other text "
                 "together than one by one",
                 remedy="ask again, or without a stream",
             )

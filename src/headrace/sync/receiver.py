@@ -1,9 +1,9 @@
 """The engine's side of the weight sync: updates are fetched, decoded and verified beside the model.
 
     update ─fits? newer?─▶ payload ─decode─▶ image ─hash─▶ tensors of the engine's dtype ─commit─▶ parameter.data
-                           lent or fetched                 views of the image where nothing is converted
+                           viewed or fetched               views of the image where nothing is converted
 
-A commit is a change of pointers. A payload that the transport does not lend is written to one of two buffers: the model
+A commit is a change of pointers. A payload that cannot be viewed in place is written to one of two buffers: the model
 uses one, the other is free. On a GPU the first buffer is the memory that the model was loaded into, and the second is
 allocated at once, so that the engine's cache is sized with the memory that is left. :mod:`headrace.sync.base` has a
 picture of the phases.
@@ -210,7 +210,7 @@ class Receiver:
 
     def _fetch_version(self, update: WeightUpdate, base: memoryview | None) -> _ReceivedVersion:
         index = 1 if self._used is None else 1 - self._used.buffer
-        image = self._inbox.lend(update)
+        image = self._inbox.view(update)
         if image is None or base is not None:
             image = self._fetch_image(update, base, image, self._image_buffer(index, update))
         self._verify(update, image)
@@ -221,15 +221,15 @@ class Receiver:
         )
 
     def _fetch_image(
-        self, update: WeightUpdate, base: memoryview | None, lent: memoryview | None, image: memoryview
+        self, update: WeightUpdate, base: memoryview | None, payload: memoryview | None, image: memoryview
     ) -> memoryview:
         if base is None:
             self._inbox.fetch(update, image)
             return image
-        if lent is None:
-            lent = private_memory(update.num_bytes)
-            self._inbox.fetch(update, lent)
-        delta.decode(lent, base, image, update.manifest)
+        if payload is None:
+            payload = private_memory(update.num_bytes)
+            self._inbox.fetch(update, payload)
+        delta.decode(payload, base, image, update.manifest)
         return image
 
     def _image_buffer(self, index: int, update: WeightUpdate) -> memoryview:

@@ -90,9 +90,9 @@ def through(pair: Pair, wire: Cable) -> None:
     outbox = pair.publisher._outbox
     send = outbox._upload  # type: ignore[attr-defined]
 
-    def upload(address: str, key: str, parcel: object) -> None:
+    def upload(address: str, key: str, request: object) -> None:
         assert address == real
-        send(f"http://{wire.address[0]}:{wire.address[1]}", key, parcel)
+        send(f"http://{wire.address[0]}:{wire.address[1]}", key, request)
 
     outbox._upload = upload  # type: ignore[attr-defined]
 
@@ -161,9 +161,9 @@ def counted(pair: Pair) -> list[str]:
     outbox, tried = pair.publisher._outbox, []
     upload = outbox._upload  # type: ignore[attr-defined]
 
-    def noted(address: str, key: str, parcel: object) -> None:
+    def noted(address: str, key: str, request: object) -> None:
         tried.append(address)
-        upload(address, key, parcel)
+        upload(address, key, request)
 
     outbox._upload = noted  # type: ignore[attr-defined]
     return tried

@@ -1,4 +1,4 @@
-"""Real runs with several engines, and with engines that are killed while the run goes on."""
+"""Real runs with several engines, and with engines that are killed while the run is still running."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_sync_stragglers_and_waste_are_told_besides() -> None:
     waits = {"engine": 38.0}
     said = judge(account({}, waits, exposed_sync_s=4.0, straggler_s=12.0, wasted_tokens=wasted)).besides
     assert said == (
-        "Besides: the learner stands still for the sync 4% of the time; 12% of the time it waits for the last tenth of "
+        "Besides: the learner is blocked by the sync 4% of the time; 12% of the time it waits for the last tenth of "
         "a batch's episodes; 20% of the sampled tokens are never trained (zero_variance 900, stale 500)."
     )
     assert judge(account({}, waits)).besides == ""

@@ -50,7 +50,7 @@ CODE = """
 
     class Endless(Sound):
         def step(self, message):
-            return headrace.StepResult(reward=0.0, messages="go on")
+            return headrace.StepResult(reward=0.0, messages="continue")
 
     drawn = itertools.count()
 
@@ -331,7 +331,7 @@ def test_each_episode_that_takes_long_is_told_while_it_goes_on(tmp_path: Path, m
     monkeypatch.setattr(checking, "PROGRESS_EVERY_S", 0.1)
     (tmp_path / "slow.py").write_text(SLOW_ROLLOUT)
     told: list[str] = []
-    report = check_env(f"{tmp_path / 'slow.py'}:rollout", tell=told.append)
+    report = check_env(f"{tmp_path / 'slow.py'}:rollout", on_progress=told.append)
     assert report.ok, str(report)
     for number in range(1, report.episodes + 1):
         assert any(f"episode {number} of {report.episodes}: row 1, where the model says" in each for each in told), told

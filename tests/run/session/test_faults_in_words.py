@@ -117,7 +117,7 @@ def test_a_dataset_that_is_used_up_ends_the_run_with_what_it_has_learned(tmp_pat
         assert life.process.returncode == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 6)
-    for said in ("data.epochs is used up after 6 of 200 steps", "raise data.epochs and --resume to go on"):
+    for said in ("data.epochs is used up after 6 of 200 steps", "raise data.epochs and --resume to continue"):
         assert said in summary["cause"]
         assert said in "".join(life.lines)
 

@@ -1,4 +1,4 @@
-"""One run that is stopped and killed in every way, and goes on each time."""
+"""One run that is stopped and killed in every way, and continues each time."""
 
 from __future__ import annotations
 

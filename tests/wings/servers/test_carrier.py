@@ -163,7 +163,7 @@ def test_worker_that_never_ends_is_not_waited_for_longer_than_the_deadline(
 
 
 def given_up(line: Line, sent: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], str]) -> Callable[[], None]:
-    """Carry what the worker does not take in in time; has its thread go on, with ``end`` of the first file."""
+    """Carry what the worker does not take in in time; has its thread continue, with ``end`` of the first file."""
     go_on = threading.Event()
 
     def stuck(*_: object) -> str:

@@ -98,7 +98,7 @@ class ScoringLoop:
             self._pivots.sampled_turns.add(part)
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """Begin to score a turn that has been sampled; its episode may go on."""
+        """Begin to score a turn that has been sampled; its episode may continue."""
         if self._turns is not None:
             self._turns.turn_ended(key, task, prompt_ids_T, turn)
 

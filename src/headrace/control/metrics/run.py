@@ -120,12 +120,12 @@ class RunMetrics:
 
     def evaluated(self, version: int, reward: float, *, training: bool) -> None:
         """Record the mean held-out reward of an evaluation that began at ``version``. If it ended while ``training``
-        goes on, the record of the next step reports it."""
+        continues, the record of the next step reports it."""
         self.totals.evals[version] = reward
         self.since.eval_version = version if training else None
 
     def eval_sampled(self, tokens: int) -> None:
-        """Count tokens that the engine sampled for an evaluation while training went on."""
+        """Count tokens that the engine sampled for an evaluation while training continued."""
         self.totals.eval_tokens += tokens
 
     def recovered(self, recovery: Recovery) -> None:

@@ -75,7 +75,7 @@ class RequestNames:
 
 class DeliveryRecorder:
     """Appends each message to the record in ``path`` before the engine handles it, so that the line survives if the
-    process is killed. If the disk is full, recording stops and the run goes on; a replay then fails at the missing
+    process is killed. If the disk is full, recording stops and the run continues; a replay then fails at the missing
     lines."""
 
     def __init__(self, path: Path, names: RequestNames) -> None:

@@ -286,7 +286,7 @@ class LearnerHost:
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         """Do ``work`` for the order ``call``. If it fails, the controller gets the error as the answer and the learner
-        goes on; only the loss of a rank ends it."""
+        continues; only the loss of a rank ends it."""
         try:
             work()
         except ComponentDied:

@@ -62,7 +62,7 @@ class Copy:
             _exchange(local(one.weight.detach()), part)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Let the model compute with this copy, without gradients, inside the ``with`` block; the weights are unchanged
         afterwards."""
         pairs = [(local(one.weight.detach()), part) for one, part in zip(self._trained, self._parts, strict=True)]
@@ -123,8 +123,8 @@ class KeptWeights(Protocol):
     has_state: bool
     """Whether a snapshot must contain the copies; not if they come from a directory each time."""
 
-    def lent(self) -> AbstractContextManager[None]:
-        """Let the model compute with the copy; see :meth:`Copy.lent`."""
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Let the model compute with the copy; see :meth:`Copy.swapped_in`."""
         ...
 
     def before_update(self) -> None:
@@ -151,8 +151,8 @@ class OneCopy:
         self._copy = copy
         self.has_state = has_state
 
-    def lent(self) -> AbstractContextManager[None]:
-        return self._copy.lent()
+    def swapped_in(self) -> AbstractContextManager[None]:
+        return self._copy.swapped_in()
 
     def before_update(self) -> None:
         return
@@ -199,8 +199,8 @@ class Ring:
         self._spare = list(copies)
         self._ring: deque[Copy] = deque(maxlen=len(copies))
 
-    def lent(self) -> AbstractContextManager[None]:
-        return self._ring[0].lent() if self._ring else nullcontext()  # at version 0: the weights themselves
+    def swapped_in(self) -> AbstractContextManager[None]:
+        return self._ring[0].swapped_in() if self._ring else nullcontext()  # at version 0: the weights themselves
 
     def before_update(self) -> None:
         copy = self._spare.pop() if self._spare else self._ring.popleft()

@@ -70,7 +70,7 @@ class OfThisModel:
     @contextmanager
     def computing(self) -> Iterator[Forward]:
         assert self.kept is not None
-        with self.kept.lent():
+        with self.kept.swapped_in():
             yield self._forward
 
 
@@ -118,7 +118,7 @@ class QueriedModel(AuxiliaryModel):
         self._kept = self._source.kept
 
     @property
-    def lends_weights(self) -> bool:
+    def swaps_weights(self) -> bool:
         return self._kept is not None
 
     @property

@@ -147,7 +147,7 @@ class Snapshot:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the optimizer of snapshot {directory} cannot be read, or is another model's: {error!r}",
-                remedy="resume with the model that the snapshot was made from, from an older snapshot, or train anew",
+                remedy="resume with the model that the snapshot was made from, from an older snapshot, or train again",
             ) from None
 
     def restore_auxiliary(self, directory: Path) -> None:

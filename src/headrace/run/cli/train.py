@@ -136,7 +136,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("trained", f"{plural(summary.tokens_trained, 'token')}, {summary.trained_tok_s:,.0f} per second"),
         ("idle", f"engine {percent(summary.engine_idle_frac)}, learner {percent(summary.learner_idle_frac)}"),
         ("commit gap", f"median {duration(gap.p50 / 1e3)}, p99 {duration(gap.p99 / 1e3)}; {restarts}"),
-        ("stood still for the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
+        ("was blocked by the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
         ("oldest token trained", plural(summary.max_token_age, "version")),
         ("engine against learner", f"mean |Δ logprob| {number(summary.mismatch_abs)} at equal weights"),
         ("groups", f"{groups.submitted:,} submitted = {rest}"),

@@ -151,7 +151,7 @@ def check_env(
     rows: Sequence[Mapping[str, Any]] = (),
     timeout_s: float = 20.0,
     options: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> EnvReport:
     """Run the user's code on some rows against scripted models, and report every property that a run needs.
 
@@ -160,7 +160,7 @@ def check_env(
     :data:`NUM_TASKS` tasks that it generates.
 
     Every row is tried with every script, and some episodes are repeated with the same seed. An episode may take
-    ``timeout_s`` seconds. ``tell`` is called with a line about the progress of the check.
+    ``timeout_s`` seconds. ``on_progress`` is called with a line about the progress of the check.
 
     Raises :class:`~headrace.base.errors.ConfigError` where ``reference`` names nothing, and the errors of a worker that
     cannot start.
@@ -174,7 +174,7 @@ def check_env(
     numbered = [{"number": number} for number in range(NUM_TASKS)]
     tried = list(rows) or (numbered if kind == "bridge" else [{}])
     target = {"kind": kind, "entry": entry, "options": dict(options or {})}
-    attempts = in_own_loop(lambda _: _run_episodes(target, tried, timeout_s, tell))
+    attempts = in_own_loop(lambda _: _run_episodes(target, tried, timeout_s, on_progress))
     return EnvReport(
         reference=reference,
         kind=kind,
@@ -185,18 +185,20 @@ def check_env(
 
 
 async def _run_episodes(
-    target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float, tell: Callable[[str], None]
+    target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float, on_progress: Callable[[str], None]
 ) -> list[_CheckedEpisode]:
     """Run the planned episodes of ``target`` on ``rows`` in one worker, and return those that were tried."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
     pool_config = EnvPoolConfig(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=START_S, scored=False)
     attempts = _planned_episodes(rows)
     trials = [{**target, "row": dict(rows[attempt.row])} for attempt in attempts]
-    tell(f"starting a worker for it, in at most {START_S:g} s")
+    on_progress(f"starting a worker for it, in at most {START_S:g} s")
     try:
         async with trial_pool(start, pool_config, lambda _: None) as pool:
-            tell(f"trying {plural(len(attempts), 'episode')} one after the other, each for at most {timeout_s:g} s")
-            return await _run_one_by_one(pool, attempts, trials, timeout_s, tell)
+            on_progress(
+                f"trying {plural(len(attempts), 'episode')} one after the other, each for at most {timeout_s:g} s"
+            )
+            return await _run_one_by_one(pool, attempts, trials, timeout_s, on_progress)
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
 
@@ -206,12 +208,12 @@ async def _run_one_by_one(
     attempts: list[_CheckedEpisode],
     trials: Sequence[Mapping[str, Any]],
     timeout_s: float,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
     """Run the episodes one after the other; return all of them, or those up to the first fatal failure."""
     position = [0]  # the number of the running episode, which the progress lines read
     async with asyncio.TaskGroup() as group:
-        progress = group.create_task(_report_progress(attempts, position, tell))
+        progress = group.create_task(_report_progress(attempts, position, on_progress))
         for number, (attempt, trial_row) in enumerate(zip(attempts, trials, strict=True), start=1):
             position[0] = number
             await _run_episode(pool, attempt, trial_row, timeout_s)
@@ -222,7 +224,7 @@ async def _run_one_by_one(
 
 
 async def _report_progress(
-    attempts: Sequence[_CheckedEpisode], position: Sequence[int], tell: Callable[[str], None]
+    attempts: Sequence[_CheckedEpisode], position: Sequence[int], on_progress: Callable[[str], None]
 ) -> None:
     """Report the number and the name of the episode that is running, every :data:`PROGRESS_EVERY_S`, until
     cancelled."""
@@ -231,7 +233,7 @@ async def _report_progress(
         await asyncio.sleep(PROGRESS_EVERY_S)
         if position[0] != reported:
             reported = position[0]
-            tell(f"episode {reported} of {len(attempts)}: {attempts[reported - 1].name}")
+            on_progress(f"episode {reported} of {len(attempts)}: {attempts[reported - 1].name}")
 
 
 def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:

@@ -81,13 +81,13 @@ class RunWatchers:
         return live
 
     def _warn_of_lost_output(self) -> None:
-        """Warn once where standard output can no longer be written. The run goes on."""
+        """Warn once where standard output can no longer be written. The run continues."""
         self._output.look()
         if not self._output.lost or self._output_lost:
             return
         self._output_lost = True
         text = (
-            f"standard output is gone ({self._output.lost}): the run goes on, and what it would show is in "
+            f"standard output is gone ({self._output.lost}): the run continues, and what it would show is in "
             f"{EVENTS_FILE} and {METRICS_FILE} (headrace watch, headrace view)"
         )
         self._warn(text)

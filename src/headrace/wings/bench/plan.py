@@ -102,11 +102,11 @@ TASKS = (
 )
 
 
-def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Measure both. With ``quick`` the figures mean nothing."""
     rows: list[Row] = []
     clock = RealClock()
-    tell("a million episodes")
+    on_progress("a million episodes")
     start_s = clock.now()
     large = _large(quick=quick)
     seconds = clock.now() - start_s
@@ -116,10 +116,10 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         for task in TASKS:
-            tell(f"{task.name}: the model")
+            on_progress(f"{task.name}: the model")
             run_file = task.make(directory / task.name)
             for name, settings in task.runs.items():
-                tell(name)
+                on_progress(name)
                 reward = (f"env.reward={REWARDS}:{task.slow}",) if SLOW in name else ()
                 _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
             measured = calibrated(*(directory / name for name in list(task.runs)[:2]))

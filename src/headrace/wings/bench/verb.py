@@ -45,7 +45,7 @@ def bench(
     }  # fmt: skip
     result = run_benchmark(
         name,
-        tell=lambda line: progress.print(line, style="dim"),
+        on_progress=lambda line: progress.print(line, style="dim"),
         **{option: value for option, value in given.items() if value},
     )
     if as_json:

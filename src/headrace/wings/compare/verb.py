@@ -40,7 +40,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Run recipes on the same model, task, seed and steps, one after another, and compare what they came to.
 
-    Each has a run directory of its own under --dir. The same command goes on where it was broken off.
+    Each has a run directory of its own under --dir. The same command continues where it was interrupted.
     """
     starting("loading what a comparison needs")
     from headrace.base.clock import RealClock

@@ -59,7 +59,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     oldest: int
     """Greatest age of a trained token in versions."""
     exposed_sync: float
-    """Fraction of the time in which the learner stands still for the weight sync."""
+    """Fraction of the time in which the learner is blocked by the weight sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ def view(
         None, help="Run directories, or one that holds some; default: runs.", metavar="[RUN_DIR]...",
         show_default=False,
     ),
-    live: bool = typer.Option(False, "--live", help="Only the run that wrote last: the one that is going on."),
+    live: bool = typer.Option(False, "--live", help="Only the run that wrote last: the one that is running."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(8321, help="Port to listen on; 0 for a free one."),
     token: str = typer.Option(
@@ -31,7 +31,7 @@ def view(
     ),
     no_browser: bool = typer.Option(False, "--no-browser", help="Print the address and open nothing."),
 ) -> None:  # fmt: skip
-    """Show runs in a browser, while they go on or afterwards: verdict, timeline, flow, every token of every episode.
+    """Show runs in a browser, while they run or afterwards: verdict, timeline, flow, every token of every episode.
 
     Works from the run directories alone, without network. Several runs are compared.
     """

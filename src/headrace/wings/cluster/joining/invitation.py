@@ -41,7 +41,7 @@ def read_invitation(path: Path) -> Invitation:
         raise DataError(
             f"{path} cannot be read: {error.strerror}",
             remedy=f"copy {INVITATION_FILE} from the directory of the run; it is there while a run with launch.join "
-            "goes on",
+            "continues",
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
         raise DataError(

@@ -112,7 +112,7 @@ async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
             raise RunUnreachable(
                 f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run admits machines there, or "
                 "it has another key than this invitation",
-                remedy="is the run still going on, is this its newest invitation, and may this machine open TCP "
+                remedy="is the run still running, is this its newest invitation, and may this machine open TCP "
                 "connections to that one?",
             ) from None
         answer = _decode(codec, data)
@@ -167,7 +167,7 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
             )  # fmt: skip
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, dispatcher.leave)
-            dispatcher.tell(Ready(token=welcome.token, pid=os.getpid(), facts={}))
+            dispatcher.send(Ready(token=welcome.token, pid=os.getpid(), facts={}))
             say(f"joined the run at {invitation.address}; Ctrl-C leaves it")
             receiving, heartbeats = (
                 tasks.create_task(_receive_orders(dispatcher, receiver)),
@@ -198,7 +198,7 @@ async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecu
 
 async def _send_heartbeats(dispatcher: _NodeDispatcher) -> None:
     while True:
-        dispatcher.tell(Alive())
+        dispatcher.send(Alive())
         await asyncio.sleep(ALIVE_S)
 
 
@@ -209,7 +209,7 @@ def _give_up(ended: asyncio.Future[None], error: RunError) -> None:
 
 _BROKEN = RunError(
     "the connection to the run is broken: what ran here has ended",
-    remedy="look at the run; where it goes on, join again",
+    remedy="look at the run; if it is still running, join again",
 )
 
 
@@ -227,7 +227,7 @@ class _NodeDispatcher:
     """Numbers of the supervisors whose process's end the run waits for."""
     asked_to_leave: bool = False
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Send ``message`` to the run; it is dropped if the run cannot be reached."""
         with contextlib.suppress(zmq.Again):
             self.channel.send(message)
@@ -239,11 +239,11 @@ class _NodeDispatcher:
             case Drop():
                 self.tasks.create_task(self._drop(message.supervisor))
             case JoinRefused():
-                self.tell(Left())
+                self.send(Left())
                 words = f"the run sends this machine away: {message.problem}"
                 _give_up(self.ended, RunError(words, remedy=message.remedy))
             case Farewell() if not self.ended.done():
-                self.tell(Left())
+                self.send(Left())
                 self.say("left: what ran here has ended" if self.asked_to_leave else "the run has ended")
                 self.ended.set_result(None)
 
@@ -252,7 +252,7 @@ class _NodeDispatcher:
         if not self.asked_to_leave:
             self.asked_to_leave = True
             self.say("leaving, when the episodes that run here have ended; Ctrl-C again: at once")
-            self.tell(Leaving())
+            self.send(Leaving())
         elif not self.ended.done():
             self.ended.set_result(None)
 
@@ -279,9 +279,9 @@ class _NodeDispatcher:
                     answer = await supervisor.ended()
                     self._forget(order.supervisor)
         except (OSError, RunError, msgspec.DecodeError) as error:
-            self.tell(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
+            self.send(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
         else:
-            self.tell(Done(call=order.call, answer=answer))
+            self.send(Done(call=order.call, answer=answer))
 
     async def _drop(self, number: int) -> None:
         supervisor = self.supervisors.get(number)

@@ -62,7 +62,7 @@ class SglangDialect:
         if sampling.truncated:
             return f"{self.name} tells logprobs from before top_k, top_p and min_p"
         penalised = sampling.presence_penalty or sampling.frequency_penalty
-        return f"{self.name} ends streams at a commit, and would count penalties anew" * bool(penalised)
+        return f"{self.name} ends streams at a commit, and would count penalties again" * bool(penalised)
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
         sampling = request.sampling

@@ -7,7 +7,7 @@ pauses are the RL routes of its development mode (``VLLM_SERVER_DEV_MODE=1``).
 ``seed`` is never sent. A request with a seed has a generator of its own, and where its prompt is prefilled in pieces
 vLLM 0.32 takes back the draw that each piece but the last has made (``gpu_model_runner.py``:
 ``gen.set_offset(gen.get_offset() - 4)``). A generator on a CPU has no offset: it raises "CPU Generator does not use
-offset", and the engine dies. Nor would a seed fix the draws of an answer that goes on elsewhere.
+offset", and the engine dies. Nor would a seed fix the draws of an answer that continues elsewhere.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Without its token a server answers 401 and nothing else: every route of its own router, every method, and whatever is
-no route."""
+"""A server answers every request without its token with 401 and nothing else: for every route of its own router, every
+method, and paths that are no route."""
 
 from __future__ import annotations
 
