@@ -121,6 +121,8 @@ class Controller:
         return summary
 
     async def _run(self, start: StartingPoint) -> Summary:
+        """Restore the state of the starting point, publish the first weights, train until the run ends, and return its
+        summary."""
         state = self.state
         self._note("start", f"step {start.step}")
         if start.fingerprint not in ("", self._fingerprint):

@@ -125,6 +125,7 @@ class ProcessRewards:
     async def _score(
         self, key: EpisodeKey, task: Task, history_T: IntColumn, ids_T: IntColumn, *, number: int
     ) -> Graded:
+        """Score one turn. ``history_T`` are the tokens before it."""
         parts = self._parts
         context = ScoringContext(completion_ids=(ids_T,), trainer=self._trainer(key))
         ids = ids_T.tolist()

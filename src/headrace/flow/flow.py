@@ -313,6 +313,7 @@ class Flow:
         step: int | None = None,
         reason: str = "",
     ) -> None:
+        """Move groups to ``state`` and record it in the ledger."""
         if not numbers:
             return
         for number in numbers:

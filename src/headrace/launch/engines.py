@@ -152,6 +152,8 @@ class Engines:
         return self._why.pop(child.role, "") or cause
 
     async def _serve_when_ready(self, child: Child, outage: _Outage | None) -> None:
+        """Let the engine of a new process join the fleet when it is ready, then report each time it misses a version
+        and serves again. ``outage`` is the death that it replaces."""
         limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
         if not child.peer.ready.done() and outage is None:

@@ -203,6 +203,7 @@ class ForkServer:
         self._log.close()
 
     def _on_readable(self) -> None:
+        """Handle one message of the fork server: a forked process, a refusal, or the exit of a process."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:

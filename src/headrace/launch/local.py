@@ -184,6 +184,7 @@ async def report_start(children: Callable[[], Sequence[Child]], on_progress: Cal
 
 
 def _vitals(processes: Processes) -> Vitals:
+    """Return the supervision of the run's processes, whose warnings become events of the run."""
     order = processes.order
 
     def warn(text: str, *, kind: str = "") -> None:
@@ -228,6 +229,8 @@ def _scorers(processes: Processes) -> ScoringStage:
 def _serving(
     order: LaunchOrder, engines: Engines, agents: Mapping[str, Engines], pool: ScoringStage, envs: EnvPool | None
 ) -> dict[str, Any]:
+    """Return the components that answer and score episodes, by the names of their fields in
+    :class:`~headrace.control.parts.Serving`."""
     return {
         "engine": engines.fleet,
         "agents": Agents(
@@ -293,6 +296,8 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
 
 
 async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
+    """Wait until there is a worker for environments, here or on a machine that joins. Raises
+    :class:`~headrace.base.errors.DeadlineError`."""
     timeout_s = order.launch.start_timeout_s
     invitation = order.run_dir / INVITATION_FILE
     if not envs.keeps_some_here:
@@ -320,6 +325,8 @@ def _stopped_in_words(children: list[Child]) -> str:
 
 
 async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float) -> None:
+    """Wait until engines, learner and scorers are ready. Raises :class:`~headrace.base.errors.DeadlineError` after
+    ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             if children:

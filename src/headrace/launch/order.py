@@ -89,7 +89,7 @@ class LaunchOrder:
     forks: ForkServer | None = None
     """The fork server for engines and learner; ``None``: each of them is a new interpreter."""
     recorded: RecordedEngine | None = None
-    """The recorded engine that a replay repeats; ``None``: the run is no replay."""
+    """The recorded engine that a replay repeats; ``None``: the run is not a replay."""
 
     @property
     def agent_names(self) -> frozenset[str]:

@@ -150,6 +150,7 @@ class Vitals:
     # -- stopped ----------------------------------------------------------------------------------------------------
 
     async def _check_stopped(self, children: Sequence[Child]) -> None:
+        """Find processes that a signal or a debugger has stopped, on this machine and, less often, on others."""
         near = [child for child in children if not child.node]
         others = self.others()
         halted = await off_loop(_halted, near, others.values()) if near or others else {}
@@ -165,6 +166,8 @@ class Vitals:
         self._report_stops(found, {*((child.role, child.pid) for child in children), *others.items()})
 
     def _report_stops(self, found: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
+        """Warn of processes that have been stopped for some time, and report when they continue or end. ``found`` has
+        the stopped ones, by name and pid."""
         now_s = self.clock.now()
         for (name, pid), stop in list(self._stops.items()):
             if (name, pid) not in found:
@@ -196,6 +199,8 @@ class Vitals:
             self._report_stuck(child, work, hangs=hangs)
 
     async def _observe(self, child: Child) -> None:
+        """Update what is known of a learner rank's work: whether it is busy, computes and finishes units. The time
+        since its last sign of work is measured from here."""
         peer, now_s = child.peer, self.clock.now()
         assert isinstance(peer, RankClient)
         if peer.working is None:  # it is not ready, or has just become so

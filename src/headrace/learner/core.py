@@ -370,6 +370,7 @@ class LearnerCore:
             undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
+        """Add up the gradients of all micro-batches of one agent's batch."""
         start_s = self._context.clock.now()
         packed = self._forward.cut(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
         self._ended("pack", start_s)
@@ -395,6 +396,7 @@ class LearnerCore:
         self._ended("count experts", start_s)
 
     def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
+        """Run the forward and backward pass of one micro-batch, and add its metrics to ``tally``."""
         start_s = self._context.clock.now()
         result = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
         self._ended("forward", start_s)

@@ -111,6 +111,7 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
 
 
 def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
+    """Load the adapters of all agents from a snapshot."""
     from headrace.models import lora
 
     try:

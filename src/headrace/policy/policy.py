@@ -427,6 +427,8 @@ class Policy:
         return self._weights if self._learner.swaps_weights else nullcontext()
 
     def _open(self, what: str) -> LocalEngine:
+        """Return the engine. Raises :class:`~headrace.base.errors.RunError` if the policy is not open in this event
+        loop."""
         if self._engine is None:
             state = "has been closed" if self._loop is not None else "is not open"
             raise RunError(f"{what}: the policy {state}", remedy="call it inside `async with policy:`")

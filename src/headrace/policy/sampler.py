@@ -93,6 +93,7 @@ class PolicySampler:
         return encoded
 
     def _encode(self, place: int, prompt: Prompt) -> Tokens:
+        """Return a prompt as tokens. ``place`` is its index, for errors."""
         if isinstance(prompt, Tokens):
             return prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
@@ -132,6 +133,7 @@ class PolicySampler:
         return episode_seed(seed, EpisodeKey(place, member))
 
     def _sampling(self, how: Mapping[str, Any]) -> Sampling:
+        """Return the sampling options, those of the policy overridden by ``how``."""
         known = SampleOptions.__annotations__
         for key in how:
             if key not in known:
@@ -150,6 +152,7 @@ class PolicySampler:
         return [[next(samples) for _ in group] for group in groups]
 
     async def _one(self, engine: Engine, request: SampleRequest) -> Sample:
+        """Sample one answer and return it with its tokens, text and stop reason."""
         parts: list[Tokens] = []
         prompt, stop_reason, request_id = request.prompt, None, -1
         given_T = np.zeros(0, np.int32) if request.options.fork else prompt.ids_T

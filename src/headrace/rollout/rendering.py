@@ -128,6 +128,7 @@ class Renderer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool], *, answer: bool) -> str:
+        """Return messages as text, by the chat template. With ``answer``, the opening of an answer follows."""
         specs: list[dict[str, Any]] | None = [_spec(tool) for tool in tools] or None
         if not self.knows_tools:
             messages, specs = without_tools(messages, tools), None

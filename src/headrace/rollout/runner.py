@@ -255,6 +255,8 @@ class EpisodeRunner:
         return episode
 
     async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> EpisodeGraph:
+        """Run the environment once. Its failure becomes the cause of the returned episode; only errors of the run
+        itself and cancellation are raised."""
         episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
         conversations = Conversations(policy, self.limits, chat=self.chat, seed=seed, note=self.note)

@@ -36,7 +36,7 @@ class AnswerStream:
         self._stops = StopFinder(self._reading.stop)
         self._text = ""
         self._stopped = False
-        self._last: int | None = None  # a stop token is no part of the text where it is the last
+        self._last: int | None = None  # a stop token is not part of the text where it is the last
 
     def push(self, chunk: TokenChunk) -> None:
         """Append sampled tokens, and pass on the text that has become certain. The first call always passes on a piece,

@@ -75,6 +75,7 @@ class CollectiveOutbox:
         return True
 
     def _send(self, name: str, request: SendRequest) -> None:
+        """Broadcast the payload to the group ``name``, which is joined first if it is a new one."""
         try:
             if self._group is None or self._group[0] != name:
                 self._group = None
@@ -127,6 +128,8 @@ class CollectiveInbox:
         self._group = None
 
     def _receive(self, update: WeightUpdate, into: memoryview) -> None:
+        """Receive the payload of ``update``. Raises :class:`~headrace.base.errors.NeedsFull` if the learner sends
+        another version."""
         group = self._join_group(update)
         received = self._receive_header(group)
         if received != [update.version, update.num_bytes]:
@@ -144,6 +147,7 @@ class CollectiveInbox:
         return header.tolist()
 
     def _join_group(self, update: WeightUpdate) -> ProcessGroup:
+        """Return the process group that carries the update, and join it if it is a new one."""
         if self._group is not None and self._group[0] == update.path:
             return self._group[1]
         name, _, members = update.path.partition(".")

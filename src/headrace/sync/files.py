@@ -116,6 +116,8 @@ class FilesInbox:
         """Do nothing: no resource is held."""
 
     def _read(self, path: str, update: WeightUpdate, into: memoryview) -> None:
+        """Read the payload from ``path``. Raises :class:`~headrace.base.errors.NeedsFull` if the file is not the one
+        that was announced."""
         whole = update.manifest if update.base is None else None
         before = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
@@ -159,6 +161,7 @@ def _fill(file: Any, bucket: memoryview) -> int:
 
 
 def _open_filesystem(folder: str) -> tuple[Any, str]:
+    """Return the file system of ``folder``, which is a path or a URL, and the path within it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:

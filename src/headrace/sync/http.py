@@ -97,6 +97,7 @@ class HttpOutbox:
         return False
 
     def _probe(self, url: str) -> bool:
+        """Return whether a receiver answers at ``url``."""
         connection = self._connection(url, min(PROBE_S, self._deadline_s))
         try:
             connection.request("HEAD", "/")
@@ -118,6 +119,8 @@ class HttpOutbox:
             ) from None
 
     def _put(self, url: str, key: str, request: SendRequest) -> None:
+        """Upload the payload to one receiver in buckets. Raises :class:`~headrace.base.errors.WeightsError` if it is
+        refused."""
         connection = self._connection(url, self._deadline_s)
         try:
             for start in range(0, max(len(request.payload), 1), BUCKET_BYTES):
@@ -367,6 +370,7 @@ class _UploadHandler(BaseHTTPRequestHandler):
         """Log nothing: the answers tell the client what happened."""
 
     def _answer(self, status: int, text: str) -> None:
+        """Send a response. After an error the connection is closed, because the body of the request was not read."""
         body = text.encode()
         self.send_response_only(status)
         if status == 401:
@@ -410,7 +414,7 @@ def _check(sync: SyncConfig) -> None:
     refuse_incomplete_tls("sync", sync.tls_certificate, sync.tls_key)
     if sync.host in EVERYWHERE:
         raise ConfigError(
-            f"sync.host={sync.host!r} is no address that a learner could send to",
+            f"sync.host={sync.host!r} is not an address that a learner could send to",
             remedy="name the address of one interface of the engine's machine",
         )
 

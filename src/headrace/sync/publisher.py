@@ -99,6 +99,8 @@ class Publisher:
         )
 
     def _send(self, request: SendRequest, base: int | None = None) -> WeightUpdate:
+        """Send a payload and return the update that tells engines where it is. ``base`` is the version that a
+        difference applies to."""
         announced = self._announced[request.slot]
         assert announced is not None
         sent = self._outbox.send(request)

@@ -62,6 +62,7 @@ class ShmOutbox:
             self._path.unlink(missing_ok=True)
 
     def _write(self, request: SendRequest) -> None:
+        """Write a difference into the shared file, behind the slots."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             start_of_payload = _payload_start(request.manifest.total_bytes)
@@ -102,6 +103,7 @@ class ShmInbox:
         self._file, self._slots = None, []
 
     def _mapped(self, path: str, image_bytes: int) -> memoryview:
+        """Return the shared buffer at ``path``, mapped once. Raises an error if it is missing or has another size."""
         num_bytes = _file_bytes(image_bytes)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

@@ -329,6 +329,8 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
 
 
 def _weights(rng: np.random.Generator) -> Weights:
+    """Return random tensors of different shapes and dtypes."""
+
     def numbers(*shape: int) -> Tensor:
         return torch.from_numpy(rng.normal(size=shape)).float()
 

@@ -417,7 +417,7 @@ def test_what_a_library_refuses_is_the_only_finding() -> None:
 
 
 def test_options_are_those_of_a_bridge_alone(file: Path) -> None:
-    with pytest.raises(ConfigError, match="it is no bridge"):
+    with pytest.raises(ConfigError, match="it is not a bridge"):
         check_env(f"{file}:Sound", options={"size": 1})
     done = CliRunner().invoke(app, ["check", "env", f"{file}:Sound", "--option", "size=1"])
     assert done.exit_code != 0

@@ -147,7 +147,7 @@ def test_a_worker_elsewhere_that_talks_nonsense_before_it_is_ready_ends_the_visi
         async with running_pool(tmp_path, PLACES, "rollout", join=free_address()) as at:
             async with living(Liar(path=at.invitation, worker=garbage)):
                 await until(lambda: len(at.events) == 2)
-            assert "was sent away: environment-1 sent something that is no message" in at.events[1]
+            assert "was sent away: environment-1 sent something that is not a message" in at.events[1]
             assert await goes_on(at)
 
     asyncio.run(main())

@@ -128,6 +128,7 @@ def _refuse_secrets(value: Any, name: str) -> None:
 
 
 def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
+    """Return the problem and the remedy for one of pydantic's errors, in terms of the run file."""
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy

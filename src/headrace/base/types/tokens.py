@@ -176,6 +176,7 @@ def _concat_teacher_scores(parts: Sequence[Tokens]) -> TeacherScores | None:
 
 
 def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:
+    """Return the routing of all parts, unknown where a part has none; ``None`` if no part has any."""
     shape = next((part.routing.experts_RLK for part in parts if part.routing is not None), None)
     if shape is None:
         return None

@@ -214,6 +214,7 @@ class RunMetrics:
     # -- report: a line of metrics.jsonl -----------------------------------------------------------------------------
 
     def _record(self, done: StepDone) -> StepRecord:
+        """Return the record of a finished step, and begin a new interval for the metrics between steps."""
         report, totals, stats = done.report, self.totals, done.stats
         since, self.since = self.since, SinceStep()
         rewards = stats.columns.rewards

@@ -263,6 +263,7 @@ class Fleet:
         return passed_on
 
     async def _assign(self, routed: RoutedRequest, parent_engine: Member | None = None) -> Member:
+        """Wait for an engine that can serve the request, and return it."""
         route = routed.route_request(
             "" if parent_engine is None else parent_engine.name, only_engine=len(self._members) == 1
         )
@@ -396,6 +397,8 @@ class Fleet:
     async def _commit_on(
         self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
+        """Commit ``version`` on one engine, which gets no new requests meanwhile. Return its report, or ``None`` if the
+        engine was lost. ``gate`` limits how many engines commit at the same time."""
         async with gate:
             if self._members.get(member.name) is not member:
                 return None

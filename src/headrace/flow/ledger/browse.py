@@ -220,6 +220,7 @@ class Browser:
             self._db.close()
 
     def _refuse_other_format(self) -> None:
+        """Refuse a file that is not a ledger of the format that this program reads."""
         version, known = schema_version(self._db), len(steps())
         if version == 0:
             raise LedgerError(f"{self._path} is not a ledger", remedy="restore it from a copy")
@@ -290,6 +291,7 @@ def is_written(path: Path) -> bool:
 
 
 def _where(query: EpisodeQuery) -> tuple[str, list[Any]]:
+    """Return the SQL condition of a query, and the values of its parameters."""
     clauses: list[str] = []
     values: list[Any] = []
     if query.status is not None:

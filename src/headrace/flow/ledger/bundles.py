@@ -109,11 +109,11 @@ def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled
 
 def decode_entry(data: bytes, entry: int) -> list[Turn]:
     """Return the turns of the episode with index ``entry`` in the bundle. Raises ``msgspec.MsgspecError`` if ``data``
-    is no valid bundle or the index does not exist."""
+    is not a valid bundle or the index does not exist."""
     try:
         bundle: _Bundle = _CODEC.decode(data)
         if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
-            raise ValueError("a bundle with a negative length, or whose tokens are no column")
+            raise ValueError("a bundle with a negative length, or whose tokens are not a column")
         first = sum(bundle.turns_E[:entry])
         begin = sum(bundle.lengths_K[:first])
         turns: list[Turn] = []
@@ -127,6 +127,7 @@ def decode_entry(data: bytes, entry: int) -> list[Turn]:
 
 
 def _more(turn: Turn) -> _More:
+    """Return the rare fields of a turn; ``_NO_MORE`` if it has none."""
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
     plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.teacher_scores is None
@@ -149,6 +150,7 @@ def _more(turn: Turn) -> _More:
 
 
 def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
+    """Return the turn at index ``place`` of a bundle, whose tokens are those at ``at``."""
     if at.stop > len(bundle.ids_N):
         raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
     more = bundle.more.get(place, _NO_MORE)

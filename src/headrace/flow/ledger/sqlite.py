@@ -149,6 +149,7 @@ class SqliteLedger:
             ]
 
     def _partial_turns(self, number: int) -> list[TokenChunk]:
+        """Return the recorded parts of turns that were running in a group, joined turn by turn."""
         rows = self._db.execute(
             "SELECT position, turn, prompt, tokens FROM parts WHERE group_number = ? ORDER BY position, turn, id",
             (number,),

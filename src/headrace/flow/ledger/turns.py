@@ -71,7 +71,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
 
 
 def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
-    """Return the turns in ``data``. ``entry`` is the index of the episode in a bundle; ``None`` if ``data`` is no
+    """Return the turns in ``data``. ``entry`` is the index of the episode in a bundle; ``None`` if ``data`` is not a
     bundle but the turns of one episode. Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
     if entry is not None:
         return decode_entry(data, entry)

@@ -257,6 +257,7 @@ class EngineClient(Peer):
         self._unsent.append(request)
 
     def _flush(self) -> None:
+        """Send the requests that were collected in this turn of the event loop, in one message."""
         requests, self._unsent = tuple(self._unsent), []
         if not requests or self._closed is not None:  # their streams have the error already
             return

@@ -86,6 +86,7 @@ class EpisodeCall(PoolCall):
             task.cancel()
 
     async def _answer(self, peer: Peer, query: ModelQuery) -> None:
+        """Answer a request that the environment makes to the model, or send the reason why there is no answer."""
         try:
             if query.prompt_ids_T is not None:
                 reply = await self.episode.sample(query.prompt_ids_T, query.options)

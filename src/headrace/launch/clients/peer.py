@@ -121,6 +121,8 @@ class Peer:
         raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
 
     def _route(self, message: Any) -> None:
+        """Deliver a message of the process: to the call that waits for it, or to ``handle``. The first message must
+        prove that the process belongs to this run."""
         if not isinstance(message, Ready | Failure) and not self.ready.done():
             words = f"{self.name} sent a {type(message).__name__} before it proved to be of this run"
             raise RunError(words, remedy="start the run again")

@@ -79,6 +79,7 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
 
 
 def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
+    """Return what an engine kind needs to open its engine in this process."""
     route = Route(address=start.memory) if start.own_weights else start.route
 
     def adopt(core: EngineCore, tensors: Mapping[str, Tensor]) -> None:
@@ -191,6 +192,7 @@ class EngineHost:
         return not self._gate.must_wait(self._steps) and self._core.has_work()
 
     def _handle(self, message: Message) -> list[TokenChunk]:
+        """Carry out a message of the controller, and return the chunks that result from it."""
         match message:
             case Generate(requests=requests):
                 return [refused for request in requests for refused in self._add(request)]
@@ -254,6 +256,7 @@ class EngineHost:
         return None
 
     def _commit(self, message: Commit) -> None:
+        """Begin a commit; its answer is sent when the engine reports it."""
         try:
             self._core.commit(message.version, message.mode)
         except HeadraceError as error:
@@ -265,6 +268,7 @@ class EngineHost:
             self._answer_commits()
 
     def _answer_commits(self) -> None:
+        """Answer the commits that the engine has completed, with their spans."""
         for report in self._core.take_swaps():
             now_s = self._clock.now()
             self._spans.append(
@@ -276,6 +280,7 @@ class EngineHost:
             self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
 
     def _score(self, message: ScoreTokens) -> None:
+        """Compute the log-probabilities of given tokens and send them."""
         try:
             if message.top_k:
                 top = self._core.top_scores(message)

@@ -66,6 +66,7 @@ class ShardedLogprobs:
         return taken[0][0]
 
     def _inside_head(self, work: Callable[[Tensor], tuple[Tensor, ...]], hidden_PD: Tensor) -> tuple[Tensor, ...]:
+        """Run ``work`` as the forward pass of the head, so that torch gathers the head's parameters for it."""
         had = self._head.__dict__.get("forward")
         self._head.forward = work
         try:

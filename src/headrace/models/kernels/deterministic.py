@@ -173,6 +173,7 @@ class _Attention:
         return (*linear, *(norm[0] for norm in self.fused.norms if norm is not None))
 
     def _plain(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensors:
+        """Return query, key and value by torch's operations, for the backward pass."""
         shaped = []
         for part, size, norm in zip(self.fused.parts, self.fused.sizes, (*self.fused.norms, None), strict=True):
             tensor = nn.functional.linear(x[0], part.linear.weight, part.linear.bias).unflatten(-1, size)
@@ -194,6 +195,7 @@ class _InvariantProducts(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a linear layer with the compiled kernel forward and torch backward."""
     loaded = kernels()
     assert isinstance(loaded, Kernels)
 

@@ -54,6 +54,8 @@ def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
+    """Return the rows of a file of JSON lines; blank lines are skipped. Raises :class:`~headrace.base.errors.DataError`
+    with the number of the bad line."""
     rows: list[Row] = []
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -71,6 +73,7 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
+    """Return the rows of a CSV file with a header."""
     rows: list[Row] = []
     lines = list(_lines(path))
     reader = csv.DictReader(lines, strict=True)
@@ -101,6 +104,7 @@ def _refuse_ragged(row: Mapping[str, Any], reader: csv.DictReader[str], path: Pa
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    """Return the rows of a Parquet file."""
     try:
         import pyarrow
         from pyarrow import parquet

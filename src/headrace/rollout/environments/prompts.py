@@ -49,6 +49,7 @@ def make_tasks(
 
 
 def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *, where: str) -> Task:
+    """Return the task of a row, with its prompt as tokens. ``where`` names the row in errors."""
     if column not in row:
         raise DataError(
             f"{where}: no column {column!r} (it has: {', '.join(map(str, row))})",
@@ -71,6 +72,8 @@ def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *,
 
 
 def _check_prompt(prompt: Any, where: str) -> Prompt:
+    """Return the prompt if it is text or a list of chat messages. Raises :class:`~headrace.base.errors.DataError`
+    otherwise."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):

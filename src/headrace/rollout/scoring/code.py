@@ -114,6 +114,8 @@ class CodeReward(RewardSection):
         return passed / len(tests)
 
     def _passes(self, code: str, test: Any) -> bool:
+        """Return whether the program passes one test, which is Python code, a call with its result, or input with its
+        output."""
         limits = SandboxLimits(wall_s=WAITING * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
         match test:
             case str():
@@ -192,7 +194,7 @@ def read_tests(cell: Any, name: str) -> list[Any]:
             isinstance(test, Mapping) and ({"stdin", "stdout"} <= set(test) or {"call", "returns"} <= set(test))
         ):
             raise Unscorable(
-                f"column {name!r} holds {str(test)[:80]!r}, which is no test", remedy="see docs/scoring.md"
+                f"column {name!r} holds {str(test)[:80]!r}, which is not a test", remedy="see docs/scoring.md"
             )
     if not tests:
         raise Unscorable(f"column {name!r} holds no tests", remedy="give every row at least one")

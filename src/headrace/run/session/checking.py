@@ -168,7 +168,7 @@ def check_env(
     kind, entry, tree = kind_of(reference)
     if options and kind != "bridge":
         raise ConfigError(
-            f"{reference}: options {sorted(options)} have no effect, it is no bridge", remedy="leave --option out"
+            f"{reference}: options {sorted(options)} have no effect, it is not a bridge", remedy="leave --option out"
         )
     blocking = [] if tree is None else blocking_calls(tree, entry.rpartition(":")[2])
     numbered = [{"number": number} for number in range(NUM_TASKS)]
@@ -278,6 +278,7 @@ async def _run_episode(pool: EnvPool, attempt: _CheckedEpisode, trial_row: Mappi
 def _findings(
     kind: str, blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]
 ) -> list[EnvFinding]:
+    """Return the findings of all checks that apply to this kind of environment."""
     first = attempts[0]
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
@@ -310,6 +311,7 @@ def _is_separate() -> EnvFinding:
 
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that all episodes ended without an error and asked the model."""
     checked_elsewhere = ("max_turns", "reward_none", "reward_nan")
     failed = Counter(f"{a.reason}: {a.problem}" for a in attempts if a.reason and a.reason not in checked_elsewhere)
     where = {f"{a.reason}: {a.problem}": a.name for a in reversed(attempts) if a.reason}
@@ -334,6 +336,7 @@ def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
 
 
 def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that every episode earned a number."""
     judged = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
     if not judged:
         return None
@@ -352,6 +355,7 @@ def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvF
 
 
 def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that different answers earned different rewards, because equal rewards teach nothing."""
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     if len(rewards) < 2:
         return None
@@ -369,6 +373,7 @@ def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
 
 
 def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that the episodes that were repeated with the same seed did the same."""
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
     if not pairs:
         return None
@@ -409,6 +414,7 @@ def _short(value: object) -> str:
 
 
 def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that async code does not block the event loop of its worker, by reading it and by measuring."""
     problems = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
         for line, called, function in blocking
@@ -435,6 +441,7 @@ def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
 
 
 def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that tools and their arguments have types and descriptions."""
     tools = {name: tool for attempt in attempts for name, tool in attempt.model.tools.items()}
     if not tools:
         return None
@@ -449,6 +456,7 @@ def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | No
 
 
 def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
+    """Return the times of the episodes that ended without an error; ``None`` if there are none."""
     ended = [attempt for attempt in attempts if not attempt.reason]
     if not ended:
         return None
@@ -495,7 +503,7 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
     if signature is not None and _COMPLETIONS & set(signature.names):
         return "reward", entry, tree
     raise ConfigError(
-        f"{reference}: {name!r} is no class and no function that this file defines, and no reward that it imports",
+        f"{reference}: {name!r} is neither a class nor a function that this file defines, nor a reward that it imports",
         remedy="name the file that defines it",
     )
 

@@ -96,6 +96,7 @@ class HeldDirectory:
             self._ledger = found
 
     def _lost(self) -> RunError:
+        """Return the error for a run directory that was removed or moved during the run."""
         now = self._present_path()
         if now is None:
             return RunError(

@@ -136,6 +136,7 @@ def evaluate(
 async def _evaluate(
     prepared: Prepared, measures: Measures, where: Path, on_progress: Callable[[str], None]
 ) -> Evaluation:
+    """Start what an evaluation needs, attempt every row, and write the results."""
     run, clock = prepared.config.run, RealClock()
     tokens, reported_s = 0, clock.now()
     warnings = [] if measures.elsewhere else slower_here(prepared.config, prepared.devices)

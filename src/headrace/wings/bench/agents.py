@@ -87,6 +87,7 @@ def _entry() -> Iterator[str]:
 
 
 def _model(directory: Path) -> str:
+    """Write a small model with random weights, and return its directory."""
     spec = TinySpec(
         vocab=ALPHABET,
         hidden_size=128,
@@ -116,6 +117,7 @@ def _tail(run_dir: Path, num_groups: int) -> float:
 
 
 def _row(what: str, pair: int, summary: Summary, tail: float) -> Row:
+    """Return the row of a run, from its summary."""
     return {
         "what": what,
         "pair": pair,

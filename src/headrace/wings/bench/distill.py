@@ -46,6 +46,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) -> Row:
+    """Train the demo with these settings and return a row with its metrics."""
     common = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
     summary = train(load_config(demo.run_file, [*common, *settings]))
     records = read_steps(run_dir / METRICS_FILE)

@@ -61,6 +61,8 @@ class CountingEngine:
                 )
 
     async def _compute(self, size: int) -> None:
+        """Wait as long as ``size`` tokens take, and count them. Raises :class:`~headrace.base.errors.ComponentDied` if
+        the engine is killed meanwhile."""
         await self._resumed.wait()
         loop = asyncio.get_running_loop()
         start_s = loop.time()

@@ -130,6 +130,7 @@ def _kill(run_dir: Path, role: str, observed: _RunObservations) -> None:
 
 
 def _evaluate(run_dir: Path, observed: _RunObservations) -> tuple[Row, list[Target]]:
+    """Return the row of a run with kills, and its targets."""
     with closing(open_ledger(run_dir)) as ledger:
         conservation = ledger.conservation()
     steps = read_steps(run_dir / METRICS_FILE)

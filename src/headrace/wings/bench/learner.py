@@ -136,6 +136,7 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
 
 
 def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
+    """Compare training steps of the learner with those of a loop that pads its batches; return rows and targets."""
     sizes, spec = bench.sizes, bench.sizes.spec
     request = make_request(spec, sizes.prompt, sizes.answers)
     tokens = sum(sizes.answers) + len(sizes.answers) * sizes.prompt

@@ -59,6 +59,8 @@ def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
 
 
 def _throughput(kind: str, directory: Path, part: int) -> Row:
+    """Return how fast a ledger of this kind records transitions, episodes and parts of running turns. The work is
+    divided by ``part``."""
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
     transitions = [operation for number in range(GROUPS // part) for operation in _transitions_of(number)]
     transitions_s = _apply_s(ledger, transitions)

@@ -104,6 +104,7 @@ def _run(demo: Demo, run_dir: Path, *settings: str) -> Summary:
 
 
 def _row(what: str, summary: Summary, **more: float) -> Row:
+    """Return the row of a run, from its summary."""
     return {
         "what": what,
         **more,

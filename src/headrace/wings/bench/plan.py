@@ -79,6 +79,7 @@ class PlannedTask:
 
 
 def _long(directory: Path) -> Path:
+    """Write a model, rows and a run file whose answers have very different lengths, and return the run file."""
     letters = string.ascii_letters + string.digits
     spec = TinySpec(
         vocab=letters, hidden_size=256, num_layers=4, intermediate_size=512, even_ends=True,
@@ -131,6 +132,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 def _large(*, quick: bool) -> SimulatedOutcome:
+    """Simulate a large run, and return its outcome."""
     world = World(
         flow=FlowConfig(groups_per_step=BATCH, group_size=GROUP_SIZE, max_age=2),
         steps=(GROUPS // BATCH) if not quick else 1,

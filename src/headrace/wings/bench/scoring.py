@@ -77,6 +77,7 @@ def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _model(directory: Path) -> str:
+    """Write a small model with random weights, and return its directory."""
     spec = TinySpec(
         vocab="0123456789+=",
         hidden_size=256,
@@ -108,6 +109,7 @@ def _slow_judge() -> Iterator[str]:
 
 
 def _row(what: str, pair: int, summary: Summary) -> Row:
+    """Return the row of a run, from its summary."""
     return {
         "what": what,
         "pair": pair,

@@ -131,6 +131,7 @@ def adapters_of(plan: SyncPlan) -> SyncPlan:
 
 
 def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+    """Measure every combination of transport and codec for a model of this size; append rows and targets."""
     whole = plan_of(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
         with bench.learner(plan) as learner:
@@ -173,6 +174,7 @@ def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, co
 
 
 def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
+    """Carry one version from the learner to the receiver, and return the time of each stage."""
     to = [receiver.address] if receiver.address else []
     answer = learner.call({"do": "publish", "version": version, "slot": version % 2, "to": to})
     update = msgspec.convert(answer["update"], WeightUpdate)
@@ -238,6 +240,7 @@ class _Peer:
         return min(self._broadcast(how) for _ in range(2 if self._bench.quick else 7))
 
     def _broadcast(self, how: str) -> float:
+        """Return the seconds that a broadcast by torch takes, to compare with."""
         request = {"do": "broadcast", "how": how, "directory": str(self._directory)}
         sending = threading.Thread(target=self._learner.call, args=(request,))
         sending.start()

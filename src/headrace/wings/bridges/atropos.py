@@ -240,6 +240,7 @@ class Queue:
             ) from None
 
     async def _next(self) -> list[_Scored]:
+        """Wait for the next batch of the API server. Raises :class:`~headrace.base.errors.DeadlineError`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not (batch := await self._poll()):  # noqa: ASYNC110 - the queue is in another process, which cannot set an event here
@@ -255,6 +256,7 @@ class Queue:
         return read_batch(await self.ask("GET", "/batch"))
 
     def _group(self, scored: _Scored) -> AtroposGroup:
+        """Return the sequences of a scored group that this policy has sampled, with their scores."""
         group = AtroposGroup(sequences=[], scores=[])
         for ids, mask, score in zip(scored.tokens, scored.masks, scored.scores, strict=True):
             tokens = self._answers.sampled(ids, mask)

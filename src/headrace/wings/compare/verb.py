@@ -68,6 +68,7 @@ def compare(
 
 
 def _show(made: RecipeComparison) -> None:
+    """Print the table of the comparison, and what failed."""
     from headrace.wings.compare.tables import COLUMNS, cells, failures
 
     out = console()

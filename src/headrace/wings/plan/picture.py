@@ -19,6 +19,7 @@ def plan_svg(found: SearchResult) -> bytes:
 
 
 def _speeds(drawing: Drawing, found: SearchResult) -> None:
+    """Draw the trained tokens per second of every candidate over the number of generating accelerators."""
     count = found.site.cluster.count
     title = f"{found.site.request.shape.name} on {found.site.cluster}: {len(found.tried)} simulated runs"
     drawing.text(20, 28, title, size=15, color=INK)

@@ -59,6 +59,7 @@ def _assumed(site: PlanContext) -> str:
 
 
 def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
+    """Return one candidate and its outcome in words."""
     choice, outcome = each.choice, each.outcome
     account = outcome.account()
     who = (
@@ -78,6 +79,7 @@ def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
 
 
 def _asynchrony(found: SearchResult, bound: Bound) -> str:
+    """Return in words what asynchronous training gains or loses, compared with the fastest synchronous run."""
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
     fresh, other = found.synchronous, found.requested

@@ -90,6 +90,7 @@ def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[
 def _problem(
     datum: Datum, needed: Sequence[str], optional: Sequence[str], limits: DataLimits
 ) -> tuple[str, str] | None:
+    """Return why a datum cannot be trained, and the remedy; ``None`` if it can."""
     count = len(datum.ids_N)
     if datum.foreign:
         return f"it holds {datum.foreign}", "give tokens: this server trains language models of text"

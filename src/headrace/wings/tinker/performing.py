@@ -160,6 +160,7 @@ class Performer:
         yield answer_of({"path": path, "type": "save_weights_external"}, write=write)
 
     def _save_for_sampler(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Save weights for sampling, under a path or for a sampling session."""
         assert tenant is not None
         body = parse(entry.body, SaveForSamplerBody)
         if body.kind not in ("snapshot", "inflight"):
@@ -193,6 +194,7 @@ class Performer:
         yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
     def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Replace the weights of a model by those of a training checkpoint."""
         body = parse(entry.body, LoadWeightsBody)
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind = 'weights'", body.path)
         if row is None or (row["expires_s"] or float("inf")) < self._clock.wall():

@@ -309,7 +309,7 @@ def _parse_number(parameters: dict[str, str], name: str, default: int) -> int:
     number = whole_number(text)
     if number is None:
         raise DataError(
-            f"{name}={text[:40]!r} is no number", remedy=f"give a whole number from 0 to {'9' * MOST_DIGITS}"
+            f"{name}={text[:40]!r} is not a number", remedy=f"give a whole number from 0 to {'9' * MOST_DIGITS}"
         )
     return number
 

@@ -151,5 +151,5 @@ def _moment(text: str, default: float) -> float:
     except ValueError:
         found = float("nan")
     if not abs(found) < 1e9:
-        raise DataError(f"{text[:40]!r} is no number of seconds", remedy="give seconds since the first rollout")
+        raise DataError(f"{text[:40]!r} is not a number of seconds", remedy="give seconds since the first rollout")
     return found

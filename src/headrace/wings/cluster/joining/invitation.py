@@ -45,6 +45,6 @@ def read_invitation(path: Path) -> Invitation:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
         raise DataError(
-            f"{path} is no invitation: {error}", remedy=f"name the {INVITATION_FILE} of a run's directory"
+            f"{path} is not an invitation: {error}", remedy=f"name the {INVITATION_FILE} of a run's directory"
         ) from None
     return found

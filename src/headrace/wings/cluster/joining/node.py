@@ -71,6 +71,7 @@ def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
+    """Join the run and serve it until it ends. If it cannot be reached, try again until ``offer.wait_s`` has passed."""
     clock, is_reported = RealClock(), False
     until_s = clock.now() + offer.wait_s
     while True:
@@ -88,6 +89,8 @@ async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
+    """Send the request to join, and return the run's answer. Raises :class:`~headrace.base.errors.RunError` if the run
+    refuses this machine."""
     request = JoinRequest(
         token=invitation.token,
         headrace=__version__,
@@ -154,6 +157,7 @@ def _own_address(invitation: Invitation) -> str:
 
 
 async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
+    """Carry out the orders of the run until it ends, a signal arrives or the connection breaks."""
     loop = asyncio.get_running_loop()
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
@@ -184,12 +188,13 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
 
 
 async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecutor) -> None:
+    """Receive the run's orders in a thread and give them to the dispatcher, until the machine leaves."""
     loop = asyncio.get_running_loop()
     while not dispatcher.ended.done():
         try:
             messages = await loop.run_in_executor(receiver, dispatcher.channel.receive, WAIT_S)
         except msgspec.DecodeError as error:
-            words = f"the run says something that is no message: {error}"
+            words = f"the run says something that is not a message: {error}"
             _give_up(dispatcher.ended, RunError(words, remedy="use one version of headrace"))
             return
         for message in messages:
@@ -261,6 +266,7 @@ class _NodeDispatcher:
         await asyncio.gather(*(self._drop(number) for number in self.supervisors))
 
     async def _do(self, order: Do) -> None:
+        """Carry out one order and send its result."""
         answer: bytes | int | float = b""
         try:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)

@@ -124,6 +124,8 @@ class RayStarter:
     async def _started(
         self, actor: Actor, site: Rendezvous, spec: ProcessSpec, deadline_s: float
     ) -> tuple[Peer, Process]:
+        """Start the process through an actor on its node, and return the controller's end of its channel with a handle
+        of it."""
         found = await self._query_node(actor, spec, deadline_s)
         _refuse_node(found, spec, self._order)
         host = LOOPBACK if found.address == self.host_address else self.host_address
