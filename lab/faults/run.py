@@ -132,7 +132,7 @@ def _run_without_kills(directory: Path, sources: Path, on_progress: Callable[[st
     )  # fmt: skip
     life = asyncio.run(live(_arguments(setup, run_dir, WITHOUT_KILLS), run_dir, None, resume=False))
     if life.exit_code:
-        raise RunError(f"the run that nobody disturbs failed: {life.words}", remedy="mend that first")
+        raise RunError(f"the run that nobody disturbs failed: {life.words}", remedy="fix that first")
     step_s = (life.seconds - life.started_s) / STEPS
     on_progress(f"undisturbed: first step after {life.started_s:.1f} s, then one every {step_s:.2f} s")
     return replace(setup, start_s=life.started_s, step_s=step_s)

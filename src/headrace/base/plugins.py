@@ -187,6 +187,6 @@ def _load(target: str, package: str, named: str) -> Any:
         raise ConfigError(
             f"{named} is offered by the package {package} as {target}, which cannot be imported: "
             f"{type(error).__name__}: {error}",
-            remedy=f"mend or uninstall {package}; if it needs a package that is not installed, install that",
+            remedy=f"fix or uninstall {package}; if it needs a package that is not installed, install that",
         ) from error
     return made

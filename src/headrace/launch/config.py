@@ -77,11 +77,11 @@ class RayConfig(Section):
     """``pack``: engines and ranks run on as few nodes as possible; ``spread``: on as many as possible."""
 
     @model_validator(mode="after")
-    def _standing_parts_ask_for_something(self) -> Self:
+    def _permanent_parts_request_resources(self) -> Self:
         for role, share in (("engine", self.engine), ("learner", self.learner)):
             if not (share.cpus or share.gpus or share.memory_gb or share.resources):
                 raise ConfigError(
-                    f"launch.ray.{role}.cpus=0 asks for nothing, and a cluster can hold no place for nothing",
+                    f"launch.ray.{role}.cpus=0 requests nothing, and a cluster cannot reserve nothing",
                     remedy=f"set launch.ray.{role}.cpus >= 1",
                 )
         return self

@@ -33,7 +33,7 @@ LAST_MESSAGES_S = 0.05
 """Seconds to wait for the last messages of an engine after its death is known."""
 DEATH_KNOWN_S = 3.0
 """Seconds after which it is known whether an engine that weights did not reach is dead."""
-REMEDY = "mend the cause, then --resume: nothing that was finished is lost"
+REMEDY = "fix the cause, then --resume: nothing that was finished is lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

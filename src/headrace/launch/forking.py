@@ -264,6 +264,7 @@ def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
 
 
 def _can_fork() -> bool:
+    """Return whether this system can watch forked processes through pidfds."""
     if sys.platform != "linux":
         return False
     with contextlib.suppress(OSError):  # an old kernel, or a container that forbids it

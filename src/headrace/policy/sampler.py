@@ -142,7 +142,7 @@ class PolicySampler:
             tree = {**msgspec.to_builtins(self._defaults), **how}
             sampling = msgspec.convert({**tree, "logit_bias": dict(tree["logit_bias"])}, Sampling)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"sampling {dict(how)}: {error}", remedy="mend that setting") from None
+            raise ConfigError(f"sampling {dict(how)}: {error}", remedy="fix that setting") from None
         return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:

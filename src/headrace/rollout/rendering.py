@@ -198,6 +198,6 @@ def _call(name: str, function: str = "f", arguments: str = "{}") -> dict[str, An
 def _refused(text: str) -> EpisodeError:
     return EpisodeError(
         f"the chat template refuses the conversation: {text}",
-        remedy="send messages that it knows, or mend the template of the model directory",
+        remedy="send messages that it knows, or fix the template of the model directory",
         reason="template_error",
     )

@@ -300,7 +300,7 @@ def remedy_of(cause: str) -> str:
     """
     if cause.partition(":")[0] in ("request_refused", "engine_failed"):
         return "look at what is asked of the engine, at its settings and its log"
-    return "mend the environment or the reward function"
+    return "fix the environment or the reward function"
 
 
 def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]) -> None:

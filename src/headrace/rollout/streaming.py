@@ -27,7 +27,7 @@ class AnswerStream:
         self._reading = reading
         self._on_piece = on_piece
         self._num_prompt_tokens = num_prompt_tokens
-        self._has_passed_on = False
+        self._has_sent = False
         self._reasoning = self._content = ""
         self._begin()
 
@@ -75,6 +75,6 @@ class AnswerStream:
             reasoning=reasoning[len(self._reasoning) :],
             content=content[len(self._content) :],
         )
-        if piece.reasoning or piece.content or not self._has_passed_on:
-            self._reasoning, self._content, self._has_passed_on = reasoning, content, True
+        if piece.reasoning or piece.content or not self._has_sent:
+            self._reasoning, self._content, self._has_sent = reasoning, content, True
             self._on_piece(piece)

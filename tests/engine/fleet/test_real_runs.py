@@ -201,7 +201,7 @@ async def staged(client, update):
 EngineClient.weights_address, EngineClient.stage = property(through), staged
 EngineClient.orders_address = ""  # the cable stands for another machine, to which the controller passes orders on
 signal.signal(signal.SIGUSR1, lambda *_: [cable.cut() for cable in cables.values()])
-signal.signal(signal.SIGUSR2, lambda *_: [cable.mend() for cable in cables.values()])
+signal.signal(signal.SIGUSR2, lambda *_: [cable.fix() for cable in cables.values()])
 main()
 """
 

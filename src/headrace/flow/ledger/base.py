@@ -64,7 +64,8 @@ class EndEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropEpisodes:
-    """The operation that gives episodes of a group that stays another status, the same for all of them."""
+    """The operation that gives some episodes of a group a new status, the same for all of them. The group itself is not
+    dropped."""
 
     number: int
     """Number of the group."""

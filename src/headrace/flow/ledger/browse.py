@@ -124,10 +124,10 @@ class Browser:
         self._one_at_a_time = threading.Lock()
         if not path.is_file():
             raise LedgerError(f"{path} is not there", remedy="a run with flow.ledger = 'sqlite' keeps one")
-        with self._explained():
+        with self._translated_errors():
             self._db = _connect(path)
         try:
-            with self._explained():
+            with self._translated_errors():
                 self._refuse_other_format()
                 meta = dict(self._db.execute("SELECT key, value FROM meta"))
                 self.group_size = int(meta["group_size"])
@@ -167,7 +167,7 @@ class Browser:
         if not rows:
             return None
         status, cause, reward, parts, agents, turns, entry = rows[0]
-        with self._explained():
+        with self._translated_errors():
             return EpisodeGraph(
                 key=key,
                 turns=decode_turns(turns, entry),
@@ -182,7 +182,7 @@ class Browser:
         """Return what the learner computed for the tokens of the step that trained ``group``; ``None`` if that is not
         recorded."""
         rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
-        with self._explained():
+        with self._translated_errors():
             return decode_token_results(rows[0][0]) if rows else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
@@ -198,12 +198,12 @@ class Browser:
 
     def conservation(self) -> Conservation:
         """Count all units at one moment and return the counts."""
-        with self._explained(), self._moment():
+        with self._translated_errors(), self._one_snapshot():
             return self._books.conservation()
 
     def lengths(self) -> Lengths:
         """Return the lengths of the episodes of all groups that were trained or dropped, and of the trained ones."""
-        with self._explained(), self._moment():
+        with self._translated_errors(), self._one_snapshot():
             return self._books.lengths()
 
     def num_running(self) -> int:
@@ -232,11 +232,11 @@ class Browser:
             )
 
     def _all(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        with self._explained():
+        with self._translated_errors():
             return self._db.execute(query, values).fetchall()
 
     @contextmanager
-    def _moment(self) -> Iterator[None]:
+    def _one_snapshot(self) -> Iterator[None]:
         """Hold one read transaction, so that all queries see the same moment."""
         self._db.execute("BEGIN DEFERRED")
         try:
@@ -245,7 +245,7 @@ class Browser:
             self._db.execute("ROLLBACK")
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Raise every error of the database as a :class:`~headrace.base.errors.LedgerError`, with one query at a
         time."""
         try:

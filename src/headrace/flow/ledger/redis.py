@@ -268,7 +268,7 @@ class RedisLedger:
             except errors.RedisError as error:
                 raise LedgerError(
                     f"the ledger {self._description} cannot be kept: {error}",
-                    remedy="mend the server (redis-cli info; is its memory or its disk full?), then --resume",
+                    remedy="fix the server (redis-cli info; is its memory or its disk full?), then --resume",
                 ) from None
 
 

@@ -203,7 +203,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
                 reason="env_crashed",
             )
         if done.reason:
-            raise EpisodeError(done.problem, remedy="mend the environment", reason=done.reason)
+            raise EpisodeError(done.problem, remedy="fix the environment", reason=done.reason)
         if done.reward is None and not done.agent_rewards and not self._config.scored:
             raise EpisodeError(
                 "the environment did not say what it earned, and there is no reward function",

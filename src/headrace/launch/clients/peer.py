@@ -35,7 +35,7 @@ class Peer:
         self.reported = asyncio.Event()
         """Set when :attr:`reported_error` is."""
         self.halted = ""
-        """The reason why the process is halted, as in ``is stopped (SIGSTOP)``; empty if it is not, as far as is
+        """The reason why the process is halted, such as ``is stopped (SIGSTOP)``; empty if it is not, as far as is
         known."""
         self.waits_while_halted = True
         """Whether an answer is waited for beyond its deadline while the process is stopped. An engine among several is

@@ -51,7 +51,7 @@ class WorkerProcess(Protocol):
         ...
 
     async def halted(self) -> str:
-        """Describe what keeps the process from continuing, as in ``is stopped (SIGSTOP)``; return an empty text if
+        """Describe what has halted the process, such as ``is stopped (SIGSTOP)``; return an empty text if
         nothing is known to."""
         ...
 

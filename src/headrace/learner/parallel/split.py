@@ -83,7 +83,7 @@ class _HeadAlone:
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
         self._given = _GatheredTrunkOutput()
-        replaced = {id(head): _Inner(head), id(model.get_submodule(model.base_model_prefix)): self._given}
+        replaced = {id(head): _HeadWithoutSharding(head), id(model.get_submodule(model.base_model_prefix)): self._given}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
         self._model = _bare(model, children)
 
@@ -111,7 +111,7 @@ class _GatheredTrunkOutput(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-class _Inner(nn.Module):
+class _HeadWithoutSharding(nn.Module):
     """The head's computation without the hooks of its sharding."""
 
     def __init__(self, head: nn.Module) -> None:

@@ -105,12 +105,12 @@ class InvariantPlan(PackedPlan):
             counts_R=counts_R,
             num_decode=0,
         )
-        self._apart: tuple[Tensor, Tensor] | None = None
+        self._shared_rows: tuple[Tensor, Tensor] | None = None
         """The row of the pass of each token of the sequences, and one of the tokens of each row; ``None`` if they
         are the same."""
         if rows_T is not None:
             rows = np.asarray(rows_T, np.int64)
-            self._apart = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
+            self._shared_rows = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         loaded = kernels()
@@ -121,9 +121,9 @@ class InvariantPlan(PackedPlan):
 
         def compiled(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
             pool = PagedCache([shape], self._num_blocks, dtype=torch.float32, device=_CPU)
-            if self._apart is None:
+            if self._shared_rows is None:
                 return (attention.attend((query, key, value), pool.layers[0], rule),)
-            rows_T, tokens_N = self._apart
+            rows_T, tokens_N = self._shared_rows
             query, key, value = (tensor.index_select(0, rows_T) for tensor in (query, key, value))
             return (attention.attend((query, key, value), pool.layers[0], rule).index_select(0, tokens_N),)
 

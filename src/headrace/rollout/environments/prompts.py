@@ -64,7 +64,7 @@ def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *,
         words = f"{type(error).__name__}: {error}"
         raise DataError(
             f"{where}: tokenizer or chat template refuses the prompt {str(prompt)[:80]!r}: {words}",
-            remedy="mend that prompt, or the chat template of the model directory",
+            remedy="fix that prompt, or the chat template of the model directory",
         ) from None
     if not ids:
         raise DataError(f"{where}: the prompt is empty", remedy="give every row a prompt of at least one token")

@@ -136,7 +136,7 @@ class JudgeReward(RewardSection):
         if not low <= score <= high:
             reply_end = reply.strip()[-120:]
             raise Unscorable(
-                f"the judge gave no score from {low:g} to {high:g}: {reply_end!r}", remedy="mend its prompt"
+                f"the judge gave no score from {low:g} to {high:g}: {reply_end!r}", remedy="fix its prompt"
             )
         return (score - low) / (high - low)
 
@@ -215,7 +215,7 @@ class _Judge:
             port = "" if at.port is None else f":{at.port}"
             raise Unscorable(
                 f"the judge at {at.scheme}://{at.hostname}{port} cannot be reached: {type(error).__name__}: {error}",
-                remedy="start it, or mend base_url",
+                remedy="start it, or fix base_url",
             ) from None
         finally:
             self._num_requests[index] -= 1

@@ -63,7 +63,7 @@ def _comparison(answer_column: str) -> Callable[[ScoreCompletions], float]:
         gold = parsed(expected) or parsed(f"${expected}$")
         if not gold:
             raise Unscorable(
-                f"the expected answer {expected[:80]!r} is not a mathematical expression", remedy="mend the row"
+                f"the expected answer {expected[:80]!r} is not a mathematical expression", remedy="fix the row"
             )
         return float(verify(gold, parsed(request.completions[0]), timeout_seconds=None))
 

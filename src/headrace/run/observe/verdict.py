@@ -160,7 +160,7 @@ def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     if waits[cause] < SMALL_SHARE or not mostly:
         return Bound.NOTHING
     named = _precise_bound(a, _BOUND_OF_CAUSE[cause])
-    alternate = settings.by_turns or a.engine_waits(Cause.LEARNER) >= SMALL_SHARE
+    alternate = settings.alternating or a.engine_waits(Cause.LEARNER) >= SMALL_SHARE
     return Bound.TURNS if alternate and named in (Bound.GENERATION, Bound.PREFILL) else named
 
 

@@ -71,7 +71,7 @@ class EnvFinding:
     """The property that was checked, in words."""
     level: Level
     detail: str
-    """The observation in words; for a problem, also how to mend it."""
+    """The observation in words; for a problem, also how to fix it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class EnvReport:
         return all(finding.level is not Level.FAIL for finding in self.findings)
 
     def __str__(self) -> str:
-        verdict = "sound" if self.ok else "to be mended"
+        verdict = "passed" if self.ok else "failed"
         head = f"{self.reference} ({self.kind}, {plural(self.episodes, 'episode')}): {verdict}"
         rows = [f"  {finding.level:<4}  {finding.clause}: {finding.detail}" for finding in self.findings]
         if self.timings is None:

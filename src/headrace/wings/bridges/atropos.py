@@ -322,12 +322,12 @@ def _scored(tree: Any) -> _Scored:
     try:
         scored = msgspec.convert(tree, _Scored, strict=False)
     except msgspec.ValidationError as error:
-        raise DataError(f"a group of Atropos' API server: {error}", remedy="mend the environment") from None
+        raise DataError(f"a group of Atropos' API server: {error}", remedy="fix the environment") from None
     lengths = [len(ids) for ids in scored.tokens]
     if len(scored.scores) != len(lengths) or [len(mask) for mask in scored.masks] != lengths:
         raise DataError(
             f"a group of Atropos' API server has {len(lengths)} sequences, {len(scored.masks)} masks and "
             f"{len(scored.scores)} scores, or masks of another length than their tokens",
-            remedy="mend the environment",
+            remedy="fix the environment",
         )
     return scored
