@@ -69,7 +69,7 @@ SERVERS = {
     "wings/view/app.py": "tested here",
     "wings/view/serving.py": "the application of wings/view/app.py",
 }
-"""Whatever listens to HTTP in the library, and where its door is tested."""
+"""All modules of the library that listen to HTTP, and where their authentication is tested."""
 
 
 def paths_of(app: Any) -> Iterator[str]:

@@ -111,7 +111,6 @@ class SamplerWeights:
         return np.array([known.get(place, version) for place in adapter_D.tolist()], np.int64)
 
     def _segments(self, rows: PassRows) -> list[Segment]:
-        """Return the tokens of a pass, divided by the weights that compute them."""
         places = np.unique(rows.adapter_R).tolist()
         if len(places) == 1:
             return [Segment(lora=self._of(places[0]))]
