@@ -75,7 +75,7 @@ class Plan:
             run=RunSection(**run),
             flow=FlowConfig(**flow),
             order=lambda number: number % self.num_tasks,
-            teacher_scores=self.teacher_scores,
+            has_teachers=self.has_teachers,
         )
 
     def open_ledger(self) -> SqliteLedger:

@@ -171,6 +171,8 @@ class Fleet:
                     self._give_up(member, member.silence_error(load))
 
     def _give_up(self, member: Member, error: DeadlineError) -> None:
+        """Remove an engine that has been silent for too long, and have the launcher end its process. Without a
+        launcher, raise ``error``."""
         if self._end is None:
             raise error
         if self._members.get(member.name) is member:  # and not a successor of the same name

@@ -75,7 +75,7 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
         facts = {"device": opened.device, "weights_address": opened.address, **machine_facts(start.num_threads)}
         channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **opened.facts}))
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager, gc_frozen():
-            EngineHost(opened.core, channel, stager, _terms(start)).serve()
+            EngineHost(opened.core, channel, stager, _host_config(start)).serve()
 
 
 def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
@@ -326,7 +326,7 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
     return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
 
 
-def _terms(start: EngineStart) -> EngineHostConfig:
+def _host_config(start: EngineStart) -> EngineHostConfig:
     mine = cores(start.lending)
     if not start.interleaving:
         return EngineHostConfig(cores=mine)

@@ -57,7 +57,7 @@ class Source(Protocol):
 
 
 class OfThisModel:
-    """A policy with kept weights, which are lent to the trained model."""
+    """A policy with kept weights, with which the trained model computes one pass."""
 
     def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
         self._forward = parts.forward

@@ -131,8 +131,8 @@ class InvariantPlan(PackedPlan):
         return _recomputed(compiled, lambda q, k, v: (plain(q, k, v, rule),), (query_NHD, key_NKD, value_NKD), sinks)[0]
 
 
-class _Module:
-    """The forward of a fused module, with gradients."""
+class _FusedForward:
+    """The forward of a fused module: the kernel if no gradients are needed, else the kernel with torch's backward."""
 
     def __init__(self, fused: Fused) -> None:
         self.fused = fused
@@ -247,7 +247,7 @@ def make_deterministic(model: nn.Module) -> FuseReport:
         if isinstance(fused, FusedAttention):
             module.forward = _Attention(fused)
         elif isinstance(fused, Fused):
-            module.forward = _Module(fused)
+            module.forward = _FusedForward(fused)
     return report
 
 

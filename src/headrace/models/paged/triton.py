@@ -43,7 +43,7 @@ class TritonAttention:
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         split = geometry.num_decode
-        self._where = Writer(geometry, device)
+        self._writer = Writer(geometry, device)
         self._num_decode = split
         self._tables_DB = torch.from_numpy(np.ascontiguousarray(geometry.tables_RB[:split], np.int32)).to(device)
         self._positions_D = torch.from_numpy(geometry.starts_R[:split]).to(device)
@@ -71,7 +71,7 @@ class TritonAttention:
     def _write(self, new_NKE: Tensor, pool_PKSE: Tensor) -> None:
         num_tokens, num_heads, size = new_NKE.shape
         _kernel("write")[num_tokens, num_heads](
-            *(new_NKE, pool_PKSE, self._where.blocks_N, self._where.places_N),
+            *(new_NKE, pool_PKSE, self._writer.blocks_N, self._writer.places_N),
             *(new_NKE.stride(0), new_NKE.stride(1)),
             S=BLOCK,
             E=size,

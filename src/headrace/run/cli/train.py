@@ -25,7 +25,7 @@ def train(
     run_file: Path = typer.Argument(None, help="The run file (TOML); with --replay, the recorded run's by default."),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     like: str = typer.Option("", "--like", metavar="RECIPE", help=LIKE_HELP),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the run in run.dir."),
+    resume: bool = typer.Option(False, "--resume", help="Continue the run in run.dir."),
     replay: Path = typer.Option(None, "--replay", help="Repeat the run in this directory, bit for bit, in another."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything and describe the run; start nothing."),
     defaults: bool = typer.Option(False, "--defaults", help="With --dry-run: print every setting, changed or not."),

@@ -24,7 +24,7 @@ def bench(
     quick: bool = typer.Option(
         False,
         "--quick",
-        help="agents, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: only show that it runs.",
+        help="agents, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: small sizes, as a trial.",
     ),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),

@@ -44,7 +44,7 @@ class Datum:
     input_spans: Sequence[ProvenanceSpan] = ()
     target_spans: Sequence[ProvenanceSpan] = ()
     foreign: str = ""
-    """What it holds beside tokens; empty for tokens alone."""
+    """The kind of content other than tokens in the datum; empty if there are only tokens."""
 
     @property
     def targets(self) -> Array:
@@ -68,7 +68,7 @@ class TrainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLimits:
-    """What the model can compute."""
+    """The limits of the model, which data must keep."""
 
     vocab_size: int
     """Token ids are below it."""

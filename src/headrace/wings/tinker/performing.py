@@ -1,4 +1,4 @@
-"""What each request of a model does: create, train, step, save, load. All of it runs in the turns' thread."""
+"""The execution of requests: create, train, step, save and load a model. All of it runs in the thread of the turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Step = Iterator[Answer | Tenant | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a model of this server may be."""
+    """The limits of a model on this server."""
 
     max_rank: int
     """The largest rank of an adapter."""
@@ -73,7 +73,7 @@ def spec_of(body: CreateModelBody, limits: ModelLimits) -> dict[str, Any]:
 
 
 class Performer:
-    """What the requests of models do, with what it needs for it."""
+    """The object that carries out the requests of models."""
 
     def __init__(
         self,

@@ -29,12 +29,12 @@ from headrace.wings.tinker.schema import PromptBody, SampleBody, SamplingBody, T
 Array = npt.NDArray[Any]
 MOST_TOP, MOST_SAMPLES = 100, 1024
 NO_LOGPROB = -99999.0
-"""What the client reads as an entry that is not there."""
+"""The value that the client reads as a missing entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLimits:
-    """What the engine can sample."""
+    """The limits of the engine, which requests must keep."""
 
     vocab_size: int
     """Token ids are below it."""

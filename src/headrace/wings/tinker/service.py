@@ -1,5 +1,5 @@
-"""What each endpoint does. Requests of models go through the journal; samples do not: after a restart their promise is
-unknown, and the client asks for them again."""
+"""The implementation of each endpoint. Requests of models go through the journal; samples do not: after a restart their
+promise is unknown, and the client asks for them again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SampleJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What a service works with."""
+    """The components of a service."""
 
     config: TinkerConfig
     journal: Journal

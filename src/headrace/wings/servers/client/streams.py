@@ -224,6 +224,7 @@ class AnswerStreams:
                 self._chunk_queue.put(chunk)
 
     def _stop_admitting(self, *, later_only: bool = False) -> None:
+        """Hold back new answers until :meth:`_start_admitting`; also those that wait already, unless ``later_only``."""
         if self._held_back is None:
             self._held_back = []
         if not later_only:
