@@ -266,7 +266,7 @@ def _swap_mixtures(model: nn.Module) -> None:
 
 def is_deterministic(model: nn.Module) -> bool:
     """Return whether :func:`make_deterministic` has been applied to the model."""
-    return any(isinstance(module.__dict__.get("forward"), _Module | _Attention) for module in model.modules())
+    return any(isinstance(module.__dict__.get("forward"), _FusedForward | _Attention) for module in model.modules())
 
 
 @torch.inference_mode()
