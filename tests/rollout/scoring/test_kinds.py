@@ -197,7 +197,7 @@ def test_a_judge_that_is_not_there_or_silent_is_a_failure() -> None:
     [
         ({"base_url": "localhost"}, "is not an address"),
         ({"prompt": "grade it"}, "does not show the answer"),
-        ({"prompt": "{completion} {a.b}"}, "no plain name"),
+        ({"prompt": "{completion} {a.b}"}, "not a plain name"),
         ({"prompt": "{completion} {"}, "cannot be filled in"),
         ({"scale": [1, 1]}, "has no room"),
     ],

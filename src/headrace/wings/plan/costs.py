@@ -11,11 +11,8 @@ hardware, the second is a rule of thumb, the others are measured:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
 
 from headrace.base.types.weights import Interrupt
 
@@ -75,24 +72,6 @@ class ConstantRate:
 
     def prefill_s(self, tokens: float) -> float:
         return 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateTable:
-    """A cost model from throughput measured at some batch sizes, interpolated linearly from 0 at batch size 0, and
-    constant beyond the last."""
-
-    nums: Sequence[int]
-    """Batch sizes in sequences, ascending."""
-    tok_s: Sequence[float]
-    """Total tokens per second at each batch size."""
-    prefill_tok_s: float = float("inf")
-
-    def step_s(self, num: int, context: float) -> float:
-        return num / float(np.interp(num, [0, *self.nums], [0.0, *self.tok_s]))
-
-    def prefill_s(self, tokens: float) -> float:
-        return tokens / self.prefill_tok_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,6 @@ NOT_FINITE = -9998.0
 """Logprobs below this are not finite: vLLM writes −9999 for NaN and −∞."""
 UNBOUNDED = 2**31 - 1
 """A top-k that keeps any vocabulary whole."""
-SCORE_S = 60.0
-"""Longest wait for the logprobs of given tokens, in seconds."""
 
 
 class _Logprob(msgspec.Struct):
