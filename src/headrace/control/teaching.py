@@ -96,7 +96,7 @@ class Teaching:
         self._calls: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, TeacherScores] | str]]] = {}
 
     def start(self, task: Task, episode: EpisodeGraph) -> None:
-        """Send an episode that has come to its end to its teacher."""
+        """Send a finished episode to its teacher."""
         teacher = self._teachers.of(task)
         self._calls[episode.key] = teacher, self._tasks.create_task(self._read_episode(teacher, task, episode))
 

@@ -20,9 +20,9 @@ def join(
     ),
     wait: float = typer.Option(0.0, min=0.0, help="Seconds to wait for a run that admits this machine."),
 ) -> None:
-    """Lend this machine to a run with launch.join: its environments run here too, until it ends or Ctrl-C.
+    """Offer this machine to a run with launch.join: its environments run here too, until it ends or Ctrl-C.
 
-    What the run asks for is done as your user: join runs of people whom you trust.
+    The run's orders are carried out as your user, so join only runs of people whom you trust.
     """
     starting(f"reading {invitation}")
     from headrace.wings.cluster.joining.node import Offer, join

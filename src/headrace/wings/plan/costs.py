@@ -1,11 +1,10 @@
 """Cost models: the seconds of a step of an engine, of a step of the learner, and of the sync. Pure functions.
 
 An engine decodes all sequences of its batch in steps, one token each. The first of its models follows from the
-hardware, the second is a rule of thumb, the others are measured:
+hardware, the second is a rule of thumb, the third is measured:
 
     Roofline   step(B, C) = max[(W + C·kv) / bandwidth, 2·P·B / flops] + t0       C: cached tokens of all sequences
     Constant   step(B)    = B / rate                                              for any batch size
-    Table      step(B)    = B / rate(B), interpolated between the points of a table
     Linear     step(B, C) = a + b·B + c·C                                         fitted by a calibration
 """
 

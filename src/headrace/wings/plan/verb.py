@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 def plan(
     run_file: Path = typer.Argument(help="The run file (TOML)."),
-    cluster_file: Path = typer.Option(
-        ..., "--cluster", help="The cluster file (TOML): accelerators, and what is known of the workload."
-    ),
+    cluster_file: Path = typer.Option(..., "--cluster", help="The cluster file (TOML): accelerators and workload."),
     overrides: list[str] = typer.Option(
         [], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the run."
     ),
-    like: str = typer.Option(
-        "", "--like", metavar="RECIPE", help="Take settings that the run file leaves open from a recipe."
-    ),
+    like: str = typer.Option("", "--like", metavar="RECIPE", help="Take open settings from a recipe."),
     calibrate: Path = typer.Option(None, metavar="RUN", help="Take costs and lengths from this run's directory."),
     generation: int = typer.Option(0, min=0, help="Fix how many accelerators generate; 0: searched."),
     seed: int = typer.Option(0, min=0, help="Seed of every simulated run."),
