@@ -287,7 +287,7 @@ def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
         (["launch.join=myhost:7781"], "myhost is not the address of one machine"),
         (["launch.join=10.0.0.5"], "launch.join='10.0.0.5' is not an address with a port"),
         (["launch.join=10.0.0.5:0"], "not an address with a port"),
-        (["launch.join=10.0.0.5:99999"], "no address with a port"),
+        (["launch.join=10.0.0.5:99999"], "not an address with a port"),
         (["launch.join=redis://10.0.0.5:6379/0"], "machines join over TCP, and no longer over a Redis server"),
         (["launch.join=redis://:hush@10.0.0.9"], "launch.join holds a password"),
         (["launch.join=unix:///redis.socket"], "machines join over TCP, and no longer over a Redis server"),
