@@ -38,7 +38,7 @@ async def train(policy, home, metrics, steps):
         start_s, ahead = clock.now(), tasks.create_task(ask(rng.choice(rows, 64), n=4))
         for step in range(steps):
             groups, rewards = await ahead
-            ahead = tasks.create_task(ask(rng.choice(rows, 64), n=4))  # goes on while these are trained
+            ahead = tasks.create_task(ask(rng.choice(rows, 64), n=4))  # continues while these are trained
             report = await asyncio.to_thread(policy.forward_backward, groups, policy.advantages("grpo", rewards))
             await asyncio.to_thread(policy.optim_step)
             swap = await policy.publish()  # into whatever is being sampled, between two of its steps
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     policy = headrace.Policy.load(model, lr=3e-4, loss="dapo", engine={"max_sequences": 256})
     with JsonlWriter[StepRecord](home / METRICS_FILE) as metrics:
         asyncio.run(train(policy, home, metrics, steps=int(sys.argv[2]) if len(sys.argv) > 2 else 60))
-    policy.save(home / f"step-{policy.version}")  # an ordinary model directory; Policy.load goes on from it
+    policy.save(home / f"step-{policy.version}")  # an ordinary model directory; Policy.load continues from it
     print(f"the curve is in {write_report(home)}")

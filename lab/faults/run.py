@@ -108,22 +108,22 @@ class Trial:
     run_dir: Path
 
 
-def measure(tell: Callable[[str], None], runs: int = RUNS, seed: int = 0) -> Report:
+def measure(on_progress: Callable[[str], None], runs: int = RUNS, seed: int = 0) -> Report:
     """Run ``runs`` trials with the seeds from ``seed`` on."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
         sources = stack.enter_context(as_file(files("headrace.wings.bench")))
-        setup = _run_without_kills(directory, sources, tell)
+        setup = _run_without_kills(directory, sources, on_progress)
         rows = []
         for each in range(seed, seed + runs):
             rows.append(_trial(setup, each))
-            tell(_in_words(rows[-1]))
+            on_progress(_in_words(rows[-1]))
     return report([_totals(rows), *rows], _targets(rows))
 
 
-def _run_without_kills(directory: Path, sources: Path, tell: Callable[[str], None]) -> TrialSetup:
+def _run_without_kills(directory: Path, sources: Path, on_progress: Callable[[str], None]) -> TrialSetup:
     """Create the demo, and run it synchronously without kills."""
-    tell("the demo's model")
+    on_progress("the demo's model")
     demo = build_demo(directory / "demo", seed=0)
     run_dir = directory / "undisturbed"
     setup = TrialSetup(
@@ -132,9 +132,9 @@ def _run_without_kills(directory: Path, sources: Path, tell: Callable[[str], Non
     )  # fmt: skip
     life = asyncio.run(live(_arguments(setup, run_dir, WITHOUT_KILLS), run_dir, None, resume=False))
     if life.exit_code:
-        raise RunError(f"the run that nobody disturbs failed: {life.words}", remedy="mend that first")
+        raise RunError(f"the run that nobody disturbs failed: {life.words}", remedy="fix that first")
     step_s = (life.seconds - life.started_s) / STEPS
-    tell(f"undisturbed: first step after {life.started_s:.1f} s, then one every {step_s:.2f} s")
+    on_progress(f"undisturbed: first step after {life.started_s:.1f} s, then one every {step_s:.2f} s")
     return replace(setup, start_s=life.started_s, step_s=step_s)
 
 

@@ -22,12 +22,12 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages import controller, engine, environment, learner, node, scorer
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.scored import Learned
+from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Move, Operation, Submit
 from headrace.flow.ledger.bundles import decode_entry, encode_bundle
 from headrace.flow.ledger.redis import RollBack, encode_operation, replay
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
-from headrace.flow.ledger.turns import decode_learned, decode_turns, encode_learned, encode_turns
+from headrace.flow.ledger.turns import decode_token_results, decode_turns, encode_token_results, encode_turns
 from headrace.wings.bridges.atropos import Answers, read_batch
 from lab.fuzz.change import changed_json, changed_msgpack
 from lab.fuzz.examples import example
@@ -172,8 +172,8 @@ def _bundles(rng: random.Random) -> Format:
 
 
 def _learned(rng: random.Random) -> Format:
-    seeds = [encode_learned(learned) for learned in sound(Learned, rng)]
-    read = refuses(msgspec.MsgspecError)(decode_learned)
+    seeds = [encode_token_results(learned) for learned in sound(TokenResults, rng)]
+    read = refuses(msgspec.MsgspecError)(decode_token_results)
     return Format(name="what a step made of tokens", share=0.02, seeds=seeds, change=changed_msgpack, read=read)
 
 

@@ -27,7 +27,7 @@ from lab.fuzz.weights import Forged
 INPUTS, FEW = 1_000_000, 4_000
 
 
-def measure(tell: Callable[[str], None], quick: bool = False, runs: int = 0, seed: int = 0) -> Report:
+def measure(on_progress: Callable[[str], None], quick: bool = False, runs: int = 0, seed: int = 0) -> Report:
     """Try ``runs`` inputs; with ``quick`` only a few."""
     total, rows, first = runs or (FEW if quick else INPUTS), list[Row](), list[str]()
     torch.set_num_threads(1)
@@ -40,10 +40,10 @@ def measure(tell: Callable[[str], None], quick: bool = False, runs: int = 0, see
             counted = _counted(what, count, f"{seed}/{what.name}")
             rows.append(_row(what.name, counted, clock.now() - start_s))
             first += counted.first
-            tell(f"{what.name}: {count:,} in {rows[-1]['seconds']:.0f} s")
+            on_progress(f"{what.name}: {count:,} in {rows[-1]['seconds']:.0f} s")
         crashed = [words for host in served.values() if (words := host.problem())]
     for words in [*first, *crashed]:
-        tell(words)
+        on_progress(words)
     targets = [
         at_least("inputs", sum(row["inputs"] for row in rows), total, "inputs"),
         at_most("crashes", sum(row["crashes"] for row in rows) + len(crashed), 0, "inputs"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.weights import WeightUpdate
-from headrace.sync.base import Inbox, Parcel, Sent
+from headrace.sync.base import Inbox, SendRequest, Sent
 from headrace.sync.codecs import codec_of
 from headrace.sync.files import FilesInbox, FilesOutbox
 from headrace.sync.manifest import private_memory
@@ -44,17 +44,17 @@ class _MemoryTransport:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> Sent:
-        self.payload = bytes(parcel.payload)
+    def send(self, request: SendRequest) -> Sent:
+        self.payload = bytes(request.payload)
         return Sent(path="hand")
 
-    def lend(self, update: WeightUpdate) -> memoryview:
+    def view(self, update: WeightUpdate) -> memoryview:
         if len(self.payload) != update.num_bytes:  # every transport checks the length
             raise NeedsFull("another length than was announced", remedy="send it again")
         return memoryview(bytearray(self.payload))
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        raise AssertionError("it is lent")
+        raise AssertionError("it is viewed in place")
 
     def skip(self, update: WeightUpdate) -> None:
         """Do nothing: there is no state to skip."""

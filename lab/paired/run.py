@@ -60,7 +60,7 @@ class Job:
 
 
 def measure(
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     *,
     python: str,
     package: str = "headrace.bench",
@@ -79,13 +79,13 @@ def measure(
         with tempfile.TemporaryDirectory(prefix="headrace-paired-") as scratch, ExitStack() as stack:
             open_side = {"engine": _engine, "learner": _learner}.get(benchmark, _whole)
             sides = [open_side(benchmark, side, Path(scratch), stack) for side in (other, this)]
-            rates = _rounds(benchmark, sides, tell, rounds=rounds, seconds=seconds)
+            rates = _rounds(benchmark, sides, on_progress, rounds=rounds, seconds=seconds)
         rows += [_row(benchmark, name, rates) for name in rates[0][0]]
     return report(rows, [_target(row) for row in rows])
 
 
 def _rounds(
-    benchmark: str, sides: list[list[Measure]], tell: Callable[[str], None], *, rounds: int, seconds: float
+    benchmark: str, sides: list[list[Measure]], on_progress: Callable[[str], None], *, rounds: int, seconds: float
 ) -> list[tuple[Figures, Figures]]:
     """Measure ``rounds`` rounds of ``benchmark``, or fewer where ``seconds`` have passed before one begins."""
     clock = RealClock()
@@ -94,7 +94,7 @@ def _rounds(
     for turn in range(rounds):
         if turn and clock.now() - start_s > seconds:
             break
-        tell(f"{benchmark}: round {turn + 1} of {rounds}")
+        on_progress(f"{benchmark}: round {turn + 1} of {rounds}")
         rates.append(_round(sides, turn))
     return rates
 

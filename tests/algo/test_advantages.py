@@ -273,7 +273,7 @@ def test_bad_rewards_and_options_are_refused() -> None:
         algo.advantage("opo", [1.0, 0.0], lengths=[-1, 2])
     with pytest.raises(DataError, match="not whole numbers"):
         algo.advantage("opo", [1.0, 0.0], lengths=[math.nan, 2])
-    with pytest.raises(DataError, match="groups is 3, which is no list"):
+    with pytest.raises(DataError, match="groups is 3, which is not a list"):
         algo.advantage("grpo", [1.0, 0.0], groups=3)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="not numbers"):
         algo.advantage("grpo", ["1", "0"])

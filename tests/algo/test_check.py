@@ -102,9 +102,9 @@ def test_fault_fails_the_clause_that_names_it(tmp_path: Path, clause: str) -> No
     failed = [finding.clause for finding in report.findings if not finding.holds]
     assert clause in failed, str(report)
     assert "FAIL" in str(report)
-    mended = next(finding.detail for finding in report.findings if finding.clause == clause)
-    assert clause != "ratios far off stay finite" or "headrace.algo.base.log_ratio" in mended
-    assert clause != "one value per token" or ("(24, 1)" in mended and "(24,)" in mended)
+    fixed = next(finding.detail for finding in report.findings if finding.clause == clause)
+    assert clause != "ratios far off stay finite" or "headrace.algo.base.log_ratio" in fixed
+    assert clause != "one value per token" or ("(24, 1)" in fixed and "(24,)" in fixed)
 
 
 def test_error_of_the_user_is_told(tmp_path: Path) -> None:

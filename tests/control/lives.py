@@ -64,7 +64,7 @@ class Plan:
     engine: Callable[[], Any] = lambda: FakeEngine(length=lognormal_lengths(40, 1.0, 300))
     learner: Callable[[], Any] = lambda: FakeLearner(token_s=0.002)
     scorer: Callable[[], Any] = lambda: FakeScorer(seconds=0.3)
-    taught: bool = False
+    has_teachers: bool = False
     parts: Callable[[Components], Components] = lambda parts: parts
     """Changes the parts."""
 
@@ -75,7 +75,7 @@ class Plan:
             run=RunSection(**run),
             flow=FlowConfig(**flow),
             order=lambda number: number % self.num_tasks,
-            taught=self.taught,
+            has_teachers=self.has_teachers,
         )
 
     def open_ledger(self) -> SqliteLedger:
@@ -103,7 +103,7 @@ class Life:
 
 
 def live(plan: Plan, *, crash_at: float | None = None, stop_at: float | None = None, seen: Seen | None = None) -> Life:
-    """The run goes on from where it is, until it ends, crashes at ``crash_at`` or is asked to stop at ``stop_at``."""
+    """The run continues from where it is, until it ends, crashes at ``crash_at`` or is asked to stop at ``stop_at``."""
     return run_virtual(_live(plan, crash_at, stop_at, seen or Seen()))
 
 

@@ -1,4 +1,4 @@
-"""A run that ends at any moment goes on as if it had not: no group lost, none trained twice, the same weights."""
+"""A run that ends at any moment continues as if it had not: no group lost, none trained twice, the same weights."""
 
 from __future__ import annotations
 

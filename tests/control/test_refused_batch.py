@@ -1,4 +1,4 @@
-"""A batch that the learner refuses is back in the buffer: with mended settings ``--resume`` trains it."""
+"""A batch that the learner refuses is back in the buffer: with corrected settings ``--resume`` trains it."""
 
 from __future__ import annotations
 

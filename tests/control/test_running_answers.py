@@ -1,4 +1,4 @@
-"""Answers that were being sampled when everything died go on from what was recorded of them."""
+"""Answers that were being sampled when everything died continue from what was recorded of them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_equal_rewards_are_no_reason_to_end_where_a_teacher_says_what_to_prefer(
     plan = Plan(
         run_dir=tmp_path,
         steps=6,
-        taught=True,
+        has_teachers=True,
         flow={"max_idle_batches": 2},
         scorer=lambda: FakeScorer(reward=lambda _: 0.5),
     )

@@ -16,7 +16,7 @@ from headrace.base.clock import run_virtual
 from headrace.base.errors import ComponentDied, RequestError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, Turn
 from headrace.base.types.task import Task
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED
 from headrace.control import Components
@@ -89,7 +89,7 @@ def taught(episode: EpisodeGraph, task: Task, teachers: dict[str, tuple[FakeEngi
 
 
 def said(episode: EpisodeGraph) -> list[list[float] | None]:
-    found = [turn.tokens.taught for turn in episode.turns]
+    found = [turn.tokens.teacher_scores for turn in episode.turns]
     return [None if one is None else (-one.logprobs_T).tolist() for one in found]
 
 
@@ -101,7 +101,7 @@ def test_every_turn_that_carries_loss_is_taught_once_in_its_own_place() -> None:
     assert taught(episode, task_of(), {"": (engine, call_config())}) == ""
     assert said(episode) == [None, [6, 10], None, [115], [16], None]
     assert engine.asked == [[1, 2, 3, 4, 100, 5], [1, 2, 3, 4, 6]]
-    lesson = episode.turns[3].tokens.taught
+    lesson = episode.turns[3].tokens.teacher_scores
     assert lesson is not None
     assert (lesson.versions_T.tolist(), lesson.ids_TK.tolist()) == ([FROZEN], [[5, 5]])
     assert all(turn.tokens.ids_T is before for turn, before in zip(episode.turns, ids, strict=True))
@@ -129,8 +129,8 @@ def test_rows_name_their_teachers() -> None:
     episode = graph(sampled([3], 0))
     assert taught(episode, task_of(teacher="code"), both) == ""
     assert (len(one.asked), len(two.asked)) == (0, 1)
-    assert episode.turns[1].tokens.taught is not None
-    assert episode.turns[1].tokens.taught.versions_T.tolist() == [0]
+    assert episode.turns[1].tokens.teacher_scores is not None
+    assert episode.turns[1].tokens.teacher_scores.versions_T.tolist() == [0]
     assert [turn.teacher for turn in episode.turns] == ["", "code"]
 
 
@@ -150,7 +150,7 @@ def test_a_call_that_fails_is_made_again_and_costs_its_episode_only_then(trouble
     episode = graph(sampled([3], 0))
     assert taught(episode, task_of(), {"": (engine, call_config(timeout_s=10.0))}).startswith(failure)
     assert len(engine.asked) == 3
-    assert episode.turns[1].tokens.taught is None
+    assert episode.turns[1].tokens.teacher_scores is None
 
 
 def test_what_no_other_call_could_mend_is_not_asked_again() -> None:
@@ -196,5 +196,5 @@ def test_a_dead_teacher_ends_the_run_like_rewards_that_always_fail(tmp_path: Pat
 def test_tokens_that_nobody_was_asked_about_are_known_as_such() -> None:
     episode = graph(sampled([3], 0))
     tokens = Tokens.concat([turn.tokens for turn in episode.turns])
-    assert tokens.taught is None
+    assert tokens.teacher_scores is None
     assert (tokens.versions_T == NOT_SAMPLED).tolist() == [True, True, False]

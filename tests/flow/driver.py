@@ -229,7 +229,7 @@ class Driver:
         return True
 
     def go_on_under(self, config: FlowConfig) -> bool:
-        """Crash, and go on with other settings, unless what the ledger holds is too old for them."""
+        """Crash, and continue with other settings, unless what the ledger holds is too old for them."""
         resumed = Flow(config, writer=self.ledger, clock=StillClock(), last_step=self.steps, pick_row=lambda row: row)
         resumed.restore(self.checkpoint, self.ledger.roll_back(self.checkpoint))
         fits = age_needed(resumed.state, only_planned=config.policy.drops_stale) <= config.greatest_age
@@ -262,7 +262,7 @@ class Driver:
             moved = [event() for event in self.rng.sample(events, len(events))]
             assert any(moved), f"deadlock: {self.flow.state.counts}, step {self.flow.state.next_step}"
             self.check()
-        raise AssertionError(f"it goes on for ever: {self.flow.state.counts}, step {self.flow.state.next_step}")
+        raise AssertionError(f"it continues for ever: {self.flow.state.counts}, step {self.flow.state.next_step}")
 
     def check(self) -> None:
         """Conservation, against a count of our own."""

@@ -1,4 +1,4 @@
-"""Older ledgers are brought forward; damaged ones are mended from their log, or refused with what is known."""
+"""Older ledgers are brought forward; damaged ones are repaired from their log, or refused with what is known."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def test_pages_that_the_log_still_holds_mend_a_damaged_file(tmp_path: Path) -> N
         shutil.copy(tmp_path / name, copy / name)
     ledger.close()
     overwrite(copy / "ledger.sqlite", 4096)
-    mended = opened(copy / "ledger.sqlite", checked=True)
-    assert mended.conservation() == books
-    mended.close()
+    fixed = opened(copy / "ledger.sqlite", checked=True)
+    assert fixed.conservation() == books
+    fixed.close()
 
 
 WORDS = r"is damaged .*(last step that can be read is 1|steps can be read)"

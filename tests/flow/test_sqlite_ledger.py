@@ -13,7 +13,7 @@ import pytest
 from headrace.base.errors import LedgerError
 from headrace.base.types.episode import EpisodeStatus
 from headrace.base.types.group import GroupState
-from headrace.base.types.scored import Learned
+from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger import SqliteLedger, UnitCounts
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, Note, Operation, Submit
 from headrace.flow.ledger.browse import Browser
@@ -43,15 +43,15 @@ def move(number: int, state: GroupState, **details: int | str) -> Move:
     return Move(numbers=(number,), state=state, at_s=2.0, **details)
 
 
-def train(step: int, number: int, learned: Learned | None = None) -> EndStep:
+def train(step: int, number: int, learned: TokenResults | None = None) -> EndStep:
     return EndStep(
         step=step, numbers=(number,), trained_tokens=8, dropped_tokens={}, ages={0: 5, 1: 3}, at_s=3.0, learned=learned
     )
 
 
-def learned(number: int) -> Learned:
+def learned(number: int) -> TokenResults:
     two = np.arange(2, dtype=np.int32)
-    return Learned(
+    return TokenResults(
         groups_E=two * 0 + number, places_E=two, sizes_E=two + 3, log_pi_L=np.full(7, -number - 0.5, np.float32)
     )
 

@@ -132,7 +132,7 @@ def test_bytes_that_are_no_message_end_the_run_in_words(data: bytes) -> None:
             at.say_raw(data)
             await at.peer.listen()
 
-    assert refused(main()).problem.startswith("engine sent something that is no message: ")
+    assert refused(main()).problem.startswith("engine sent something that is not a message: ")
 
 
 @given(st.binary(max_size=64))

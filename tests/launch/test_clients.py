@@ -118,7 +118,7 @@ def test_version_that_an_engine_refused_when_the_learner_announced_it_is_refused
         client._route(StageOutcome(version=3, seconds=0.0, failure=failure))
         with pytest.raises(NeedsFull, match="torn"):
             await staging
-        assert not client.reported.is_set(), "the engine itself goes on"
+        assert not client.reported.is_set(), "the engine itself continues"
 
     run_virtual(main())
 

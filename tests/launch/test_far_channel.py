@@ -1,5 +1,5 @@
 """Messages between machines: encrypted, to nobody but the part that was told the key, over a connection that is never
-mended."""
+fixed."""
 
 from __future__ import annotations
 

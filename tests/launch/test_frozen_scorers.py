@@ -11,7 +11,7 @@ import psutil
 
 from headrace.rollout.scoring import Scores
 from tests.launch.test_scorer_pool import DEEDS
-from tests.launch.workers import crew, task
+from tests.launch.workers import running_pool, task
 from tests.wings.cluster.test_joining import until
 
 ONE = Scores(rewards=(1.0,))
@@ -26,7 +26,7 @@ def stop(pid: int) -> None:
 
 def test_a_worker_that_is_stopped_before_it_has_begun_with_a_call_is_replaced(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at:
+        async with running_pool(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at:
             assert await at.score("slow 0") == [ONE]
             stop(at.children[0].working_pid)
             assert await at.score(*["slow 0"] * 3) == [ONE] * 3
@@ -42,7 +42,7 @@ def test_a_worker_that_is_stopped_before_it_has_begun_with_a_call_is_replaced(tm
 
 def test_calls_under_a_worker_that_is_stopped_are_made_again_and_not_blamed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
             waiting = group.create_task(at.pool.score(task(), ("together here",)))
             await until((tmp_path / "here").exists)
             stop(at.children[0].working_pid)

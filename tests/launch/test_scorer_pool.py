@@ -19,7 +19,7 @@ from headrace.launch.clients.pool import MAX_IDLE_DEATHS
 from headrace.launch.hosts import EXIT_REPORTED
 from headrace.launch.local_process import computed_s
 from headrace.rollout.scoring import Scores
-from tests.launch.workers import crew, is_alive, processes_of, task
+from tests.launch.workers import is_alive, processes_of, running_pool, task
 
 DEEDS = """
     import os, pathlib, re, signal, subprocess, sys, threading, time
@@ -70,7 +70,7 @@ ONE = Scores(rewards=(1.0,))
 
 def test_a_reward_that_hangs_costs_its_own_episode_and_no_other(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=1.5) as at:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.5) as at:
             first = at.children[0]
             hanging, *others = await at.score("hang", *["slow 1"] * 3)
             assert hanging == Scores(rewards=(), failure="reward_timeout: no reward for 1.5 s")
@@ -86,7 +86,7 @@ def test_a_reward_that_hangs_costs_its_own_episode_and_no_other(tmp_path: Path) 
 
 def test_a_reward_beside_which_no_thread_can_be_started_costs_no_other(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS) as at:
+        async with running_pool(tmp_path, DEEDS) as at:
             assert await at.score("thread") == [ONE]
             assert await at.score(*["slow 0.5"] * 3) == [ONE] * 3
 
@@ -95,7 +95,7 @@ def test_a_reward_beside_which_no_thread_can_be_started_costs_no_other(tmp_path:
 
 def test_a_reward_that_never_lets_other_code_run_is_ended_too(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=1.0) as at:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.0) as at:
             (spinning,) = await at.score("spin")
             assert spinning.failure == "reward_timeout: no reward for 1 s"
             assert await at.score("slow 0") == [ONE]
@@ -103,7 +103,7 @@ def test_a_reward_that_never_lets_other_code_run_is_ended_too(tmp_path: Path) ->
 
 def test_a_reward_that_keeps_all_others_from_returning_costs_its_own_episode_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=1.0) as at:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.0) as at:
             *before, spinning, after = await at.score(*["slow 0.3"] * 4, "spin", "slow 0.3")
             assert spinning.failure == "reward_timeout: no reward for 1 s"
             assert [*before, after] == [ONE] * 5
@@ -113,7 +113,7 @@ def test_a_reward_that_keeps_all_others_from_returning_costs_its_own_episode_alo
 
 def test_calls_that_wait_their_turn_are_not_late(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=2.0) as at:
+        async with running_pool(tmp_path, DEEDS, timeout_s=2.0) as at:
             assert await at.score(*["slow 0.4"] * 32 * 3) == [ONE] * 96  # 16 at once: six turns
             assert at.warnings == []
 
@@ -122,7 +122,7 @@ def test_calls_that_wait_their_turn_are_not_late(tmp_path: Path) -> None:
 
 def test_calls_that_are_late_because_they_compute_together_are_made_again_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=2.0) as at:
+        async with running_pool(tmp_path, DEEDS, timeout_s=2.0) as at:
             assert await at.score(*["compute 0.25"] * 16) == [ONE] * 16  # together twice the deadline, alone an eighth
             assert len(at.children) > 1
 
@@ -146,7 +146,7 @@ def test_a_worker_that_others_keep_from_the_processor_counts_as_computing() -> N
 
 def test_calls_under_a_worker_that_is_replaced_are_made_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=2.0) as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, DEEDS, timeout_s=2.0) as at, asyncio.TaskGroup() as group:
             hanging = group.create_task(at.pool.score(task(), ("hang",)))
             await at.score("slow 1.5")
             waiting = group.create_task(at.pool.score(task(), ("together here",)))
@@ -161,7 +161,7 @@ def test_calls_under_a_worker_that_is_replaced_are_made_again(tmp_path: Path) ->
 
 def test_a_reward_that_kills_its_process_is_tried_again_and_then_counted(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS) as at:
+        async with running_pool(tmp_path, DEEDS) as at:
             crashed, *others = await at.score("killed", *["slow 0.3"] * 4)
             assert crashed == Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
             assert others == [ONE] * 4
@@ -174,7 +174,7 @@ def test_a_reward_that_kills_its_process_is_tried_again_and_then_counted(tmp_pat
 @pytest.mark.parametrize("code", [1, EXIT_REPORTED])
 def test_a_reward_that_exits_costs_its_own_episode_whatever_its_exit_code(tmp_path: Path, code: int) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, num_workers=2) as at:
+        async with running_pool(tmp_path, DEEDS, num_workers=2) as at:
             deeds = [f"exit {code}" if number in {7, 19} else "slow 0.05" for number in range(40)]
             for deed, scores in zip(deeds, await at.score(*deeds), strict=True):
                 assert scores.failure.startswith("reward_crashed") if deed.startswith("exit") else scores == ONE
@@ -188,7 +188,7 @@ def test_of_workers_that_die_one_after_the_other_the_last_logs_stay(
     monkeypatch.setattr(child, "OLD_LOGS", 2)
 
     async def main() -> None:
-        async with crew(tmp_path, DEEDS) as at:
+        async with running_pool(tmp_path, DEEDS) as at:
             for _ in range(2):
                 await at.score("exit")
             assert await at.score("slow 0") == [ONE]
@@ -203,7 +203,7 @@ def test_of_workers_that_die_one_after_the_other_the_last_logs_stay(
 
 def test_what_a_worker_started_does_not_outlive_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS) as at:
+        async with running_pool(tmp_path, DEEDS) as at:
             (crashed,) = await at.score("parent")
             assert crashed.failure.startswith("reward_crashed")
             assert not processes_of(tmp_path / "child")
@@ -213,7 +213,7 @@ def test_what_a_worker_started_does_not_outlive_it(tmp_path: Path) -> None:
 
 def test_a_row_that_cannot_travel_is_a_failure(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS) as at:
+        async with running_pool(tmp_path, DEEDS) as at:
             (scores,) = await at.score("\ud800")
             assert scores.failure.startswith("reward_error: the row cannot travel: UnicodeEncodeError")
 
@@ -222,7 +222,7 @@ def test_a_row_that_cannot_travel_is_a_failure(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_by_accident_costs_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, num_workers=2) as at:
+        async with running_pool(tmp_path, DEEDS, num_workers=2) as at:
             assert await at.score("once", "slow 0.2", "slow 0.2", "slow 0.2") == [ONE] * 4
             assert len(at.children) == 3
 
@@ -231,7 +231,7 @@ def test_a_worker_that_dies_by_accident_costs_nothing(tmp_path: Path) -> None:
 
 def test_calls_of_a_worker_that_has_died_unnoticed_are_made_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS) as at:
+        async with running_pool(tmp_path, DEEDS) as at:
             pid = at.children[0].pid
             os.kill(pid, signal.SIGKILL)
             while is_alive(pid):  # the event loop, which would notice, stands still
@@ -246,7 +246,7 @@ def test_calls_of_a_worker_that_has_died_unnoticed_are_made_again(tmp_path: Path
 @pytest.mark.slow
 def test_calls_that_kill_their_workers_are_counted_however_many_there_are(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS) as at:
+        async with running_pool(tmp_path, DEEDS) as at:
             for scores in await at.score(*["exit"] * (MAX_IDLE_DEATHS + 1)):
                 assert scores.failure.startswith("reward_crashed")
 
@@ -257,7 +257,7 @@ def test_workers_that_all_die_unasked_end_the_run_in_words(tmp_path: Path) -> No
     dying = "import os, threading; threading.Timer(0.3, os._exit, [7]).start()\ndef reward(completion): ..."
 
     async def main() -> None:
-        async with crew(tmp_path, dying):
+        async with running_pool(tmp_path, dying):
             await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as ended:
@@ -271,7 +271,7 @@ def test_workers_that_all_die_unasked_end_the_run_in_words(tmp_path: Path) -> No
 
 def test_a_file_that_cannot_be_imported_is_told_in_its_own_words(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, "import not_a_module\ndef reward(completion): ..."):
+        async with running_pool(tmp_path, "import not_a_module\ndef reward(completion): ..."):
             raise AssertionError("it cannot have started")
 
     with pytest.raises(ExceptionGroup) as ended:

@@ -67,9 +67,9 @@ class Watched:
     def __init__(self, *ranks: Rank) -> None:
         self.told: list[tuple[float, str]] = []
         children: Callable[[], Any] = lambda: ranks  # noqa: E731 - typed
-        self.vitals = Vitals(children=children, timeout_s=TIMEOUT_S, clock=VirtualClock(), tell=self._tell)
+        self.vitals = Vitals(children=children, timeout_s=TIMEOUT_S, clock=VirtualClock(), warn=self._warn)
 
-    def _tell(self, text: str, *, kind: str = "") -> None:
+    def _warn(self, text: str, *, kind: str = "") -> None:
         self.told.append((VirtualClock().now(), text))
 
     async def during(self, seconds: int, each_second: Callable[[int], None]) -> None:
@@ -96,7 +96,7 @@ def test_a_learner_that_neither_ends_a_unit_nor_computes_is_told_within_the_time
         assert not standstill.stopped
         rank.ends_a_unit()
         await at.during(3, lambda _: rank.beats())
-        assert "learner (pid 7) goes on: micro-batch 3 of 8 of step 2 took" in at.told[-1][1]
+        assert "learner (pid 7) continues: micro-batch 3 of 8 of step 2 took" in at.told[-1][1]
         assert at.vitals.standstills() == []
 
     run_virtual(main())
@@ -154,7 +154,7 @@ def test_ranks_that_wait_for_one_that_computes_or_is_stopped_do_not_hang() -> No
 
         await at.during(60, step)
         assert at.told == []
-        second.words = "is stopped (SIGSTOP; kill -CONT 7 lets it go on)"
+        second.words = "is stopped (SIGSTOP; kill -CONT 7 lets it continue)"
         await at.during(60, lambda _: first.beats())
         assert [text.partition(" (")[0] for _, text in at.told] == ["learner-1"]
         assert any(each.stopped for each in at.vitals.standstills())
@@ -233,8 +233,8 @@ def test_a_stopped_process_is_found_and_so_is_one_that_it_has_started() -> None:
         found: dict[int, str] = {}
         while len(found) < 2:  # the system takes its time
             found = halted_below([alone, parent])
-        assert found[alone] == f"is stopped (SIGSTOP; kill -CONT {alone} lets it go on)"
-        words = f"has started process {child.pid}, which is stopped (SIGSTOP; kill -CONT {child.pid} lets it go on)"
+        assert found[alone] == f"is stopped (SIGSTOP; kill -CONT {alone} lets it continue)"
+        words = f"has started process {child.pid}, which is stopped (SIGSTOP; kill -CONT {child.pid} lets it continue)"
         assert found[parent] == words
         for pid in (alone, child.pid):
             os.kill(pid, signal.SIGCONT)

@@ -46,8 +46,8 @@ async def start_child(place: Rendezvous, name: str, start: Start, token: str = T
 
 
 @dataclass(slots=True, kw_only=True)
-class Crew:
-    """A pool at work, its processes so far, and what it warned of."""
+class RunningPool:
+    """A running pool, the processes it has started, and its warnings."""
 
     pool: ScorerPool
     children: list[Child] = field(default_factory=list)
@@ -61,9 +61,9 @@ class Crew:
 
 
 @asynccontextmanager
-async def crew(
+async def running_pool(
     tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: float = 20.0, within_s: float = 60.0
-) -> AsyncIterator[Crew]:
+) -> AsyncIterator[RunningPool]:
     """Workers that call the ``reward`` of ``code``; the body runs when all are there."""
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(code))
@@ -83,7 +83,7 @@ async def crew(
             ScorerPoolConfig(num_workers=num_workers, concurrency=32, timeout_s=timeout_s, start_timeout_s=60.0),
             warn=lambda text: made.warnings.append(text),  # noqa: PLW0108 - made comes later
         )
-        made = Crew(pool=pool)
+        made = RunningPool(pool=pool)
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
                 running = group.create_task(pool.keep())

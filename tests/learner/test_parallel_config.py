@@ -28,7 +28,7 @@ def test_a_wrong_number_of_ranks_is_refused_with_what_to_change() -> None:
 @pytest.mark.parametrize(
     ("ways", "words"),
     [
-        ({"expert": 3, "tensor": 2, "data": 3}, "expert=3 is no multiple of tensor=2"),
+        ({"expert": 3, "tensor": 2, "data": 3}, "expert=3 is not a multiple of tensor=2"),
         ({"expert": 4, "data": 2}, "does not divide data·context·tensor=2"),
     ],
 )

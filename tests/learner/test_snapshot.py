@@ -1,4 +1,4 @@
-"""A learner that was saved and restored goes on as if nothing had happened, bit for bit."""
+"""A learner that was saved and restored continues as if nothing had happened, bit for bit."""
 
 from __future__ import annotations
 

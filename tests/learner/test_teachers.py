@@ -103,7 +103,7 @@ def test_reverse_kl_credits_each_token_with_what_the_teacher_thinks_of_it(model_
     learner = Setup(model_dir=model_dir, algo=algo, config=config).learner()
     batch = random_batch(0)
     gradient = learner.forward_backward(batch)
-    found, taught_N = gradient.metrics, gradient.taught_N
+    found, teacher_scores_N = gradient.metrics, gradient.teacher_scores_N
     log_nu = reference.logprobs(reference.double(teacher_dir), batch, 1.0).detach().numpy()
     gap = log_nu - batch.logprobs_N[batch.mask_N]
     advantages = batch.advantages_N.copy()
@@ -112,10 +112,10 @@ def test_reverse_kl_credits_each_token_with_what_the_teacher_thinks_of_it(model_
     expected = plain.forward_backward(msgspec.structs.replace(batch, advantages_N=advantages)).metrics
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert found["kl_teacher"] == pytest.approx(-gap.mean(), rel=1e-4)
-    assert taught_N is not None
-    np.testing.assert_array_equal(taught_N.known_T, batch.mask_N)
-    np.testing.assert_allclose(taught_N.logprobs_T[batch.mask_N], log_nu, atol=1e-5)
-    np.testing.assert_array_equal(taught_N.versions_T, np.where(batch.mask_N, FROZEN, NOT_SAMPLED))
+    assert teacher_scores_N is not None
+    np.testing.assert_array_equal(teacher_scores_N.known_T, batch.mask_N)
+    np.testing.assert_allclose(teacher_scores_N.logprobs_T[batch.mask_N], log_nu, atol=1e-5)
+    np.testing.assert_array_equal(teacher_scores_N.versions_T, np.where(batch.mask_N, FROZEN, NOT_SAMPLED))
 
 
 def test_what_it_says_of_each_token_is_told_with_its_version_however_the_step_is_cut(model_dir):
@@ -127,8 +127,8 @@ def test_what_it_says_of_each_token_is_told_with_its_version_however_the_step_is
     learner.add(msgspec.structs.replace(random_batch(0), step=4))
     told.append(learner.finish())
     mask_N = random_batch(0).mask_N
-    assert [set(each.taught_N.versions_T[mask_N].tolist()) for each in told] == [{0}, {0}, {2}, {2}, {4}]
-    apart = [np.abs(each.taught_N.logprobs_T - each.log_pi_N)[mask_N].max() for each in told]
+    assert [set(each.teacher_scores_N.versions_T[mask_N].tolist()) for each in told] == [{0}, {0}, {2}, {2}, {4}]
+    apart = [np.abs(each.teacher_scores_N.logprobs_T - each.log_pi_N)[mask_N].max() for each in told]
     assert [gap < 1e-5 for gap in apart] == [True, False, True, False, True]
 
 

@@ -208,7 +208,7 @@ BAD_BATCHES = {
     "sample 0 is a str": lambda groups: (["text"], [1.0]),
     "3 groups and 2 advantages": lambda groups: (groups, [[0.0] * 3] * 2),
     "3 samples in group 1 and 2 advantages": lambda groups: (groups, [[0.0] * 3, [0.0] * 2, [0.0] * 3]),
-    "which is no list": lambda groups: (groups, [0.0, 0.0, 0.0]),
+    "which is not a list": lambda groups: (groups, [0.0, 0.0, 0.0]),
     "advantage of sample 1 is not finite": lambda groups: (groups[0], [0.0, float("nan"), 0.0]),
     "advantage of sample 0 is 'much'": lambda groups: (groups[0], ["much", 0.0, 0.0]),
     "advantages of shape": lambda groups: (groups[0], [[1.0] * 30, 0.0, 0.0]),

@@ -301,7 +301,7 @@ def test_tokens_continue_what_they_begin_with() -> None:
 
 WORDS = st.text("abc ?", min_size=1, max_size=5)
 MOVES = st.one_of(
-    st.tuples(st.just("go on"), WORDS),
+    st.tuples(st.just("continue"), WORDS),
     st.tuples(st.just("ask again"), st.just("")),
     st.tuples(st.just("edit"), WORDS),
     st.tuples(st.just("cut"), WORDS),
@@ -312,7 +312,7 @@ MOVES = st.one_of(
 def moved(history: list[Message], move: str, text: str, place: int) -> list[Message]:
     """The messages that are sent next, by somebody who has ``history`` (ending with an answer)."""
     match move:
-        case "go on":
+        case "continue":
             return [*history, user(text)]
         case "ask again":
             return history[:-1]

@@ -121,7 +121,7 @@ def test_an_answer_that_is_begun_anew_goes_on_if_it_is_the_same_and_else_fails_i
     first = parts_of(chat, "so be it", 4)[:1]
     pieces, _ = streamed(chat, how, [*first, *parts_of(chat, "so be it", 4, lost="restarted")])
     assert "".join(piece.content for piece in pieces) == "so be it"
-    with pytest.raises(SequenceFailed, match="begun anew"):
+    with pytest.raises(SequenceFailed, match="started again"):
         streamed(chat, how, [*first, *parts_of(chat, "not so", 4, lost="restarted")])
 
 

@@ -172,11 +172,11 @@ def test_uploads_are_taken_at_the_address_that_is_named_and_nowhere_without_a_to
 
 def test_upload_that_begins_anew_takes_the_place_of_one_that_hangs() -> None:
     inbox = uploads.HttpInbox(TOKEN, 1000, 5.0)
-    hangs, anew = inbox.begin_bucket("1-a", 0, 100), inbox.begin_bucket("1-b", 0, 100)
+    hangs, again = inbox.begin_bucket("1-a", 0, 100), inbox.begin_bucket("1-b", 0, 100)
     assert not isinstance(hangs, str)
-    assert not isinstance(anew, str)
+    assert not isinstance(again, str)
     inbox.end_bucket(hangs, 100)
-    assert (inbox._upload, anew.received) == (anew, 0)
+    assert (inbox._upload, again.received) == (again, 0)
     inbox.close()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import networkx
 
-from tools.house.tree import Module, Storey, Tree
+from tools.house.tree import Layer, Module, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,8 @@ class Graph:
 
     def core_to_wings(self) -> list[Import]:
         """Return the imports of wings by core modules."""
-        storeys = {name: module.storey for name, module in self._modules.items()}
-        return [
-            found for found in self.imports if storeys[found.by] is Storey.CORE and storeys[found.of] is Storey.WINGS
-        ]
+        layers = {name: module.layer for name, module in self._modules.items()}
+        return [found for found in self.imports if layers[found.by] is Layer.CORE and layers[found.of] is Layer.WINGS]
 
     def _of(self, module: Module) -> Iterator[Import]:
         is_package = module.path.stem == "__init__"

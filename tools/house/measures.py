@@ -10,7 +10,7 @@ from statistics import median
 from tools.gate.budgets import length
 from tools.house import ways
 from tools.house.graph import Graph
-from tools.house.tree import PACKAGE, Module, Storey, Tree
+from tools.house.tree import PACKAGE, Layer, Module, Tree
 
 SHORT_FILE = 40
 """Number of lines below which a file counts as short."""
@@ -64,7 +64,7 @@ class Measures:
 
 def measure(tree: Tree) -> Measures:
     """Compute all figures of ``tree``."""
-    src = tree.of(Storey.CORE) + tree.of(Storey.WINGS)
+    src = tree.of(Layer.CORE) + tree.of(Layer.WINGS)
     graph = Graph(tree)
     # a tree without functions counts as one function of no lines, so that median and maximum exist
     lengths = sorted(length(function) for module in src for function in module.functions) or [0]
@@ -73,11 +73,11 @@ def measure(tree: Tree) -> Measures:
     return Measures(
         rooms=len({module.path.relative_to(PACKAGE).parts[0] for module in src} - {"__init__.py", "__main__.py"}),
         files=len(src),
-        files_lab=len(tree.of(Storey.LAB)),
-        lines_core=_code(tree.of(Storey.CORE)),
-        lines_wings=_code(tree.of(Storey.WINGS)),
+        files_lab=len(tree.of(Layer.LAB)),
+        lines_core=_code(tree.of(Layer.CORE)),
+        lines_wings=_code(tree.of(Layer.WINGS)),
         lines_src=_code(src),
-        lines_lab=_code(tree.of(Storey.LAB)),
+        lines_lab=_code(tree.of(Layer.LAB)),
         files_under_40=sum(len(module.text.splitlines()) < SHORT_FILE for module in src if not _is_init(module)),
         function_median=median(lengths),
         function_p99=lengths[len(lengths) * 99 // 100],
@@ -99,7 +99,7 @@ def measure(tree: Tree) -> Measures:
 def twice(tree: Tree) -> dict[str, list[str]]:
     """Return the class names that are used for more than one class, with their places."""
     places: dict[str, list[str]] = defaultdict(list)
-    for module in tree.of(Storey.CORE) + tree.of(Storey.WINGS):
+    for module in tree.of(Layer.CORE) + tree.of(Layer.WINGS):
         for cls in module.classes:
             places[cls.name].append(f"{module.path}:{cls.lineno}")
     return {name: found for name, found in sorted(places.items()) if len(found) > 1}

@@ -15,7 +15,7 @@ PACKAGE = Path("src/headrace")
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class Storey(StrEnum):
+class Layer(StrEnum):
     """The part of the repository that a file belongs to."""
 
     CORE = "core"
@@ -29,7 +29,7 @@ class Module:
 
     path: Path
     """Path relative to the root of the checkout."""
-    storey: Storey
+    layer: Layer
     text: str
 
     @cached_property
@@ -95,19 +95,19 @@ class Tree:
         self._wings = tuple(Path(wing) for wing in wings)
         self.modules = sorted(self._read(), key=lambda module: module.path)
 
-    def of(self, storey: Storey) -> list[Module]:
+    def of(self, layer: Layer) -> list[Module]:
         """Return the modules of one part."""
-        return [module for module in self.modules if module.storey is storey]
+        return [module for module in self.modules if module.layer is layer]
 
     def _read(self) -> Iterable[Module]:
         for base in (PACKAGE, Path("lab")):
             for path in (self.root / base).rglob("*.py"):
                 inside = path.relative_to(self.root)
-                yield Module(inside, self._storey(inside), path.read_text(encoding="utf-8"))
+                yield Module(inside, self._layer(inside), path.read_text(encoding="utf-8"))
 
-    def _storey(self, path: Path) -> Storey:
+    def _layer(self, path: Path) -> Layer:
         if not path.is_relative_to(PACKAGE):
-            return Storey.LAB
+            return Layer.LAB
         inside = path.relative_to(PACKAGE)
         is_wing = any(inside.is_relative_to(wing) or inside == wing.with_suffix(".py") for wing in self._wings)
-        return Storey.WINGS if is_wing else Storey.CORE
+        return Layer.WINGS if is_wing else Layer.CORE

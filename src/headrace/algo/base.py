@@ -240,7 +240,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         words = str(error).splitlines()[0]
-        raise ConfigError(f"{name} is no table of numbers: {words}", remedy=f"give {name} as a tensor") from None
+        raise ConfigError(f"{name} is not a table of numbers: {words}", remedy=f"give {name} as a tensor") from None
 
 
 def log_ratio(log_p: Tensor, log_q: Tensor, limit: float = 20.0) -> Tensor:

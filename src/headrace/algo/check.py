@@ -114,6 +114,7 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
 
 
 def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding:
+    """Run one check and return its finding. Any error of the user's formula becomes a finding."""
     try:
         return Finding(clause=clause, holds=True, detail=check())
     except ClauseBroken as broken:

@@ -79,6 +79,7 @@ def _chapters() -> Iterator[str]:
 
 
 def _entry(name: str, kind: type[Any]) -> Iterator[str]:
+    """Yield the Markdown of one formula: its docstring and the table of its options."""
     yield f"### {name}\n\n{inspect.getdoc(kind)}\n"
     if reduction := kind.__dict__.get("reduction") or vars(kind.__mro__[1]).get("reduction"):
         yield f"Reduction of the paper: {reduction}.\n"
@@ -99,6 +100,7 @@ def _one_line(name: str, key: str, description: str | None) -> str:
 
 
 def _functions() -> Iterator[str]:
+    """Yield the Markdown of the KL estimators, the returns and the metrics."""
     yield "## Estimators of KL(π‖π_ref)\n\n`headrace.algo.kl`, and `algo.loss.kl` with `algo.loss.kl_coef` above 0.\n"
     yield _prose(estimate) + "\n"
     yield "## Returns and the critic\n\n`headrace.algo.gae`; in a run: the advantage `gae`, `[learner.critic]`.\n"

@@ -139,7 +139,7 @@ def _config(
     if correction is None or correction == "none":
         correction = ()
     if not isinstance(correction, str | Mapping | Section | Sequence):
-        raise ConfigError(f"correction {correction!r} is no name", remedy="give a name, a table or a list of them")
+        raise ConfigError(f"correction {correction!r} is not a name", remedy="give a name, a table or a list of them")
     corrections = [correction] if isinstance(correction, str | Mapping | Section) else list(correction)
     loss_kind, loss_table = _table(LOSSES, "loss", name)
     parts = [

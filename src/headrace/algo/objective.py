@@ -149,6 +149,7 @@ class Objective:
     def _measure(
         self, inputs: LossInputs, factor_N: Tensor, clipped_N: Tensor | None, metrics: dict[str, Ratio]
     ) -> None:
+        """Add the metrics of corrections, clipping and entropy to ``metrics``."""
         count = inputs.mask_N.sum()
         if self.corrections:
             kept_N = factor_N.masked_fill(~inputs.mask_N, 0.0)

@@ -24,7 +24,7 @@ def find(kinds: Kinds, what: str, name: object) -> type[Any]:
     """Return the settings class called ``name``. Raises :class:`ConfigError` that suggests the nearest name."""
     known = kinds.registry.names()
     if not isinstance(name, str):
-        raise ConfigError(f"{what} {name!r} is no name", remedy=f"name one of: {', '.join(sorted(known))}")
+        raise ConfigError(f"{what} {name!r} is not a name", remedy=f"name one of: {', '.join(sorted(known))}")
     if name not in known:
         raise ConfigError(f"{what} {name!r} does not exist", remedy=nearest(name, known))
     return kinds.find(name)

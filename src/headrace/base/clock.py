@@ -102,7 +102,8 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def off_loop(blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a blocking function in a thread, so that the event loop goes on. In virtual time it takes no time at all."""
+    """Call a blocking function in a thread, so that the event loop continues. In virtual time it takes no time at
+    all."""
     if isinstance(asyncio.get_running_loop(), VirtualLoop):
         return blocking(*args, **kwargs)
     return await asyncio.to_thread(blocking, *args, **kwargs)

@@ -126,6 +126,7 @@ class Registry(Generic[T]):
 
     @cached_property
     def _offers(self) -> Mapping[str, list[Registered]]:
+        """Return all offers by name: the rows of the registry, and the entry points of installed packages."""
         offers: dict[str, list[Registered]] = defaultdict(list)
         for name, target in self.rows.items():
             offers[name].append(Registered(name=name, target=target, package=OWN_PACKAGE))
@@ -172,6 +173,8 @@ def _warn_once(text: str) -> None:
 
 
 def _load(target: str, package: str, named: str) -> Any:
+    """Import the object that a package offers as ``target``, in the form ``module:attribute``. ``named`` describes it
+    in the error."""
     module, _, attribute = target.partition(":")
     try:
         made: Any = importlib.import_module(module)
@@ -184,6 +187,6 @@ def _load(target: str, package: str, named: str) -> Any:
         raise ConfigError(
             f"{named} is offered by the package {package} as {target}, which cannot be imported: "
             f"{type(error).__name__}: {error}",
-            remedy=f"mend or uninstall {package}; if it needs a package that is not installed, install that",
+            remedy=f"fix or uninstall {package}; if it needs a package that is not installed, install that",
         ) from error
     return made

@@ -37,7 +37,7 @@ class LoopContract:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standstill:
-    """A process of the run that does not go on."""
+    """A process of the run that makes no progress."""
 
     words: str
     """The name of the process, the reason, and for how long."""
@@ -139,9 +139,8 @@ class ActivityBoard:
         """Raise :class:`~headrace.base.errors.StallError` when nothing has moved for ``timeout_s``.
 
         ``pulse`` returns a count of work that is not reported in another way, such as an engine's steps; if it grows,
-        something moves. ``standstills`` returns the processes that do not go on. While one is stopped from outside, the
-        timeout is :data:`STOPPED_PATIENCE` times as long.
-        """
+        something moves. ``standstills`` returns the processes that make no progress. While one is stopped from outside,
+        the timeout is :data:`STOPPED_PATIENCE` times as long."""
         beats, held = pulse(), False
         while True:
             if pulse() != beats:
@@ -149,7 +148,7 @@ class ActivityBoard:
                 self.progress()
             found = standstills()
             was_held, held = held, any(each.stopped for each in found)
-            if was_held and not held:  # it goes on, or was replaced
+            if was_held and not held:  # it continues, or was replaced
                 self.progress()
             still_s = self._clock.now() - self._moved_at
             allowed_s = timeout_s * (STOPPED_PATIENCE if held else 1)

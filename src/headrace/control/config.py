@@ -27,7 +27,8 @@ class RunSection(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of snapshots to keep."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between evaluations on the held-out rows, while the run goes on; 0: only before and after training."""
+    """Steps between evaluations on the held-out rows, while the run is still running; 0: only before and after
+    training."""
     eval_samples: int = Field(default=1, ge=1)
     """Number of attempts at each held-out row."""
     eval_temperature: float | None = Field(default=None, ge=0)
@@ -39,7 +40,7 @@ class RunSection(Section):
     quantised server that runs already."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without any progress after which the run ends, with a table of what each loop waits for; 12 times as long
-    while a process of the run is stopped by a signal or a debugger. A warning names a process that does not go on
+    while a process of the run is stopped by a signal or a debugger. A warning names a process that makes no progress
     before this time has passed."""
 
 
@@ -53,8 +54,8 @@ class ControlSettings:
     """Returns the dataset row that a group attempts, by the group's number; ``None`` if the rows are used up."""
     curriculum: Curriculum | None = None
     """Picks the rows in place of ``order``; ``None``: no curriculum."""
-    taught: bool = False
-    """Whether the run learns from a teacher, so that it goes on even if all rewards are equal."""
+    has_teachers: bool = False
+    """Whether the run learns from a teacher, so that it continues even if all rewards are equal."""
     env_column: str = "env"
     """The column of a row that names its environment, for metrics."""
     largest_gap: float = ROUNDING["bfloat16"]

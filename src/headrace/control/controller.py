@@ -82,7 +82,7 @@ class Controller:
         self._sync = SyncLoop(self.state)
         self._scoring = ScoringLoop(self.state, finished)
         self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended, self._scoring.tokens_arrived)
-        self._learning = LearningLoop(self.state, self._sync, self._saver, taught=settings.taught)
+        self._learning = LearningLoop(self.state, self._sync, self._saver, has_teachers=settings.has_teachers)
         self._evaluator = Evaluator(
             parts,
             samples=run.eval_samples,
@@ -121,10 +121,12 @@ class Controller:
         return summary
 
     async def _run(self, start: StartingPoint) -> Summary:
+        """Restore the state of the starting point, publish the first weights, train until the run ends, and return its
+        summary."""
         state = self.state
         self._note("start", f"step {start.step}")
         if start.fingerprint not in ("", self._fingerprint):
-            state.warn("settings or rows differ from those the run was begun with: it goes on with the new ones")
+            state.warn("settings or rows differ from those the run was begun with: it continues with the new ones")
         memory = start.memory
         state.metrics.resumed(start.step, eval_before=memory.eval_before, reward_first=memory.reward_first)
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
@@ -168,7 +170,7 @@ class Controller:
         cause = (
             f"data.epochs is used up after {steps_done} of {state.run.steps} steps: {flow.num_submitted} "
             f"groups were attempted, {sum(flow.dropped.values())} of them dropped, and {left} are left, fewer than a "
-            f"batch of {state.flow_config.groups_per_step}; raise data.epochs and --resume to go on"
+            f"batch of {state.flow_config.groups_per_step}; raise data.epochs and --resume to continue"
         )
         state.warn(cause)
         return cause

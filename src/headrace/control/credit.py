@@ -60,8 +60,8 @@ def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: fl
 def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
     """Return the credit of the episodes without their branches."""
     shares = shares_of(groups)
-    apart = any(share.agent for share in shares)
-    if apart and algo.advantage.by_critic:
+    by_agent = any(share.agent for share in shares)  # some agents have rewards of their own
+    if by_agent and algo.advantage.by_critic:
         raise ConfigError(
             f"algo.advantage={algo.advantage.kind!r} credits samples by a critic, and the environment returns "
             "agent_rewards: agents that share a sample could not be told apart",
@@ -71,7 +71,7 @@ def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Cr
         rewards_E=np.array([share.reward for share in shares], np.float64),
         groups_E=labels([share.baseline for share in shares]),
         lengths_E=np.array([share.length for share in shares], np.int64),
-        parts_EK=None if apart else _parts_EK([share.episode for share in shares]),
+        parts_EK=None if by_agent else _parts_EK([share.episode for share in shares]),
     )
     if algo.advantage.by_turn:
         of_turns = _of_turns(algo, shares, scores)
@@ -79,7 +79,7 @@ def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Cr
         of_turns = _of_segments(algo, shares, scores)
     else:
         credit_E = algo.credit_of_episodes(scores).tolist()
-        if not apart:
+        if not by_agent:
             return [float(advantage) for advantage in credit_E]
         of_turns = [dict.fromkeys(share.turns, advantage) for share, advantage in zip(shares, credit_E, strict=True)]
     counted = [episode for group in groups for episode in group.counted]

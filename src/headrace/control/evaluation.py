@@ -131,6 +131,7 @@ class Evaluator:
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 
     def _runner(self, listener: EvaluationListener, turns: ProcessRewards | None) -> EpisodeRunner:
+        """Return a runner of evaluation episodes. With ``turns``, process rewards score each turn when it ends."""
         parts = self._parts
         runner = EpisodeRunner(
             engine=parts.engine,
@@ -164,6 +165,7 @@ class Evaluator:
         return episodes
 
     async def _attempt(self, run: _EvaluationRun, row: int, sample: int) -> EpisodeGraph:
+        """Run one evaluation episode, and score it unless its scorer waits for the whole group."""
         parts = self._parts
         async with run.gate:
             episode = await run.runner.run(EpisodeKey(row, sample), parts.eval_tasks[row])

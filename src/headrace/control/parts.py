@@ -47,7 +47,7 @@ class Serving:
     episode_timeout_s: float | None = None
     """Seconds that an attempt may take; ``None``: no limit."""
     turn_scorer: TurnScorer | None = None
-    """Scores turns while their episode goes on; ``None``: turns are not scored."""
+    """Scores turns while their episode is still running; ``None``: turns are not scored."""
     segments: Callable[[Tokens], Sequence[int]] | None = None
     """Returns the starts of a turn's segments, except for the first, to which process rewards are given; ``None``:
     process rewards are given to whole turns."""
@@ -57,7 +57,7 @@ class Serving:
     """Returns a count that grows while processes work that report it in no other way; growth shows that the run is
     alive."""
     standstills: Callable[[], Sequence[Standstill]] = tuple
-    """Returns the processes that do not go on."""
+    """Returns the processes that make no progress."""
 
     def num_steps(self) -> int:
         """Return the steps of all engines plus the signs of work; while this grows, the run is alive."""

@@ -190,6 +190,7 @@ class PivotResampler:
         return attempts
 
     async def _attempt(self, task: Task, episode: EpisodeGraph, place: _PivotPoint, branch: int) -> EpisodeGraph:
+        """Run one branch: repeat the episode up to the pivot and continue it with other draws."""
         state, parts = self._state, self._state.parts
         own, name = self._key(episode, place, branch), f"{place.number}/{branch}"
         runner = EpisodeRunner(

@@ -75,11 +75,12 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
     needed = age_needed(state.flow.state, only_planned=config.policy.drops_stale)
     if needed > config.greatest_age and not config.policy.masks_stale:
         raise ConfigError(
-            f"flow.max_age={config.greatest_age} is too little to go on with the run: it holds groups that would "
+            f"flow.max_age={config.greatest_age} is too little to continue the run: it holds groups that would "
             f"be trained at an age of {needed} versions",
             remedy=f"set flow.max_age >= {needed}, or start a new run directory",
         )
     ready = sum(group.state is GroupState.READY for group in resumed.groups)
     if resumed.num_submitted:
-        state.event(f"resumed at step {start.step}: {ready} groups are ready, {len(resumed.groups) - ready} more go on")
+        more = len(resumed.groups) - ready
+        state.event(f"resumed at step {start.step}: {ready} groups are ready, {more} more continue")
     return resumed.checksums

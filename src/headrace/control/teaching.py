@@ -21,7 +21,7 @@ import numpy as np
 from headrace.base.errors import ComponentDied, HeadraceError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey
 from headrace.base.types.task import Task
-from headrace.base.types.taught import Taught, TopScores
+from headrace.base.types.teacher_scores import TeacherScores, TopScores
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import Engine
 from headrace.rollout.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
@@ -93,10 +93,10 @@ class Teaching:
         self._teachers = teachers
         self._tasks = tasks
         self._show_request = show_request
-        self._calls: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, Taught] | str]]] = {}
+        self._calls: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, TeacherScores] | str]]] = {}
 
     def start(self, task: Task, episode: EpisodeGraph) -> None:
-        """Send an episode that has come to its end to its teacher."""
+        """Send a finished episode to its teacher."""
         teacher = self._teachers.of(task)
         self._calls[episode.key] = teacher, self._tasks.create_task(self._read_episode(teacher, task, episode))
 
@@ -104,20 +104,22 @@ class Teaching:
         """Wait for the teacher, and add its scores to the turns of the episode. Return why the teacher failed; empty if
         it did not."""
         teacher, call = self._calls.pop(episode.key)
-        taught_by_turn = await call
-        if isinstance(taught_by_turn, str):
-            return taught_by_turn
-        for place, taught in taught_by_turn.items():
+        scores_by_turn = await call
+        if isinstance(scores_by_turn, str):
+            return scores_by_turn
+        for place, teacher_scores in scores_by_turn.items():
             turn = episode.turns[place]
             episode.turns[place] = replace(
-                turn, tokens=msgspec.structs.replace(turn.tokens, taught=taught), teacher=teacher.name
+                turn, tokens=msgspec.structs.replace(turn.tokens, teacher_scores=teacher_scores), teacher=teacher.name
             )
         return ""
 
-    async def _read_episode(self, teacher: TeacherClient, task: Task, episode: EpisodeGraph) -> dict[int, Taught] | str:
+    async def _read_episode(
+        self, teacher: TeacherClient, task: Task, episode: EpisodeGraph
+    ) -> dict[int, TeacherScores] | str:
         """Return the teacher's scores of every turn that carries loss, by the turn's index, or why the teacher
         failed."""
-        found: dict[int, Taught] = {}
+        found: dict[int, TeacherScores] = {}
         for leaf in episode.leaves():
             path = episode.path(leaf)
             # Paths share their first turns; each turn is scored once, in the first path that contains it.
@@ -136,7 +138,7 @@ class Teaching:
             ends = np.cumsum([len(part) for part in parts])
             for place, part, end in zip(path, parts, ends.tolist(), strict=True):
                 if place in new_places:
-                    found[place] = _taught_of(scores, slice(end - len(part), end), teacher.config.version)
+                    found[place] = _teacher_scores_of(scores, slice(end - len(part), end), teacher.config.version)
         return found
 
     async def _call_with_retries(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
@@ -177,9 +179,9 @@ def _without_routing(tokens: Tokens) -> Tokens:
     return Tokens(ids_T=tokens.ids_T, logprobs_T=tokens.logprobs_T, versions_T=tokens.versions_T, kept=tokens.kept)
 
 
-def _taught_of(scores: TopScores, span: slice, version: int) -> Taught:
+def _teacher_scores_of(scores: TopScores, span: slice, version: int) -> TeacherScores:
     """Return the scores of the tokens in ``span``."""
-    return Taught(
+    return TeacherScores(
         logprobs_T=scores.logprobs_T[span],
         versions_T=np.full(span.stop - span.start, version, np.int32),
         ids_TK=scores.ids_TK[span],

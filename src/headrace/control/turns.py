@@ -1,4 +1,5 @@
-"""Process rewards: turns are scored while their episode goes on, and the episode does not wait for the scores."""
+"""Process rewards: turns are scored while their episode is still running, and the episode does not wait for the
+scores."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ class _TurnQuery:
 class ProcessRewards:
     """The process rewards of the episodes that run.
 
-    A turn is scored as soon as it has been sampled, while its episode goes on. When the episode has come to its end,
-    :meth:`add` waits for the scores that are still missing. The episodes that run bound the number of turns that wait
-    for a score, and the workers bound the number that are scored at the same time.
+    A turn is scored as soon as it has been sampled, while its episode is still running. When the episode has come to
+    its end, :meth:`add` waits for the scores that are still missing. The episodes that run bound the number of turns
+    that wait for a score, and the workers bound the number that are scored at the same time.
 
     If turns are cut into segments (``parts.segments``), each segment is scored and becomes a turn of its own. The
     process rewards are then kept beside the episode's reward and do not count in it.
@@ -124,6 +125,7 @@ class ProcessRewards:
     async def _score(
         self, key: EpisodeKey, task: Task, history_T: IntColumn, ids_T: IntColumn, *, number: int
     ) -> Graded:
+        """Score one turn. ``history_T`` are the tokens before it."""
         parts = self._parts
         context = ScoringContext(completion_ids=(ids_T,), trainer=self._trainer(key))
         ids = ids_T.tolist()

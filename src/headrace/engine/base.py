@@ -4,7 +4,7 @@ An engine has two contracts. :class:`EngineCore` is the machine itself: a synchr
 or thread of its own. :class:`Engine` is the asynchronous interface that the rest of the system uses, wherever the core
 runs.
 
-A version is *staged* while decoding goes on and *committed* between two steps, so that every forward pass uses one
+A version is *staged* while decoding continues and *committed* between two steps, so that every forward pass uses one
 version.
 """
 
@@ -17,7 +17,7 @@ from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import PLAIN, GenerateRequest, RequestOptions, ScoreTokens
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 
@@ -51,8 +51,8 @@ class Engine(TokenSource, Protocol):
         ...
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Bring ``update`` next to the engine and verify its checksums while decoding goes on. Return the seconds that
-        it took.
+        """Bring ``update`` next to the engine and verify its checksums while decoding continues. Return the seconds
+        that it took.
 
         Raises :class:`~headrace.base.errors.WeightsError` if the update does not fit the model, is corrupt or is older
         than the weights in use; nothing has changed then.

@@ -134,6 +134,8 @@ class RemoteEngine:
         raise AssertionError("the last attempt returns or raises")
 
     def _body(self, sampling: Sampling, num_begun: int) -> dict[str, Any]:
+        """Return the JSON body of a request, without the prompt. ``num_begun`` tokens of the answer exist already and
+        count for its limit."""
         given, default = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling(max_new_tokens=1))
         own = {name: given[name] for name in _OPTIONAL if given[name] != default[name]}
         if sampling.logit_bias:
@@ -201,7 +203,9 @@ def _chunk(line: str) -> TokenChunk | None:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, RequestError):
             raise
-        raise SequenceFailed(f"the engine sent what is no completion: {error}", remedy="is it one?") from None
+        raise SequenceFailed(
+            f"the engine sent something that is not a completion: {error}", remedy="is it one?"
+        ) from None
     return TokenChunk(tokens=tokens, stop_reason=_REASONS.get(reason, StopReason.ABORTED) if reason else None)
 
 

@@ -15,7 +15,7 @@ from headrace.base.clock import Clock
 from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.scored import Learned, ScoredGroup
+from headrace.base.types.scored import ScoredGroup, TokenResults
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, ResumeState
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, ResumedGroup, Submit
@@ -204,7 +204,11 @@ class Flow:
             self.drop(number, reason)
 
     def record_trained(
-        self, groups: Sequence[ScoredGroup], report: StepReport, ages: dict[int, int], learned: Learned | None = None
+        self,
+        groups: Sequence[ScoredGroup],
+        report: StepReport,
+        ages: dict[int, int],
+        learned: TokenResults | None = None,
     ) -> None:
         """Record that the optimizer has trained on ``groups``. ``ages`` is the number of trained tokens by age."""
         numbers = tuple(group.number for group in groups)
@@ -309,6 +313,7 @@ class Flow:
         step: int | None = None,
         reason: str = "",
     ) -> None:
+        """Move groups to ``state`` and record it in the ledger."""
         if not numbers:
             return
         for number in numbers:

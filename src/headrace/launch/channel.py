@@ -223,7 +223,7 @@ class ControllerChannel:
 
     async def receive(self) -> list[Any]:
         """Wait for a message of the part; return all that are there. Raises :class:`~headrace.base.errors.RunError` for
-        bytes that are no message."""
+        bytes that are not a message."""
         messages = [self._decoded(await self._reports.recv())]
         while len(messages) < MAX_AT_ONCE:
             try:
@@ -278,7 +278,7 @@ class ControllerChannel:
             return self._codec.decode(data)
         except msgspec.DecodeError as error:
             raise RunError(
-                f"{self._part} sent something that is no message: {error}", remedy="look at its log"
+                f"{self._part} sent something that is not a message: {error}", remedy="look at its log"
             ) from error
 
 

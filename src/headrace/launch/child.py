@@ -105,7 +105,7 @@ class Process(Protocol):
         ...
 
     async def halted(self) -> str:
-        """Describe what keeps the process, or one that it has started, from going on, as in ``is stopped (SIGSTOP)``.
+        """Describe what has halted the process, or one that it has started, such as ``is stopped (SIGSTOP)``.
         Return an empty text if it is not halted, or if that cannot be found out."""
         ...
 

@@ -77,11 +77,11 @@ class RayConfig(Section):
     """``pack``: engines and ranks run on as few nodes as possible; ``spread``: on as many as possible."""
 
     @model_validator(mode="after")
-    def _standing_parts_ask_for_something(self) -> Self:
+    def _permanent_parts_request_resources(self) -> Self:
         for role, share in (("engine", self.engine), ("learner", self.learner)):
             if not (share.cpus or share.gpus or share.memory_gb or share.resources):
                 raise ConfigError(
-                    f"launch.ray.{role}.cpus=0 asks for nothing, and a cluster can hold no place for nothing",
+                    f"launch.ray.{role}.cpus=0 requests nothing, and a cluster cannot reserve nothing",
                     remedy=f"set launch.ray.{role}.cpus >= 1",
                 )
         return self
@@ -159,7 +159,7 @@ class LaunchConfig(Section):
     0, every death does."""
     learner_restarts: int = Field(default=0, ge=0)
     """Number of times that a run continues by itself from its last snapshot when its learner, or a rank of it, has
-    died. All parts are started anew, and answers continue from the tokens that had been streamed. The next death ends
+    died. All parts are started again, and answers continue from the tokens that had been streamed. The next death ends
     the run; with 0, every death does."""
     engine_silence_s: float = Field(default=60.0, gt=0)
     """Seconds after which an engine that has sequences and sends nothing is killed and started again; not used with

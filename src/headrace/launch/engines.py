@@ -33,7 +33,7 @@ LAST_MESSAGES_S = 0.05
 """Seconds to wait for the last messages of an engine after its death is known."""
 DEATH_KNOWN_S = 3.0
 """Seconds after which it is known whether an engine that weights did not reach is dead."""
-REMEDY = "mend the cause, then --resume: nothing that was finished is lost"
+REMEDY = "fix the cause, then --resume: nothing that was finished is lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +89,10 @@ class Engines:
         end = self._order_kill if config.restarts else None
         self.fleet = Fleet(clock, size=len(self._names), rolling=config.rolling, end=end)
 
-    def send_recoveries_to(self, tell: Callable[[Recovery], None]) -> None:
-        """Call ``tell`` for every later death that does not end the run and for every engine that new weights do not
-        reach; and again when such an engine serves."""
-        self._on_recovery = tell
+    def send_recoveries_to(self, on_recovery: Callable[[Recovery], None]) -> None:
+        """Call ``on_recovery`` for every later death that does not end the run and for every engine that new weights do
+        not reach; and again when such an engine serves."""
+        self._on_recovery = on_recovery
 
     async def start(self) -> None:
         """Start all engines; they have not loaded anything yet when this returns."""
@@ -152,6 +152,8 @@ class Engines:
         return self._why.pop(child.role, "") or cause
 
     async def _serve_when_ready(self, child: Child, outage: _Outage | None) -> None:
+        """Let the engine of a new process join the fleet when it is ready, then report each time it misses a version
+        and serves again. ``outage`` is the death that it replaces."""
         limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
         if not child.peer.ready.done() and outage is None:

@@ -147,7 +147,7 @@ class ForkServer:
         self._numbers = count()
         self._pending: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._parts: dict[int, ForkedProcess] = {}
-        self._tell: Callable[[str], None] = lambda _: None
+        self._warn: Callable[[str], None] = lambda _: None
         self.lost = False
 
     @property
@@ -155,10 +155,10 @@ class ForkServer:
         return self._process.pid
 
     @contextmanager
-    def listening(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Receive the messages of the fork server in the running event loop, during the body. ``tell`` is called if the
+    def listening(self, warn: Callable[[str], None]) -> Iterator[None]:
+        """Receive the messages of the fork server in the running event loop, during the body. ``warn`` is called if the
         fork server is lost."""
-        loop, self._tell = asyncio.get_running_loop(), tell
+        loop, self._warn = asyncio.get_running_loop(), warn
         if not self.lost:
             loop.add_reader(self._control, self._on_readable)
         try:
@@ -203,6 +203,7 @@ class ForkServer:
         self._log.close()
 
     def _on_readable(self) -> None:
+        """Handle one message of the fork server: a forked process, a refusal, or the exit of a process."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -229,7 +230,7 @@ class ForkServer:
         if not self.lost:
             self.lost = True
             asyncio.get_running_loop().remove_reader(self._control)
-            self._tell(self._ending())
+            self._warn(self._ending())
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(ForkServerLost())
@@ -263,6 +264,7 @@ def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
 
 
 def _can_fork() -> bool:
+    """Return whether this system can watch forked processes through pidfds."""
     if sys.platform != "linux":
         return False
     with contextlib.suppress(OSError):  # an old kernel, or a container that forbids it

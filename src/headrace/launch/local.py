@@ -153,9 +153,9 @@ async def _watched(
             if join_server is not None:
                 start = environment_start(processes.order.env)
                 tasks.append(group.create_task(join_server.admit(envs, start, processes.start_environment)))
-        tell = processes.order.on_event
+        on_event = processes.order.on_event
         starting = group.create_task(
-            report_start(lambda: processes.children, lambda text: tell(Event(wall_s=0.0, text=text)))
+            report_start(lambda: processes.children, lambda text: on_event(Event(wall_s=0.0, text=text)))
         )
         await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
@@ -168,7 +168,7 @@ async def _watched(
             task.cancel()
 
 
-async def report_start(children: Callable[[], Sequence[Child]], tell: Callable[[str], None]) -> None:
+async def report_start(children: Callable[[], Sequence[Child]], on_progress: Callable[[str], None]) -> None:
     """Report every :data:`START_REPORT_S` which processes have not started, and what they do; this ends only by
     cancellation."""
     waited_s = 0.0
@@ -180,20 +180,21 @@ async def report_start(children: Callable[[], Sequence[Child]], tell: Callable[[
         models = [role for role in starting if role not in workers]
         doing = [f"{', '.join(models)}: load the model"] if models else []
         doing += [f"{', '.join(workers)}: import your code"] if workers else []
-        tell(f"starting for {waited_s:.0f} s; {'; '.join(doing) or 'the engines get ready to take weights'}")
+        on_progress(f"starting for {waited_s:.0f} s; {'; '.join(doing) or 'the engines get ready to take weights'}")
 
 
 def _vitals(processes: Processes) -> Vitals:
+    """Return the supervision of the run's processes, whose warnings become events of the run."""
     order = processes.order
 
-    def tell(text: str, *, kind: str = "") -> None:
+    def warn(text: str, *, kind: str = "") -> None:
         order.on_event(Event(wall_s=0.0, text=text, level="warning" if kind else "info"))
 
     return Vitals(
         children=lambda: processes.children,
         timeout_s=order.stall_timeout_s,
         clock=RealClock(),
-        tell=tell,
+        warn=warn,
         others=lambda: {} if order.forks is None or order.forks.lost else {"fork server": order.forks.pid},
     )
 
@@ -203,9 +204,9 @@ def _restarts(engines: Sequence[Engines]) -> Counter[str]:
     return sum((each.restarts for each in engines), Counter[str]())
 
 
-def _send_recoveries(engines: Sequence[Engines], tell: Callable[[Recovery], None]) -> None:
+def _send_recoveries(engines: Sequence[Engines], on_recovery: Callable[[Recovery], None]) -> None:
     for each in engines:
-        each.send_recoveries_to(tell)
+        each.send_recoveries_to(on_recovery)
 
 
 def _send_warnings(pool: ScoringStage, envs: EnvPool | None, warn: Callable[[str], None]) -> None:
@@ -228,6 +229,8 @@ def _scorers(processes: Processes) -> ScoringStage:
 def _serving(
     order: LaunchOrder, engines: Engines, agents: Mapping[str, Engines], pool: ScoringStage, envs: EnvPool | None
 ) -> dict[str, Any]:
+    """Return the components that answer and score episodes, by the names of their fields in
+    :class:`~headrace.control.parts.Serving`."""
     return {
         "engine": engines.fleet,
         "agents": Agents(
@@ -293,6 +296,8 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
 
 
 async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
+    """Wait until there is a worker for environments, here or on a machine that joins. Raises
+    :class:`~headrace.base.errors.DeadlineError`."""
     timeout_s = order.launch.start_timeout_s
     invitation = order.run_dir / INVITATION_FILE
     if not envs.keeps_some_here:
@@ -320,6 +325,8 @@ def _stopped_in_words(children: list[Child]) -> str:
 
 
 async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float) -> None:
+    """Wait until engines, learner and scorers are ready. Raises :class:`~headrace.base.errors.DeadlineError` after
+    ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             if children:

@@ -54,7 +54,7 @@ KEEPER_S = 2.0
 
 
 STOPPED = {
-    psutil.STATUS_STOPPED: "stopped (SIGSTOP; kill -CONT {pid} lets it go on)",
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP; kill -CONT {pid} lets it continue)",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
 }
 """Process states in which the operating system gives a process no time, with their description for users."""

@@ -81,7 +81,7 @@ class LaunchOrder:
     on_event: Callable[[Event], None]
     """Called with events that are worth a line for the user."""
     stall_timeout_s: float = 300.0
-    """``run.stall_timeout_s``, in seconds; a warning names a process that does not go on before it has passed."""
+    """``run.stall_timeout_s``, in seconds; a warning names a process that makes no progress before it has passed."""
     branch_weight: float = 1.0
     """The weight λ of the branches' loss, from ``flow.pivots``; without branches it has no effect."""
     teachers: Mapping[str, TeacherOrder] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class LaunchOrder:
     forks: ForkServer | None = None
     """The fork server for engines and learner; ``None``: each of them is a new interpreter."""
     recorded: RecordedEngine | None = None
-    """The recorded engine that a replay repeats; ``None``: the run is no replay."""
+    """The recorded engine that a replay repeats; ``None``: the run is not a replay."""
 
     @property
     def agent_names(self) -> frozenset[str]:
@@ -126,7 +126,7 @@ class LaunchedRun:
     """Sends all later warnings of the parts to the given function. Earlier ones are events of the order, without a
     time."""
     send_signs_to: Callable[[SendWarning], None]
-    """Sends all later warnings about processes that do not go on to the given function."""
+    """Sends all later warnings about processes that make no progress to the given function."""
     send_recoveries_to: Callable[[Callable[[Recovery], None]], None]
     """Sends all later recoveries to the given function: when a part has died, and when it serves again."""
     facts: Callable[[], Facts]

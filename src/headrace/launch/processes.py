@@ -86,6 +86,7 @@ class Processes:
         }
 
     def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
+        """Return the supervisor of a set of engines that share one model."""
         order = self.order
         config = SupervisionConfig(
             rolling=order.sync.rolling,
@@ -98,6 +99,8 @@ class Processes:
         return Engines(start, names, config, RealClock())
 
     async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
+        """Start the process of the engine ``name``: one of the policy's, a teacher's or another agent's.
+        ``own_weights`` says that it gets no weights from the learner."""
         order, alone = self.order, self.order.engine.count == 1
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
         names = self._engine_names()
@@ -197,6 +200,7 @@ class Processes:
         self.children = [child for child in self.children if not child.closed]
 
     def _route(self) -> Route:
+        """Return how weights travel in this run: the transport, its address and its options."""
         sync = self.order.sync
         places = RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
         return Route(
@@ -247,6 +251,7 @@ class Processes:
         make_peer: Callable[[ControllerChannel], Peer],
         elsewhere: Starter | None = None,
     ) -> Child:
+        """Start a process and keep it among the run's children. ``elsewhere`` starts it on another machine."""
         spec = ProcessSpec(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
         child = await Child.start(self.site, spec, elsewhere or self.starter)
         self.children.append(child)

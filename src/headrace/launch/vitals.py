@@ -1,14 +1,14 @@
-"""Supervision of processes that live and do not go on: stopped ones, hanging ones, and those that are far slower than
-usual. Users are warned, with the name of the process, long before the stall watchdog ends the run.
+"""Supervision of processes that are alive and make no progress: stopped ones, hanging ones, and those that are much
+slower than usual. Users are warned, with the name of the process, long before the stall watchdog ends the run.
 
     every process           Has a signal or a debugger stopped it, or a process that it started? The system knows.
-    a learner, each rank    Does it go on? Once a second it reports which unit of work it is busy with (a micro-batch,
-                            an update, a copy of the weights) and how long such units take; and the system knows
-                            whether its process computes, reads or writes.
+    a learner, each rank    Does it make progress? Once a second it reports its current unit of work (a micro-batch, an
+                            update, a copy of the weights) and how long such units take; and the system knows whether
+                            its process computes, reads or writes.
 
-A step has no honest time limit, so a learner that computes is never ended for being slow. A learner that neither ends a
-unit nor computes, reads or writes gives no sign of work; if nothing else moves either, the stall watchdog ends the run.
-"""
+No time limit fits all steps, so a learner that computes is never killed for being slow. A learner that neither finishes
+a unit nor computes, reads or writes shows no sign of work; if nothing else moves either, the stall watchdog ends the
+run."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ class _WorkRecord:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Vitals:
-    """Watches the processes of one run and warns of those that do not go on."""
+    """Watches the processes of one run and warns of those that make no progress."""
 
     children: Callable[[], Sequence[Child]]
     """Returns the processes of the run."""
     timeout_s: float
     """``run.stall_timeout_s``, in seconds; warnings are sent before it has passed."""
     clock: Clock
-    tell: SendWarning
+    warn: SendWarning
     """Receives the warnings."""
     others: Callable[[], dict[str, int]] = dict
     """Returns the pids, by name, of processes on this machine that are not among the children."""
@@ -109,7 +109,7 @@ class Vitals:
     _remote_checked_s: float = float("-inf")
 
     def standstills(self) -> list[Standstill]:
-        """Return the processes that do not go on."""
+        """Return the processes that make no progress."""
         stopped = [
             Standstill(words=self._in_words(name, pid, stop), stopped=True)
             for (name, pid), stop in self._stops.items()
@@ -118,9 +118,9 @@ class Vitals:
             Standstill(words=work.standstill, stopped=False) for work in self._works.values() if work.standstill
         ]
 
-    def send_messages_to(self, tell: SendWarning) -> None:
-        """Send all later warnings to ``tell``."""
-        self.tell = tell
+    def send_messages_to(self, warn: SendWarning) -> None:
+        """Send all later warnings to ``warn``."""
+        self.warn = warn
 
     async def watch(self) -> None:
         """Check the processes again and again; this ends only by cancellation."""
@@ -150,6 +150,7 @@ class Vitals:
     # -- stopped ----------------------------------------------------------------------------------------------------
 
     async def _check_stopped(self, children: Sequence[Child]) -> None:
+        """Find processes that a signal or a debugger has stopped, on this machine and, less often, on others."""
         near = [child for child in children if not child.node]
         others = self.others()
         halted = await off_loop(_halted, near, others.values()) if near or others else {}
@@ -165,18 +166,20 @@ class Vitals:
         self._report_stops(found, {*((child.role, child.pid) for child in children), *others.items()})
 
     def _report_stops(self, found: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
+        """Warn of processes that have been stopped for some time, and report when they continue or end. ``found`` has
+        the stopped ones, by name and pid."""
         now_s = self.clock.now()
         for (name, pid), stop in list(self._stops.items()):
             if (name, pid) not in found:
                 del self._stops[name, pid]
                 if stop.warned:
-                    now = "goes on" if (name, pid) in alive else "has ended"
-                    self.tell(f"{name} (pid {pid}) was stopped for {now_s - stop.since_s:.0f} s, and {now}")
+                    now = "continues" if (name, pid) in alive else "has ended"
+                    self.warn(f"{name} (pid {pid}) was stopped for {now_s - stop.since_s:.0f} s, and {now}")
         for who, words in found.items():
             stop = self._stops.setdefault(who, _StopRecord(words=words, since_s=now_s))
             if not stop.warned and now_s - stop.since_s >= min(WARN_STOPPED_S, WARN_SHARE * self.timeout_s):
                 stop.warned = True
-                self.tell(
+                self.warn(
                     f"{self._in_words(*who, stop)}: it does nothing until it continues", kind=f"{who[0]} is stopped"
                 )
 
@@ -196,6 +199,8 @@ class Vitals:
             self._report_stuck(child, work, hangs=hangs)
 
     async def _observe(self, child: Child) -> None:
+        """Update what is known of a learner rank's work: whether it is busy, computes and finishes units. The time
+        since its last sign of work is measured from here."""
         peer, now_s = child.peer, self.clock.now()
         assert isinstance(peer, RankClient)
         if peer.working is None:  # it is not ready, or has just become so
@@ -212,7 +217,7 @@ class Vitals:
             self.num_work_signs += 1
         if ended or not work.busy:
             self._report_resumed(child, work)
-        if peer.halted:  # it is reported as stopped, and its work is timed anew when it continues
+        if peer.halted:  # it is reported as stopped, and its work is timed again when it continues
             work.warned = ""
         if ended or not work.busy or peer.halted:
             work.unit_started_s = work.last_sign_s = now_s
@@ -253,20 +258,20 @@ class Vitals:
             return
         work.warned = report.what or "an order"
         if work.standstill:
-            self.tell(
+            self.warn(
                 f"{work.standstill}: it hangs, or waits for something outside; where nothing else moves either, "
                 f"run.stall_timeout_s={self.timeout_s:g} ends the run; look at logs/{child.role}.log",
                 kind=f"{child.role} hangs",
             )
         else:
-            self.tell(
+            self.warn(
                 f"{at}, far longer than usual; it computes, so the run waits for it", kind=f"{child.role} is slow"
             )
 
     def _report_resumed(self, child: Child, work: _WorkRecord) -> None:
         if work.warned:
             took_s = self.clock.now() - work.unit_started_s
-            self.tell(f"{child.role} (pid {child.pid}) goes on: {work.warned} took {took_s:.0f} s")
+            self.warn(f"{child.role} (pid {child.pid}) continues: {work.warned} took {took_s:.0f} s")
         work.warned = work.standstill = ""
 
 

@@ -128,10 +128,10 @@ class LearnerCore:
         return not self._optimizer.empty
 
     @property
-    def lends_weights(self) -> bool:
+    def swaps_weights(self) -> bool:
         """Return whether the model temporarily holds other weights while a batch is trained, so that no other thread
         may read them."""
-        return any(model.lends_weights for model in self._auxiliary)
+        return any(model.swaps_weights for model in self._auxiliary)
 
     def train(self, batch: Batch) -> StepReport:
         """Make one whole optimizer step and return its report.
@@ -151,7 +151,7 @@ class LearnerCore:
             trained_tokens=gradient.trained_tokens,
             dropped_tokens=gradient.dropped_tokens,
             log_pi_N=gradient.log_pi_N,
-            taught_N=gradient.taught_N,
+            teacher_scores_N=gradient.teacher_scores_N,
             seconds=gradient.seconds + update.seconds,
         )
 
@@ -370,6 +370,7 @@ class LearnerCore:
             undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
+        """Add up the gradients of all micro-batches of one agent's batch."""
         start_s = self._context.clock.now()
         packed = self._forward.cut(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
         self._ended("pack", start_s)
@@ -395,6 +396,7 @@ class LearnerCore:
         self._ended("count experts", start_s)
 
     def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
+        """Run the forward and backward pass of one micro-batch, and add its metrics to ``tally``."""
         start_s = self._context.clock.now()
         result = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
         self._ended("forward", start_s)

@@ -120,7 +120,7 @@ def listed_checksums(directory: Path) -> dict[str, str]:
     wrong = [number for number, line in enumerate(lines[:-1], 1) if line[_HASH_DIGITS : _HASH_DIGITS + 2] != "  "]
     if wrong or lines[-1]:
         at = wrong[0] if wrong else len(lines)
-        raise Damaged(f"{path}, line {at}: it is no hash and a name", remedy=_REMEDY)
+        raise Damaged(f"{path}, line {at}: it is not a hash and a name", remedy=_REMEDY)
     return {line[_HASH_DIGITS + 2 :]: line[:_HASH_DIGITS] for line in lines[:-1]}
 
 

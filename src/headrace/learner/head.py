@@ -226,12 +226,14 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_logprob_P: Tensor, by_entropy_P: Tensor, by_top_PK: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprob_P: Tensor, grad_entropy_P: Tensor, grad_top_PK: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E = ctx.saved_tensors
         request: HeadRequest = ctx.request
         head = _Head(hidden_PD, weight_VD, bias_V, request.temperature)
         slope = _LogitGradient(
-            request, by_logprob_P, by_entropy_P if request.entropy_gradient else None, by_top_PK, shares_E
+            request, grad_logprob_P, grad_entropy_P if request.entropy_gradient else None, grad_top_PK, shares_E
         )
         sums = _GradientSums(head, ctx.needs_input_grad[:3])
         for entries in head.entries:
@@ -245,38 +247,39 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _LogitGradient:
-    """The gradient of the logits, before their division by the temperature."""
+    """The gradient of the logits of one tile. It is a multiple of the softmax for every entry, plus a term for the
+    sampled token, the requested entries and the kept-set."""
 
     def __init__(
         self,
         request: HeadRequest,
-        by_logprob_P: Tensor,
-        by_entropy_P: Tensor | None,
-        by_top_PK: Tensor,
+        grad_logprob_P: Tensor,
+        grad_entropy_P: Tensor | None,
+        grad_top_PK: Tensor,
         shares_E: Tensor | None,
     ) -> None:
         self._request = request
-        self._by_logprob_P, self._by_entropy_P, self._by_top_PK = by_logprob_P, by_entropy_P, by_top_PK
-        self._whole_P = -by_logprob_P
+        self._grad_logprob_P, self._grad_entropy_P, self._grad_top_PK = grad_logprob_P, grad_entropy_P, grad_top_PK
+        self._softmax_factor_P = -grad_logprob_P
         if request.kept is not None:
             assert shares_E is not None
-            self._whole_P = self._whole_P.masked_fill(request.kept.sizes_P > 0, 0.0)
-            self._by_kept_E = -by_logprob_P[request.kept.owners_E] * shares_E
-        self._whole_P = self._whole_P - by_top_PK.sum(1)
+            self._softmax_factor_P = self._softmax_factor_P.masked_fill(request.kept.sizes_P > 0, 0.0)
+            self._grad_kept_E = -grad_logprob_P[request.kept.owners_E] * shares_E
+        self._softmax_factor_P = self._softmax_factor_P - grad_top_PK.sum(1)
 
     def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, entries: slice) -> Tensor:
-        slope_CB = log_p_CB.exp()
-        whole_C = self._whole_P[tokens, None]
-        if self._by_entropy_P is None:
-            slope_CB.mul_(whole_C)
+        grad_CB = log_p_CB.exp()
+        softmax_factor_C = self._softmax_factor_P[tokens, None]
+        if self._grad_entropy_P is None:
+            grad_CB.mul_(softmax_factor_C)
         else:
-            slope_CB.mul_(whole_C - self._by_entropy_P[tokens, None] * (log_p_CB + entropy_P[tokens, None]))
+            grad_CB.mul_(softmax_factor_C - self._grad_entropy_P[tokens, None] * (log_p_CB + entropy_P[tokens, None]))
         if self._request.kept is not None:
             places, flat = self._request.kept.within(tokens, entries)
-            slope_CB.view(-1)[flat] += self._by_kept_E[places]
-        _add_slopes(slope_CB, self._by_logprob_P[tokens, None], self._request.ids_P[tokens, None], entries)
-        _add_slopes(slope_CB, self._by_top_PK[tokens], self._request.further_ids(tokens), entries)
-        return slope_CB if self._request.temperature == 1.0 else slope_CB.div_(self._request.temperature)
+            grad_CB.view(-1)[flat] += self._grad_kept_E[places]
+        _scatter_add(grad_CB, self._grad_logprob_P[tokens, None], self._request.ids_P[tokens, None], entries)
+        _scatter_add(grad_CB, self._grad_top_PK[tokens], self._request.further_ids(tokens), entries)
+        return grad_CB if self._request.temperature == 1.0 else grad_CB.div_(self._request.temperature)
 
 
 class _GradientSums:
@@ -293,10 +296,10 @@ class _GradientSums:
         )
         self._block: Tensor | None = None
 
-    def add(self, tokens: slice, entries: slice, slope_CB: Tensor) -> None:
+    def add(self, tokens: slice, entries: slice, grad_CB: Tensor) -> None:
         if self._bias is not None:
-            self._bias[entries] += slope_CB.sum(0)
-        narrow_CB = slope_CB.to(self._head.weight_VD.dtype)
+            self._bias[entries] += grad_CB.sum(0)
+        narrow_CB = grad_CB.to(self._head.weight_VD.dtype)
         if self._hidden is not None:
             _add_product(self._hidden[tokens], narrow_CB, self._head.weight_VD[entries])
         if self._weight is not None:
@@ -332,10 +335,10 @@ def _write_logits(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, entries: 
     found_CK.copy_(torch.where(inside_CK, logits_CB.gather(1, column_CK), found_CK))
 
 
-def _add_slopes(slope_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, entries: slice) -> None:
+def _scatter_add(grad_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, entries: slice) -> None:
     """Add ``by_CK`` to the slopes of the ids that are among ``entries``."""
     inside_CK, column_CK = _column(ids_CK, entries)
-    slope_CB.scatter_add_(1, column_CK, by_CK * inside_CK)
+    grad_CB.scatter_add_(1, column_CK, by_CK * inside_CK)
 
 
 def _column(ids_CK: Tensor, entries: slice) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,7 @@ def refuse_unknown_agents(batch: Batch, agents: Sequence[str]) -> None:
 
 
 def _misaligned(batch: Batch) -> str:
+    """Return the first column of a batch whose length does not fit the others, in words; empty if all fit."""
     num_samples, num_tokens = len(batch.lengths_S), batch.num_tokens
     sizes = {
         "groups_S": (len(batch.groups_S), num_samples),
@@ -87,6 +88,7 @@ def _misaligned(batch: Batch) -> str:
 
 
 def _untrainable(batch: Batch, vocab_size: int) -> str:
+    """Return why a batch cannot be trained, in words; empty if it can."""
     outside = np.flatnonzero((batch.ids_N < 0) | (batch.ids_N >= vocab_size))
     if len(outside):
         return f"token {outside[0]} has id {batch.ids_N[outside[0]]}, the model knows 0 to {vocab_size - 1}"
@@ -100,6 +102,7 @@ def _untrainable(batch: Batch, vocab_size: int) -> str:
 
 
 def _invalid_kept(batch: Batch, vocab_size: int) -> str:
+    """Return why the kept-sets of a batch are invalid, in words; empty if they are valid."""
     if batch.kept is None:
         return ""
     if problem := batch.kept.problem(batch.ids_N):
@@ -122,11 +125,11 @@ def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:
 
 
 def _invalid_teaching(batch: Batch, vocab_size: int) -> str:
-    if batch.taught is None:
+    if batch.teacher_scores is None:
         return ""
-    if problem := batch.taught.problem(batch.num_tokens):
+    if problem := batch.teacher_scores.problem(batch.num_tokens):
         return problem
-    ids_NK = batch.taught.ids_TK
+    ids_NK = batch.teacher_scores.ids_TK
     outside = ids_NK[(ids_NK < 0) | (ids_NK >= vocab_size)]
     return f"a teacher's entry is {outside[0]}, the model knows 0 to {vocab_size - 1}" if len(outside) else ""
 

@@ -198,6 +198,7 @@ class TokenLogprobs:
     def _of_chunk(
         self, hidden_CD: Tensor, ids_C: Tensor, top_CK: Tensor, kept: KeptSets | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log π, entropy and the log-probabilities of the requested entries for one chunk of positions."""
         logits_CV = _tempered(self._model.logits(hidden_CD), self._temperature)
         all_CV = self._log_softmax(logits_CV)
         drawn_CV = all_CV

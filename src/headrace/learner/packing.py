@@ -247,6 +247,8 @@ def _first_fit(rows_U: Index, capacity: int) -> Index:
 def _cheapest_first(
     rows_U: Index, cost_U: npt.NDArray[np.float64] | Index, num_bins: int, capacity: int
 ) -> Index | None:
+    """Assign units to bins, the most expensive first and each to the cheapest bin that has room. Return the bin of each
+    unit; ``None`` if one fits nowhere."""
     room, spent = np.full(num_bins, capacity, np.int64), np.zeros(num_bins)
     bins_U = np.zeros(len(rows_U), np.int64)
     for unit in np.argsort(-cost_U, kind="stable"):

@@ -111,6 +111,7 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
 
 
 def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
+    """Load the adapters of all agents from a snapshot."""
     from headrace.models import lora
 
     try:
@@ -137,7 +138,7 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", remedy="resume from an older snapshot, or train anew"
+            f"{path} cannot be read: {error}", remedy="resume from an older snapshot, or train again"
         ) from None
     random_state = tensors.pop(_RANDOM_STATE)
     numbers = {name: number for number, name in enumerate(_names(model, optimizer))}

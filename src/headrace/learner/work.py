@@ -19,7 +19,7 @@ from headrace.algo.base import LossInputs, LossOutput, Metrics, Old, Ratio
 from headrace.algo.metrics import add, means
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn
 from headrace.learner.forward import ForwardResult, TopK
 from headrace.learner.intake import Mask
@@ -51,7 +51,7 @@ class StepWork:
     """KL(π‖π_ref) per sample, estimated from answers to other prompts; ``None`` if no loss reads it."""
     top: TopK | None = None
     """The likeliest entries of the teacher; ``None`` if no loss reads them."""
-    taught_N: Taught | None = None
+    teacher_scores_N: TeacherScores | None = None
     """Log-probabilities of a teacher that this learner computes, for the sampled tokens; ``None`` if they were not
     computed."""
     metrics: Metrics = field(default_factory=dict)
@@ -128,7 +128,7 @@ class MicroBatchStats:
     def __init__(self) -> None:
         self._before = 0
         self._num_tokens = 0
-        self._taught: list[Taught] = []
+        self._teacher_scores: list[TeacherScores] = []
         self._losses: list[float] = []
         self._metrics: list[Mapping[str, Ratio]] = []
         self._stats: list[TokenStats] = []
@@ -142,7 +142,7 @@ class MicroBatchStats:
         """Begin a batch, or a part of one, whose micro-batches follow."""
         self._before, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
         self._metrics.append(work.metrics)
-        self._taught += [] if work.taught_N is None else [work.taught_N]
+        self._teacher_scores += [] if work.teacher_scores_N is None else [work.teacher_scores_N]
 
     def add(self, work: StepWork, micro: MicroBatch, result: ForwardResult, output: LossOutput) -> None:
         """Add the results of one micro-batch."""
@@ -186,10 +186,10 @@ class MicroBatchStats:
         """Return log π of every token at the beginning of the step, ``[N]``; NaN for tokens that carried no loss."""
         return TokenStats.concat(self._stats).log_pi_of(self._num_tokens)
 
-    def taught_N(self) -> Taught | None:
+    def teacher_scores_N(self) -> TeacherScores | None:
         """Return the log-probabilities of a teacher that the learner computes, for every token; ``None`` if they were
         not computed."""
-        return Taught.concat(self._taught) if self._taught else None
+        return TeacherScores.concat(self._teacher_scores) if self._teacher_scores else None
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """Return the metrics of the step. ``scale`` multiplies the losses."""
@@ -209,7 +209,7 @@ class Gradient:
     log_pi_N: FloatColumn
     """log π under the weights at which the gradient was computed, ``[N]``; NaN for tokens that carried no loss."""
     seconds: float
-    taught_N: Taught | None
+    teacher_scores_N: TeacherScores | None
     """Log-probabilities of a teacher that this learner computes, for the sampled tokens; ``None`` if they were not
     computed."""
 
@@ -222,7 +222,7 @@ class Gradient:
             dropped_tokens=dropped,
             log_pi_N=tally.log_pi_N(),
             seconds=seconds,
-            taught_N=tally.taught_N(),
+            teacher_scores_N=tally.teacher_scores_N(),
         )
 
 

@@ -138,6 +138,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fetch: bool) -> str:
+    """Return the directory of a snapshot of the repository, from the cache or downloaded."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -168,6 +169,7 @@ def _cached(repo: str, revision: str | None, patterns: tuple[str, ...]) -> str |
 
 
 def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, local_files_only: bool) -> str:
+    """Download the files that match ``patterns``, and return their directory."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(
@@ -180,6 +182,7 @@ def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, loc
 
 
 def _refuse_without_safetensors(files: Iterable[str]) -> None:
+    """Refuse a repository whose weights are not safetensors."""
     names = [name for name in files if "/" not in name]
     if any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS):
         return

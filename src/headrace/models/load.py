@@ -173,6 +173,7 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
 
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
+    """Refuse an architecture that engine and learner cannot compute."""
     from headrace.models.recurrent import foreign_mixer
     from headrace.models.text_part import causal_class
 
@@ -211,6 +212,7 @@ def refuse_multimodal(path: str, reason: str) -> None:
 
 
 def _refuse_quantised(path: str) -> None:
+    """Refuse a model with quantised weights."""
     config = read_whole_config(path)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
@@ -248,6 +250,8 @@ def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
 
 
 def _make_deterministic(model: PreTrainedModel, path: str) -> None:
+    """Give the model batch-invariant kernels. Raises :class:`~headrace.base.errors.ModelError` if it has a part without
+    one."""
     from headrace.models.kernels.deterministic import make_deterministic
 
     try:

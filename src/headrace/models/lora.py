@@ -293,6 +293,7 @@ def _peft() -> Any:
 
 
 def _peft_config(peft: Any, model: nn.Module, config: LoraConfig, base: str) -> Any:
+    """Return peft's configuration for these settings and this model."""
     wanted, names = config.target_modules, _linear_names(model)
     name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
     return peft.LoraConfig(

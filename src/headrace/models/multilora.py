@@ -140,6 +140,8 @@ class MultiLora:
             self._segments = before
 
     def _hook(self, name: str, is_head: bool) -> Any:
+        """Return the forward hook of a module, which adds the adapters of all segments to its output."""
+
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             for segment in self._segments:
                 assert segment.lora is not None

@@ -25,7 +25,7 @@ REMEDY = (
     "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors; or its name on "
     "a hub: OWNER/NAME"
 )
-"""What to do about a directory that is no model's."""
+"""The remedy for a directory that does not hold a model."""
 
 
 @contextmanager

@@ -72,8 +72,7 @@ class PolicyConfig(Section):
         if self.learner.served_teachers:
             raise ConfigError(
                 "a policy of a loop of its own starts no engines, and learner.teachers has one with an engine",
-                remedy="leave engine out of its table: the learner computes it; or give batches whose taught column "
-                "says what a teacher says",
+                remedy="leave engine out of its table: the learner computes it; or give batches with teacher_scores",
             )
         return self
 

@@ -240,7 +240,7 @@ def plain(config: ModelConfig) -> Iterator[PreTrainedModel]:
     multimodal = type(whole) is not type(read)
     kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)] if multimodal else causal_class(read)
     if kind is None:
-        raise ModelError(f"model.path={config.path!r} is no causal language model", remedy="name another model")
+        raise ModelError(f"model.path={config.path!r} is not a causal language model", remedy="name another model")
     model = kind.from_pretrained(config.path, dtype=getattr(torch, config.dtype), attn_implementation="eager")
     yield model.eval()
 

@@ -218,7 +218,7 @@ class Policy:
 
         A prompt is text, chat messages, token ids, or :class:`~headrace.base.types.tokens.Tokens`. ``how`` overrides
         the settings of the engine; samples of another temperature cannot be trained. With ``seed`` the same call gives
-        the same answers under the same weights; without it, each call draws anew. Weights that are published meanwhile
+        the same answers under the same weights; without it, each call draws again. Weights that are published meanwhile
         are used from then on, and every token records the version that sampled it.
 
         Raises :class:`~headrace.base.errors.DataError` for an invalid prompt,
@@ -424,9 +424,11 @@ class Policy:
 
     def _weights_locked(self) -> AbstractContextManager[Any]:
         """Return a lock that prevents publishing while the model holds weights that are not its own."""
-        return self._weights if self._learner.lends_weights else nullcontext()
+        return self._weights if self._learner.swaps_weights else nullcontext()
 
     def _open(self, what: str) -> LocalEngine:
+        """Return the engine. Raises :class:`~headrace.base.errors.RunError` if the policy is not open in this event
+        loop."""
         if self._engine is None:
             state = "has been closed" if self._loop is not None else "is not open"
             raise RunError(f"{what}: the policy {state}", remedy="call it inside `async with policy:`")

@@ -118,6 +118,7 @@ def make_batch(samples: Samples, advantages: Any, required: SampleRequirements) 
 
 
 def _flat_samples(samples: Samples) -> list[Sample]:
+    """Return the samples of all groups as one list."""
     flat: list[Any] = []
     for one in samples:
         flat += one if isinstance(one, Sequence) else [one]
@@ -132,6 +133,7 @@ def _flat_samples(samples: Samples) -> list[Sample]:
 
 
 def _flat_advantages(samples: Sequence[Any], advantages: Any) -> list[Any]:
+    """Return the advantages as one list, in the order of the samples."""
     rows = _listed(advantages, "advantages")
     _refuse_length("samples" if isinstance(samples[0], Sample) else "groups", len(samples), len(rows))
     flat: list[Any] = []
@@ -150,7 +152,7 @@ def _listed(values: Any, name: str) -> list[Any]:
         return list(values)
     except TypeError:
         raise DataError(
-            f"{name} is {values!r}, which is no list", remedy="give advantages nested as the samples are"
+            f"{name} is {values!r}, which is not a list", remedy="give advantages nested as the samples are"
         ) from None
 
 
@@ -189,6 +191,7 @@ def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
 
 
 def _refuse_foreign(name: str, sample: Sample, full: Tokens, required: SampleRequirements) -> None:
+    """Refuse a sample of another model, of a newer version or of another temperature than the policy has."""
     outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= required.vocab_size))
     if len(outside):
         raise DataError(

@@ -93,6 +93,7 @@ class PolicySampler:
         return encoded
 
     def _encode(self, place: int, prompt: Prompt) -> Tokens:
+        """Return a prompt as tokens. ``place`` is its index, for errors."""
         if isinstance(prompt, Tokens):
             return prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
@@ -109,7 +110,7 @@ class PolicySampler:
         self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]
     ) -> list[list[SampleRequest]]:
         """Return the requests for ``n`` answers to each prompt. A ``seed`` makes the call repeatable; without it, every
-        call draws anew."""
+        call draws again."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n={n!r} answers to each prompt", remedy="set n >= 1")
         first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompts)
@@ -132,6 +133,7 @@ class PolicySampler:
         return episode_seed(seed, EpisodeKey(place, member))
 
     def _sampling(self, how: Mapping[str, Any]) -> Sampling:
+        """Return the sampling options, those of the policy overridden by ``how``."""
         known = SampleOptions.__annotations__
         for key in how:
             if key not in known:
@@ -140,7 +142,7 @@ class PolicySampler:
             tree = {**msgspec.to_builtins(self._defaults), **how}
             sampling = msgspec.convert({**tree, "logit_bias": dict(tree["logit_bias"])}, Sampling)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"sampling {dict(how)}: {error}", remedy="mend that setting") from None
+            raise ConfigError(f"sampling {dict(how)}: {error}", remedy="fix that setting") from None
         return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:
@@ -150,6 +152,7 @@ class PolicySampler:
         return [[next(samples) for _ in group] for group in groups]
 
     async def _one(self, engine: Engine, request: SampleRequest) -> Sample:
+        """Sample one answer and return it with its tokens, text and stop reason."""
         parts: list[Tokens] = []
         prompt, stop_reason, request_id = request.prompt, None, -1
         given_T = np.zeros(0, np.int32) if request.options.fork else prompt.ids_T

@@ -128,6 +128,7 @@ class Renderer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool], *, answer: bool) -> str:
+        """Return messages as text, by the chat template. With ``answer``, the opening of an answer follows."""
         specs: list[dict[str, Any]] | None = [_spec(tool) for tool in tools] or None
         if not self.knows_tools:
             messages, specs = without_tools(messages, tools), None
@@ -197,6 +198,6 @@ def _call(name: str, function: str = "f", arguments: str = "{}") -> dict[str, An
 def _refused(text: str) -> EpisodeError:
     return EpisodeError(
         f"the chat template refuses the conversation: {text}",
-        remedy="send messages that it knows, or mend the template of the model directory",
+        remedy="send messages that it knows, or fix the template of the model directory",
         reason="template_error",
     )

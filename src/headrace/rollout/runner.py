@@ -255,6 +255,8 @@ class EpisodeRunner:
         return episode
 
     async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> EpisodeGraph:
+        """Run the environment once. Its failure becomes the cause of the returned episode; only errors of the run
+        itself and cancellation are raised."""
         episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
         conversations = Conversations(policy, self.limits, chat=self.chat, seed=seed, note=self.note)
@@ -298,7 +300,7 @@ def remedy_of(cause: str) -> str:
     """
     if cause.partition(":")[0] in ("request_refused", "engine_failed"):
         return "look at what is asked of the engine, at its settings and its log"
-    return "mend the environment or the reward function"
+    return "fix the environment or the reward function"
 
 
 def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]) -> None:

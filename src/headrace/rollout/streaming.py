@@ -27,7 +27,7 @@ class AnswerStream:
         self._reading = reading
         self._on_piece = on_piece
         self._num_prompt_tokens = num_prompt_tokens
-        self._has_passed_on = False
+        self._has_sent = False
         self._reasoning = self._content = ""
         self._begin()
 
@@ -36,7 +36,7 @@ class AnswerStream:
         self._stops = StopFinder(self._reading.stop)
         self._text = ""
         self._stopped = False
-        self._last: int | None = None  # a stop token is no part of the text where it is the last
+        self._last: int | None = None  # a stop token is not part of the text where it is the last
 
     def push(self, chunk: TokenChunk) -> None:
         """Append sampled tokens, and pass on the text that has become certain. The first call always passes on a piece,
@@ -60,7 +60,7 @@ class AnswerStream:
         """Pass on the rest of the complete answer, which was read as ``message``."""
         if not (message.reasoning.startswith(self._reasoning) and message.content.startswith(self._content)):
             raise SequenceFailed(
-                "the answer was begun anew after the first of it had been streamed, or its tokens have other text "
+                "the answer was started again after the first of it had been streamed, or its tokens have other text "
                 "together than one by one",
                 remedy="ask again, or without a stream",
             )
@@ -75,6 +75,6 @@ class AnswerStream:
             reasoning=reasoning[len(self._reasoning) :],
             content=content[len(self._content) :],
         )
-        if piece.reasoning or piece.content or not self._has_passed_on:
-            self._reasoning, self._content, self._has_passed_on = reasoning, content, True
+        if piece.reasoning or piece.content or not self._has_sent:
+            self._reasoning, self._content, self._has_sent = reasoning, content, True
             self._on_piece(piece)

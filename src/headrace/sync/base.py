@@ -1,8 +1,8 @@
 """The contracts of the weight sync.
 
     learner                                          engine
-    copy(slot)     one copy, then training goes on
-    announce()     hash, encode, send: background ─▶ stage(update)    fetch, decode, verify, while decoding goes on
+    copy(slot)     one copy, then training continues
+    announce()     hash, encode, send: background ─▶ stage(update)    fetch, decode, verify, while decoding continues
                                                      commit(version)  between two steps: from now on these weights
 
 There are two slots. The newest committed version is in one of them. The learner fills the other, and may fill the first
@@ -45,8 +45,8 @@ class Phase(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """One payload to be sent."""
+class SendRequest:
+    """A request to send one payload: a version of the weights, whole or as a difference."""
 
     version: int
     slot: int
@@ -79,9 +79,9 @@ class Outbox(Protocol):
         """Return memory for the slots. Raises :class:`~headrace.base.errors.WeightsError` where there is too little."""
         ...
 
-    def send(self, parcel: Parcel) -> Sent:
+    def send(self, request: SendRequest) -> Sent:
         """Make the payload available. Its memory does not change until the slot is filled again. It is an error if the
-        payload reaches no receiver, and none if it reaches some of ``parcel.to``."""
+        payload reaches no receiver, and none if it reaches some of ``request.to``."""
         ...
 
     def close(self) -> None:
@@ -99,10 +99,10 @@ class Inbox(Protocol):
 
     @property
     def lasting(self) -> bool:
-        """Whether :meth:`lend` returns the same memory for every version in a slot."""
+        """Whether :meth:`view` returns the same memory for every version in a slot."""
         ...
 
-    def lend(self, update: WeightUpdate) -> memoryview | None:
+    def view(self, update: WeightUpdate) -> memoryview | None:
         """Return the payload in the memory where it is already, unchanged while it is referenced (``shm``: until the
         learner may fill the slot again); ``None`` if it has to be fetched."""
         ...

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
-from headrace.sync.base import Parcel, Sent
+from headrace.sync.base import SendRequest, Sent
 from headrace.sync.config import Transport, TransportCost
 from headrace.sync.groups import ProcessGroup, join_local_group
 from headrace.sync.manifest import private_memory
@@ -44,15 +44,15 @@ class CollectiveOutbox:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> Sent:
-        if not parcel.to:
+    def send(self, request: SendRequest) -> Sent:
+        if not request.to:
             raise WeightsError(
-                f"version {parcel.version} has no receiver to be sent to", remedy="start an engine with this transport"
+                f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
             )
-        previous_succeeded = self._previous_succeeded(parcel.version)
-        if parcel.again or not previous_succeeded or self._name.partition(".")[2] != _join_names(parcel.to):
-            self._name = f"{secrets.token_hex(4)}.{_join_names(parcel.to)}"
-        self._transfer = self._sender.submit(self._send, self._name, parcel)
+        previous_succeeded = self._previous_succeeded(request.version)
+        if request.again or not previous_succeeded or self._name.partition(".")[2] != _join_names(request.to):
+            self._name = f"{secrets.token_hex(4)}.{_join_names(request.to)}"
+        self._transfer = self._sender.submit(self._send, self._name, request)
         return Sent(path=self._name)
 
     def close(self) -> None:
@@ -74,15 +74,16 @@ class CollectiveOutbox:
             return False
         return True
 
-    def _send(self, name: str, parcel: Parcel) -> None:
+    def _send(self, name: str, request: SendRequest) -> None:
+        """Broadcast the payload to the group ``name``, which is joined first if it is a new one."""
         try:
             if self._group is None or self._group[0] != name:
                 self._group = None
-                rank_and_size = (0, 1 + len(parcel.to))
+                rank_and_size = (0, 1 + len(request.to))
                 group = join_local_group(self._directory, name.partition(".")[0], rank_and_size, self._deadline_s)
                 self._group = (name, group)
-            self._group[1].broadcast_one(_header(parcel.version, len(parcel.payload)))
-            self._group[1].broadcast(parcel.payload)
+            self._group[1].broadcast_one(_header(request.version, len(request.payload)))
+            self._group[1].broadcast(request.payload)
         except RuntimeError:
             self._group = None
             raise
@@ -98,7 +99,7 @@ class CollectiveInbox:
         self.address = secrets.token_hex(8)
         self._group: tuple[str, ProcessGroup] | None = None
 
-    def lend(self, update: WeightUpdate) -> None:
+    def view(self, update: WeightUpdate) -> None:
         return None
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
@@ -127,6 +128,8 @@ class CollectiveInbox:
         self._group = None
 
     def _receive(self, update: WeightUpdate, into: memoryview) -> None:
+        """Receive the payload of ``update``. Raises :class:`~headrace.base.errors.NeedsFull` if the learner sends
+        another version."""
         group = self._join_group(update)
         received = self._receive_header(group)
         if received != [update.version, update.num_bytes]:
@@ -144,6 +147,7 @@ class CollectiveInbox:
         return header.tolist()
 
     def _join_group(self, update: WeightUpdate) -> ProcessGroup:
+        """Return the process group that carries the update, and join it if it is a new one."""
         if self._group is not None and self._group[0] == update.path:
             return self._group[1]
         name, _, members = update.path.partition(".")

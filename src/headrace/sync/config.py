@@ -47,7 +47,7 @@ def _meets_nowhere(sync: SyncConfig, places: RunPlaces) -> str:
     return ""
 
 
-def _accepts(sync: SyncConfig) -> None:
+def _no_check(sync: SyncConfig) -> None:
     return None
 
 
@@ -73,7 +73,7 @@ class Transport:
     settings: Mapping[str, str] = field(default_factory=dict)
     """The settings of ``[sync]`` that only some transports use, this one among them. The value completes the sentence
     about a transport that does not use the setting: ``{"directory": "writes no files"}``."""
-    check: Callable[[SyncConfig], None] = _accepts
+    check: Callable[[SyncConfig], None] = _no_check
     """Raise :class:`~headrace.base.errors.ConfigError` for values of ``[sync]`` that the transport cannot use."""
     options: type[Section] | None = None
     """The section that ``[sync.options]`` is validated as; ``None`` if the transport has no settings of its own."""

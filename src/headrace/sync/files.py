@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError, NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES, NUM_SLOTS, Manifest, WeightUpdate
-from headrace.sync.base import Parcel, Sent
+from headrace.sync.base import SendRequest, Sent
 from headrace.sync.config import RunPlaces, SyncConfig, Transport, TransportCost
 from headrace.sync.manifest import private_memory
 
@@ -49,15 +49,15 @@ class FilesOutbox:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> Sent:
-        name = f"v{parcel.version:08d}-{secrets.token_hex(4)}.{'safetensors' if parcel.whole else 'delta'}"
+    def send(self, request: SendRequest) -> Sent:
+        name = f"v{request.version:08d}-{secrets.token_hex(4)}.{'safetensors' if request.whole else 'delta'}"
         path, unfinished = f"{self._folder}/{name}", f"{self._folder}/.{name}.part"
         try:
             self._files.makedirs(self._folder, exist_ok=True)
             with self._files.open(unfinished, "wb") as file:
-                if parcel.whole:
-                    file.write(safetensors_header(parcel.manifest, parcel.version))
-                for bucket in _buckets(parcel.payload, parcel.manifest if parcel.whole else None):
+                if request.whole:
+                    file.write(safetensors_header(request.manifest, request.version))
+                for bucket in _buckets(request.payload, request.manifest if request.whole else None):
                     file.write(bucket)
             self._files.mv(unfinished, path)
             self._written.append(path)
@@ -67,7 +67,7 @@ class FilesOutbox:
             with contextlib.suppress(OSError):
                 self._remove(unfinished)
             raise WeightsError(
-                f"version {parcel.version} cannot be written to {path} ({len(parcel.payload)} bytes): {error}",
+                f"version {request.version} cannot be written to {path} ({len(request.payload)} bytes): {error}",
                 remedy="make room there, let this user write there, or set sync.directory",
             ) from None
         return Sent(path=name)
@@ -91,7 +91,7 @@ class FilesInbox:
     def __init__(self, folder: str) -> None:
         self._files, self._folder = _open_filesystem(folder)
 
-    def lend(self, update: WeightUpdate) -> None:
+    def view(self, update: WeightUpdate) -> None:
         return None
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
@@ -116,6 +116,8 @@ class FilesInbox:
         """Do nothing: no resource is held."""
 
     def _read(self, path: str, update: WeightUpdate, into: memoryview) -> None:
+        """Read the payload from ``path``. Raises :class:`~headrace.base.errors.NeedsFull` if the file is not the one
+        that was announced."""
         whole = update.manifest if update.base is None else None
         before = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
@@ -159,6 +161,7 @@ def _fill(file: Any, bucket: memoryview) -> int:
 
 
 def _open_filesystem(folder: str) -> tuple[Any, str]:
+    """Return the file system of ``folder``, which is a path or a URL, and the path within it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:

@@ -31,7 +31,7 @@ from headrace.base.config.addresses import EVERYWHERE, LOOPBACK
 from headrace.base.config.tls import only, refuse_incomplete_tls, server_context
 from headrace.base.errors import ConfigError, NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
-from headrace.sync.base import Parcel, Sent
+from headrace.sync.base import SendRequest, Sent
 from headrace.sync.config import Route, SyncConfig, Transport, TransportCost
 from headrace.sync.manifest import private_memory
 
@@ -61,18 +61,18 @@ class HttpOutbox:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> Sent:
-        key = f"{parcel.version}-{secrets.token_hex(8)}"
-        receivers = [url for url in parcel.to if self._is_reachable(url)] or parcel.to
+    def send(self, request: SendRequest) -> Sent:
+        key = f"{request.version}-{secrets.token_hex(8)}"
+        receivers = [url for url in request.to if self._is_reachable(url)] or request.to
         with ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="upload") as uploads:
-            uploads_by_url = {url: uploads.submit(self._upload, url, key, parcel) for url in receivers}
-        missed = {url: self._missed[url] for url in parcel.to if url not in uploads_by_url}
+            uploads_by_url = {url: uploads.submit(self._upload, url, key, request) for url in receivers}
+        missed = {url: self._missed[url] for url in request.to if url not in uploads_by_url}
         for url, upload in uploads_by_url.items():
             try:
                 upload.result()
             except WeightsError as error:
                 missed[url] = error
-        if parcel.to and len(missed) == len(parcel.to):
+        if request.to and len(missed) == len(request.to):
             raise missed[receivers[0]]
         for url in uploads_by_url:
             self._missed.pop(url, None)
@@ -97,6 +97,7 @@ class HttpOutbox:
         return False
 
     def _probe(self, url: str) -> bool:
+        """Return whether a receiver answers at ``url``."""
         connection = self._connection(url, min(PROBE_S, self._deadline_s))
         try:
             connection.request("HEAD", "/")
@@ -107,31 +108,33 @@ class HttpOutbox:
             connection.close()
         return True
 
-    def _upload(self, url: str, key: str, parcel: Parcel) -> None:
+    def _upload(self, url: str, key: str, request: SendRequest) -> None:
         try:
-            self._put(url, key, parcel)
+            self._put(url, key, request)
         except (OSError, http.client.HTTPException) as error:
             raise WeightsError(
-                f"version {parcel.version} could not be uploaded to {url}, which may be silent for at most "
+                f"version {request.version} could not be uploaded to {url}, which may be silent for at most "
                 f"{self._deadline_s:g} s: {type(error).__name__}: {error}",
                 remedy="look at the engine's log; raise sync.deadline_s on a slow network",
             ) from None
 
-    def _put(self, url: str, key: str, parcel: Parcel) -> None:
+    def _put(self, url: str, key: str, request: SendRequest) -> None:
+        """Upload the payload to one receiver in buckets. Raises :class:`~headrace.base.errors.WeightsError` if it is
+        refused."""
         connection = self._connection(url, self._deadline_s)
         try:
-            for start in range(0, max(len(parcel.payload), 1), BUCKET_BYTES):
+            for start in range(0, max(len(request.payload), 1), BUCKET_BYTES):
                 headers = {
                     "Authorization": f"Bearer {self._token}",
                     "Upload-Offset": str(start),
-                    "Upload-Length": str(len(parcel.payload)),
+                    "Upload-Length": str(len(request.payload)),
                 }
-                connection.request("PUT", f"/weights/{key}", parcel.payload[start : start + BUCKET_BYTES], headers)
+                connection.request("PUT", f"/weights/{key}", request.payload[start : start + BUCKET_BYTES], headers)
                 answer = connection.getresponse()
                 text = answer.read(1000).decode("utf-8", "replace") or answer.reason
                 if answer.status != 204:
                     raise WeightsError(
-                        f"{url} refused version {parcel.version} at byte {start} of {len(parcel.payload)}: "
+                        f"{url} refused version {request.version} at byte {start} of {len(request.payload)}: "
                         f"{answer.status} {text}",
                         remedy="give learner and engine the same run token and the same model",
                     )
@@ -184,7 +187,7 @@ class HttpInbox:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="weights")
         self._thread.start()
 
-    def lend(self, update: WeightUpdate) -> memoryview:
+    def view(self, update: WeightUpdate) -> memoryview:
         """Wait until the upload is complete, and return its memory."""
         with self._changed:
             whole = self._changed.wait_for(lambda: self._whole(update), self.deadline_s)
@@ -367,6 +370,7 @@ class _UploadHandler(BaseHTTPRequestHandler):
         """Log nothing: the answers tell the client what happened."""
 
     def _answer(self, status: int, text: str) -> None:
+        """Send a response. After an error the connection is closed, because the body of the request was not read."""
         body = text.encode()
         self.send_response_only(status)
         if status == 401:
@@ -410,7 +414,7 @@ def _check(sync: SyncConfig) -> None:
     refuse_incomplete_tls("sync", sync.tls_certificate, sync.tls_key)
     if sync.host in EVERYWHERE:
         raise ConfigError(
-            f"sync.host={sync.host!r} is no address that a learner could send to",
+            f"sync.host={sync.host!r} is not an address that a learner could send to",
             remedy="name the address of one interface of the engine's machine",
         )
 

@@ -1,4 +1,5 @@
-"""The learner's side of the weight sync: snapshots of the weights, hashed, encoded and sent while training goes on."""
+"""The learner's side of the weight sync: snapshots of the weights, hashed, encoded and sent while training
+continues."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from headrace.base.errors import ConfigError, WeightsError
 from headrace.base.types.weights import NUM_SLOTS, WeightUpdate
 from headrace.models.weights import of_adapter
-from headrace.sync.base import Codec, Outbox, Parcel
+from headrace.sync.base import Codec, Outbox, SendRequest
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
 
@@ -65,9 +66,9 @@ class Publisher:
         if base is not None and base.version < version:
             payload = delta.encode(self._images[slot], self._images[1 - slot], self.manifest)
             if payload is not None:
-                difference = replace(self._parcel(version, slot, to), payload=memoryview(payload), whole=False)
+                difference = replace(self._send_request(version, slot, to), payload=memoryview(payload), whole=False)
                 return self._send(difference, base.version)
-        return self._send(self._parcel(version, slot, to))
+        return self._send(self._send_request(version, slot, to))
 
     def resend(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
         """Send a version once more, whole. Raises :class:`~headrace.base.errors.WeightsError` if ``slot`` does not hold
@@ -83,7 +84,7 @@ class Publisher:
                     f"{was:016x} to {now:016x}",
                     remedy="publish a newer version; if it happens again, test the machine's memory",
                 )
-        return self._send(replace(self._parcel(version, slot, to), again=True))
+        return self._send(replace(self._send_request(version, slot, to), again=True))
 
     def close(self) -> None:
         """Release the buffers."""
@@ -91,25 +92,29 @@ class Publisher:
         self._images.clear()
         self._outbox.close()
 
-    def _parcel(self, version: int, slot: int, to: Sequence[str]) -> Parcel:
-        """Return a parcel with the whole slot."""
-        return Parcel(version=version, slot=slot, payload=self._images[slot], manifest=self.manifest, whole=True, to=to)
+    def _send_request(self, version: int, slot: int, to: Sequence[str]) -> SendRequest:
+        """Return the request to send the whole slot."""
+        return SendRequest(
+            version=version, slot=slot, payload=self._images[slot], manifest=self.manifest, whole=True, to=to
+        )
 
-    def _send(self, parcel: Parcel, base: int | None = None) -> WeightUpdate:
-        announced = self._announced[parcel.slot]
+    def _send(self, request: SendRequest, base: int | None = None) -> WeightUpdate:
+        """Send a payload and return the update that tells engines where it is. ``base`` is the version that a
+        difference applies to."""
+        announced = self._announced[request.slot]
         assert announced is not None
-        sent = self._outbox.send(parcel)
+        sent = self._outbox.send(request)
         return WeightUpdate(
-            version=parcel.version,
-            slot=parcel.slot,
+            version=request.version,
+            slot=request.slot,
             path=sent.path,
             manifest=self.manifest,
             checksums=announced.checksums,
             base=base,
-            num_bytes=len(parcel.payload),
-            to=tuple(address for address in parcel.to if address not in sent.missed),
+            num_bytes=len(request.payload),
+            to=tuple(address for address in request.to if address not in sent.missed),
             missed=dict(sent.missed),
-            adapter=f"adapter-v{parcel.version}" if self._codec.adapters_only else "",
+            adapter=f"adapter-v{request.version}" if self._codec.adapters_only else "",
         )
 
 

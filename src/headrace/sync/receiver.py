@@ -1,9 +1,9 @@
 """The engine's side of the weight sync: updates are fetched, decoded and verified beside the model.
 
     update ─fits? newer?─▶ payload ─decode─▶ image ─hash─▶ tensors of the engine's dtype ─commit─▶ parameter.data
-                           lent or fetched                 views of the image where nothing is converted
+                           viewed or fetched               views of the image where nothing is converted
 
-A commit is a change of pointers. A payload that the transport does not lend is written to one of two buffers: the model
+A commit is a change of pointers. A payload that cannot be viewed in place is written to one of two buffers: the model
 uses one, the other is free. On a GPU the first buffer is the memory that the model was loaded into, and the second is
 allocated at once, so that the engine's cache is sized with the memory that is left. :mod:`headrace.sync.base` has a
 picture of the phases.
@@ -148,6 +148,8 @@ class Receiver:
         self._inbox.close()
 
     def _exchange(self, received: _ReceivedVersion, per_part: int) -> Iterator[None]:
+        """Let the model's parameters point to the received tensors, ``per_part`` of them between two yields; then the
+        version is committed."""
         pairs = list(zip(self._targets.values(), received.tensors, strict=True))
         for start in range(0, len(pairs), per_part):
             if start:
@@ -163,6 +165,7 @@ class Receiver:
                 self.phase = Phase.COMMITTED
 
     def _refuse_unfit(self, update: WeightUpdate) -> None:
+        """Refuse an update that is not newer, comes during a commit, or does not fit the model."""
         if update.version <= self.committed:
             raise WeightsError(
                 f"version {update.version} is not newer than the committed version {self.committed}",
@@ -209,8 +212,9 @@ class Receiver:
         return used.image
 
     def _fetch_version(self, update: WeightUpdate, base: memoryview | None) -> _ReceivedVersion:
+        """Fetch, decode and verify a version, and return its tensors."""
         index = 1 if self._used is None else 1 - self._used.buffer
-        image = self._inbox.lend(update)
+        image = self._inbox.view(update)
         if image is None or base is not None:
             image = self._fetch_image(update, base, image, self._image_buffer(index, update))
         self._verify(update, image)
@@ -221,15 +225,16 @@ class Receiver:
         )
 
     def _fetch_image(
-        self, update: WeightUpdate, base: memoryview | None, lent: memoryview | None, image: memoryview
+        self, update: WeightUpdate, base: memoryview | None, payload: memoryview | None, image: memoryview
     ) -> memoryview:
+        """Fetch the payload into ``image``, or apply it to ``base`` if it is a difference; return the image."""
         if base is None:
             self._inbox.fetch(update, image)
             return image
-        if lent is None:
-            lent = private_memory(update.num_bytes)
-            self._inbox.fetch(update, lent)
-        delta.decode(lent, base, image, update.manifest)
+        if payload is None:
+            payload = private_memory(update.num_bytes)
+            self._inbox.fetch(update, payload)
+        delta.decode(payload, base, image, update.manifest)
         return image
 
     def _image_buffer(self, index: int, update: WeightUpdate) -> memoryview:
@@ -249,6 +254,8 @@ class Receiver:
 
     @torch.no_grad()
     def _tensors(self, manifest: Manifest, image: memoryview, index: int) -> list[Tensor]:
+        """Return the tensors of the image: views of it where dtype and device are the model's, converted copies
+        elsewhere."""
         tensors = []
         for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, index), strict=True):
             first = parts[0]

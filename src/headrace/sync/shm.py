@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES, NUM_SLOTS, WeightUpdate
-from headrace.sync.base import Parcel, Sent
+from headrace.sync.base import SendRequest, Sent
 from headrace.sync.config import Transport, TransportCost
 
 
@@ -48,12 +48,12 @@ class ShmOutbox:
         finally:
             os.close(descriptor)
 
-    def send(self, parcel: Parcel) -> Sent:
-        if not parcel.whole:
+    def send(self, request: SendRequest) -> Sent:
+        if not request.whole:
             try:
-                self._write(parcel)
+                self._write(request)
             except OSError as error:
-                what = f"the update to version {parcel.version} needs {len(parcel.payload)} bytes of shared memory"
+                what = f"the update to version {request.version} needs {len(request.payload)} bytes of shared memory"
                 raise _memory_error(self._path, what, error) from None
         return Sent(path=str(self._path))
 
@@ -61,12 +61,13 @@ class ShmOutbox:
         if self._made:
             self._path.unlink(missing_ok=True)
 
-    def _write(self, parcel: Parcel) -> None:
+    def _write(self, request: SendRequest) -> None:
+        """Write a difference into the shared file, behind the slots."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            start_of_payload = _payload_start(parcel.manifest.total_bytes)
-            for start in range(0, len(parcel.payload), BUCKET_BYTES):
-                bucket = parcel.payload[start : start + BUCKET_BYTES]
+            start_of_payload = _payload_start(request.manifest.total_bytes)
+            for start in range(0, len(request.payload), BUCKET_BYTES):
+                bucket = request.payload[start : start + BUCKET_BYTES]
                 if os.pwrite(descriptor, bucket, start_of_payload + start) != len(bucket):
                     raise OSError("no room for all of it")
         finally:
@@ -84,7 +85,7 @@ class ShmInbox:
         self._slots: list[memoryview] = []
         self._mapped_file: tuple[str, int, int] | None = None
 
-    def lend(self, update: WeightUpdate) -> memoryview:
+    def view(self, update: WeightUpdate) -> memoryview:
         image_bytes = update.manifest.total_bytes
         file = self._mapped(update.path, image_bytes)
         if update.base is None:
@@ -102,6 +103,7 @@ class ShmInbox:
         self._file, self._slots = None, []
 
     def _mapped(self, path: str, image_bytes: int) -> memoryview:
+        """Return the shared buffer at ``path``, mapped once. Raises an error if it is missing or has another size."""
         num_bytes = _file_bytes(image_bytes)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

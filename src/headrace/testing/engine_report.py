@@ -80,6 +80,7 @@ def table(columns: list[Column]) -> str:
 
 
 def _columns(pythons: dict[str, str]) -> Iterator[Column]:
+    """Yield a column of the report for each engine that can be run here."""
     yield _column("native", "native", native_rig)
     for kind, python in pythons.items():
         if python:
@@ -117,6 +118,7 @@ def _faked(kind: str, required: ServeRequirements, scratch: Path) -> Iterator[Ri
 
 
 def _column(kind: str, how: str, make: Make, can: Capabilities | None = None) -> Column:
+    """Check one engine with all suites, and return its column."""
     can, title, found = can or ENGINES.load(kind).capabilities, kind, list[str]()
     for suite in SUITES.values():
         if not suite.has(can):

@@ -19,7 +19,7 @@ from headrace.base.types.messages.controller import EngineStats, StepReport
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.task import Task
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 from headrace.control import Components

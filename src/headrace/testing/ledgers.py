@@ -158,8 +158,8 @@ def an_episode_takes_the_place_of_its_parts(open_ledger: OpenLedger) -> None:
 def a_turn_that_began_again_has_lost_its_parts(open_ledger: OpenLedger) -> None:
     """Check that the lost tokens are counted under their reason."""
     first, other = part(0, 0, sampled(5)), part(0, 0, sampled(2), turn=1)
-    anew = part(0, 0, sampled(1), lost="restarted")
-    ledger = _with(open_ledger, *running(0), stream(first, other), stream(anew))
+    again = part(0, 0, sampled(1), lost="restarted")
+    ledger = _with(open_ledger, *running(0), stream(first, other), stream(again))
     assert ledger.conservation().tokens == UnitCounts(submitted=8, dropped={"restarted": 5}, in_flight=3)
     (group,) = ledger.roll_back(0).groups
     assert [(turn.turn, len(turn.tokens)) for turn in group.partial_turns] == [(0, 1), (1, 2)]

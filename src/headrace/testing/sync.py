@@ -51,13 +51,13 @@ class FaultyInbox:
         """Whether the payloads of the inbox behind this one last."""
         return self._inbox.lasting
 
-    def lend(self, update: WeightUpdate) -> memoryview | None:
+    def view(self, update: WeightUpdate) -> memoryview | None:
         """Return the payload, or a copy of it with one flipped bit, so that other readers are not affected."""
-        lent = self._inbox.lend(update)
-        if lent is None or not self.flip_next:
-            return lent
-        copied = private_memory(len(lent))
-        copied[:] = lent
+        payload = self._inbox.view(update)
+        if payload is None or not self.flip_next:
+            return payload
+        copied = private_memory(len(payload))
+        copied[:] = payload
         self._flip(update, copied)
         return copied
 
@@ -329,6 +329,8 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
 
 
 def _weights(rng: np.random.Generator) -> Weights:
+    """Return random tensors of different shapes and dtypes."""
+
     def numbers(*shape: int) -> Tensor:
         return torch.from_numpy(rng.normal(size=shape)).float()
 

@@ -30,7 +30,7 @@ class Cable:
         """Nothing comes through any more; connections are still made, and none is closed."""
         self._whole.clear()
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         """What has waited comes through."""
         self._whole.set()
 

@@ -90,9 +90,9 @@ def through(pair: Pair, wire: Cable) -> None:
     outbox = pair.publisher._outbox
     send = outbox._upload  # type: ignore[attr-defined]
 
-    def upload(address: str, key: str, parcel: object) -> None:
+    def upload(address: str, key: str, request: object) -> None:
         assert address == real
-        send(f"http://{wire.address[0]}:{wire.address[1]}", key, parcel)
+        send(f"http://{wire.address[0]}:{wire.address[1]}", key, request)
 
     outbox._upload = upload  # type: ignore[attr-defined]
 
@@ -109,7 +109,7 @@ def test_a_learner_and_an_engine_that_are_parted_both_say_so_in_time_and_go_on_w
             pair.publish()
         assert clock.now() - began_s < 5
         assert equal(pair.engine, held)
-        wire.mend()
+        wire.fix()
         try:
             pair.receiver.stage(pair.resend())
         except NeedsFull:  # what was on its way when the line was cut came behind it; the controller has it sent again
@@ -147,7 +147,7 @@ def test_an_engine_that_only_the_learner_cannot_reach_is_left_out_until_it_answe
         tried.clear()
         assert [publish().missed for _ in range(4)] == [first.missed] * 4
         assert far not in tried, "nobody waits for it again"
-        wire.mend()
+        wire.fix()
         knocks = pair.publisher._outbox._probes  # type: ignore[attr-defined]
         while far not in publish().to:
             knocks[far].result(10)
@@ -161,9 +161,9 @@ def counted(pair: Pair) -> list[str]:
     outbox, tried = pair.publisher._outbox, []
     upload = outbox._upload  # type: ignore[attr-defined]
 
-    def noted(address: str, key: str, parcel: object) -> None:
+    def noted(address: str, key: str, request: object) -> None:
         tried.append(address)
-        upload(address, key, parcel)
+        upload(address, key, request)
 
     outbox._upload = noted  # type: ignore[attr-defined]
     return tried
@@ -190,7 +190,7 @@ def test_an_engine_that_is_parted_in_the_middle_of_an_upload_keeps_what_it_has(m
         pair.publisher.copy(pair.slot)
         with pytest.raises(WeightsError, match="TimeoutError"):
             pair.publisher.announce(pair.version, pair.slot, [pair.receiver.address])
-        wire.mend()
+        wire.fix()
         update = pair.resend()
         lost = msgspec.structs.replace(update, path="9-0123456789abcdef")
         with pytest.raises(NeedsFull, match=r"after 1 s here are \d+ bytes of upload"):
@@ -223,7 +223,7 @@ def test_a_ledger_whose_server_is_silent_ends_the_run_in_words_and_goes_on_where
             with pytest.raises(LedgerError, match="cannot be reached for"):
                 ledger.apply(Note(kind="lost", detail="", at_s=1.0))
             ledger.close()
-            wire.mend()
+            wire.fix()
             again = ledgers.RedisLedger(address, "r", group_size=2, groups_per_step=1)
             assert next(kind for kind, _, _ in again.notes()) == "start"
             again.apply(Note(kind="resume", detail="", at_s=2.0))

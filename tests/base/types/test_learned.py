@@ -3,11 +3,11 @@
 import numpy as np
 
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
-from headrace.base.types.scored import Learned, ScoredGroup
-from headrace.base.types.taught import Taught
+from headrace.base.types.scored import ScoredGroup, TokenResults
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
 from headrace.control.loops.feeding import collate, without_stale
-from headrace.flow.ledger.turns import decode_learned, encode_learned
+from headrace.flow.ledger.turns import decode_token_results, encode_token_results
 
 
 def sampled(ids: list[int], version: int = 3) -> Tokens:
@@ -43,7 +43,7 @@ def test_each_gap_is_that_of_its_own_token() -> None:
     trained, stale = without_stale(batch, 2)
     assert stale
     log_pi_N = np.where(trained.mask_N, 100.0 * batch.ids_N, np.nan).astype(np.float32)
-    learned = Learned.of([each.key for group in groups for each in group.scored], batch, log_pi_N)
+    learned = TokenResults.of([each.key for group in groups for each in group.scored], batch, log_pi_N)
     for each in (groups[0].episodes[0], groups[1].episodes[1]):
         gaps = {turn: column_T.tolist() for turn, column_T in learned.gaps(each).items()}
         assert gaps.pop(1) == [101.0, 202.0]
@@ -57,20 +57,22 @@ def test_each_gap_is_that_of_its_own_token() -> None:
 def test_what_a_teacher_beside_the_learner_says_is_that_of_its_own_token() -> None:
     groups = [ScoredGroup(number=number, episodes=(episode(number, 0, tree()),)) for number in (5, 7)]
     batch = collate(4, groups, [0.5, -0.5])
-    taught_N = Taught(
+    teacher_scores_N = TeacherScores(
         logprobs_T=np.where(batch.mask_N, -10.0 * batch.ids_N, np.nan).astype(np.float32),
         versions_T=np.where(batch.mask_N, batch.episodes_S.repeat(batch.lengths_S), -1).astype(np.int32),
         ids_TK=np.zeros((batch.num_tokens, 0), np.int32),
         logs_TK=np.zeros((batch.num_tokens, 0), np.float32),
     )
     keys = [group.episodes[0].key for group in groups]
-    learned = decode_learned(encode_learned(Learned.of(keys, batch, batch.logprobs_N, taught_N)))
+    learned = decode_token_results(
+        encode_token_results(TokenResults.of(keys, batch, batch.logprobs_N, teacher_scores_N))
+    )
     for version, group in enumerate(groups):
-        taught = learned.taught(group.episodes[0])
+        taught = learned.teacher_scores(group.episodes[0])
         assert {turn: each.logprobs_T.tolist() for turn, each in taught.items()} == {
             1: [-10.0, -20.0],
             3: [-30.0, -40.0, -50.0],
             5: [-70.0, -80.0],
         }
         assert {int(each) for said in taught.values() for each in said.versions_T} == {version}
-    assert Learned.of(keys, batch, batch.logprobs_N).taught(groups[0].episodes[0]) == {}
+    assert TokenResults.of(keys, batch, batch.logprobs_N).teacher_scores(groups[0].episodes[0]) == {}

@@ -122,7 +122,9 @@ def test_dead_engine_is_started_again_and_what_happened_is_told_twice() -> None:
         dead, back = stage.told
         assert dead.seconds is None
         assert back.seconds == pytest.approx(3.1)
-        assert str(back) == ("engine-1 (pid 8) was killed by SIGKILL; it serves again after 3.1 s, 0 sequences went on")
+        assert str(back) == (
+            "engine-1 (pid 8) was killed by SIGKILL; it serves again after 3.1 s, 0 sequences continued"
+        )
         assert stage.engines.restarts == {"engine-1": 1}
 
     run_virtual(main())
@@ -325,7 +327,7 @@ def test_engine_that_new_weights_do_not_reach_is_told_by_name_and_again_when_it_
         assert [str(told) for told in stage.told] == [
             f"{cause}; it ends its 1 sequences and begins no others until a version reaches it: "
             "open the way from the learner to that address",
-            f"{cause}; it serves again after 6.0 s, 1 sequences went on",
+            f"{cause}; it serves again after 6.0 s, 1 sequences continued",
         ]
         assert not stage.engines.restarts
 
@@ -345,7 +347,7 @@ def test_engine_that_new_weights_did_not_reach_because_it_was_dead_is_told_as_de
             await asyncio.sleep(10.0)
             running.cancel()
         assert [str(told) for told in stage.told] == [
-            "engine-1 (pid 8) was killed by SIGKILL; it is started again, its 0 sequences go on"
+            "engine-1 (pid 8) was killed by SIGKILL; it is started again, its 0 sequences continue"
         ]
 
     run_virtual(main())

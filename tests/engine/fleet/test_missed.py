@@ -1,4 +1,4 @@
-"""Engines that live and that new weights do not reach: the others go on, and they come back."""
+"""Engines that live and that new weights do not reach: the others continue, and they come back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_engine_that_a_version_misses_ends_what_it_has_and_serves_again_wi
         for seed in range(100, 110):
             await sample(fleet, seed)
     old = sum(set(Tokens.concat([c.tokens for c in task.result()]).versions_T.tolist()) == {0} for task in before)
-    assert (old, len(engines["b"].asked)) == (had, had), "what it had went on there to its end, and nothing new came"
+    assert (old, len(engines["b"].asked)) == (had, had), "what it had continued there to its end, and nothing new came"
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(fleet.wait_for_lagging(), 1.0)
     await bring(fleet, 2)

@@ -1,4 +1,4 @@
-"""Real runs with several engines, and with engines that are killed while the run goes on."""
+"""Real runs with several engines, and with engines that are killed while the run is still running."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ async def staged(client, update):
 EngineClient.weights_address, EngineClient.stage = property(through), staged
 EngineClient.orders_address = ""  # the cable stands for another machine, to which the controller passes orders on
 signal.signal(signal.SIGUSR1, lambda *_: [cable.cut() for cable in cables.values()])
-signal.signal(signal.SIGUSR2, lambda *_: [cable.mend() for cable in cables.values()])
+signal.signal(signal.SIGUSR2, lambda *_: [cable.fix() for cable in cables.values()])
 main()
 """
 

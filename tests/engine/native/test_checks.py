@@ -1,4 +1,4 @@
-"""No message can harm anyone but its own request: what does not fit is refused, and the engine goes on."""
+"""No message can harm anyone but its own request: what does not fit is refused, and the engine continues."""
 
 from __future__ import annotations
 

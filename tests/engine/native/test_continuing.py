@@ -1,4 +1,4 @@
-"""A sequence goes on from what it had sampled before, on any engine, as if nothing had happened."""
+"""A sequence continues from what it had sampled before, on any engine, as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_an_incomplete_snapshot_is_refused_by_name_and_the_older_one_is_offered(
     with pytest.raises(CheckpointError, match="step-000002 cannot be used") as caught:
         read_state(broken)
     assert ("state.json" if "state" in damage else "model.safetensors") in caught.value.problem
-    offered = re.search(r"go on from step-000001, which is whole: mv (\S+) (\S+), ", caught.value.remedy)
+    offered = re.search(r"continue from step-000001, which is whole: mv (\S+) (\S+), ", caught.value.remedy)
     assert offered is not None
     Path(offered[1]).rename(offered[2])
     assert latest(tmp_path) == tmp_path / "step-000001"
@@ -102,7 +102,7 @@ def test_a_snapshot_whose_older_neighbour_is_damaged_too_offers_the_one_before(t
         make(tmp_path, step)
     for step in (2, 3):
         (tmp_path / f"step-{step:06d}" / "model.safetensors").write_bytes(b"WEIGHTS")
-    with pytest.raises(CheckpointError, match="go on from step-000001"):
+    with pytest.raises(CheckpointError, match="continue from step-000001"):
         read_state(tmp_path / "step-000003")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.launch.starts import ResourceLimits
 from headrace.rollout import EpisodeLimits
-from tests.rollout.environments.crews import Crew, crew
+from tests.rollout.environments.pools import RunningPool, running_pool
 from tests.rollout.scoring.hostile import DEEDS
 
 KEEP = ResourceLimits(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)
@@ -135,7 +135,7 @@ _COMMON: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("nan", "infinite"), ("reward_nan",)),
     **dict.fromkeys(("abort", "quit", "segfault", "daemon"), ("env_crashed",)),
     **dict.fromkeys(("garble", "accuse"), ("env_crashed", "env_timeout")),
-    # a busy machine notices late, and what a killed process leaves behind may or may not go on
+    # a busy machine notices late, and what a killed process leaves behind may or may not continue
     **dict.fromkeys(("fork", "eat"), ("env_crashed", "env_blocked", "env_timeout", "env_error")),
     **dict.fromkeys(("everybody", "parents"), ("env_crashed", "env_error", "reward_none")),
     "gigabyte": ("env_error", "env_blocked", "env_timeout"),
@@ -184,7 +184,7 @@ def judged(directory: Path, entry: str, deeds: Sequence[str], *, timeout_s: floa
         counted: Counter[str] = Counter()
         gate = asyncio.Semaphore(8)
 
-        async def one(at: Crew, deed: str) -> None:
+        async def one(at: RunningPool, deed: str) -> None:
             reasons = CAUSES[entry][deed.split(maxsplit=1)[0]]
             async with gate:  # others wait as long as the harm of their neighbours takes
                 (found,) = await at.run(deed, timeout_s=timeout_s if "env_timeout" in reasons else None)
@@ -193,7 +193,7 @@ def judged(directory: Path, entry: str, deeds: Sequence[str], *, timeout_s: floa
             counted[reason] += 1
 
         block_s = 2.0 if entry == "rollout" else 20.0  # plain functions block no loop, but a busy machine may seem to
-        workers = crew(directory, ENVIRONMENT, entry, keep=KEEP, num_workers=2, concurrency=8, block_s=block_s)
+        workers = running_pool(directory, ENVIRONMENT, entry, keep=KEEP, num_workers=2, concurrency=8, block_s=block_s)
         async with asyncio.timeout(within_s), workers as at:
             at.limits = EpisodeLimits(max_turns=6000, max_context=100_000)
             async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""Hostile and broken environments: the run goes on, and each is counted for what it did."""
+"""Hostile and broken environments: the run continues, and each is counted for what it did."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headrace.base.types.episode import EpisodeKey, StopReason
 from headrace.launch.clients.environment import MAX_QUERIES
 from headrace.run.session import train
 from tests.launch.workers import parts_here
-from tests.rollout.environments.crews import crew, task
 from tests.rollout.environments.hostile import CAUSES, ENVIRONMENT, KEEP, QUICK, judged
+from tests.rollout.environments.pools import running_pool, task
 from tests.rollout.environments.tasks import make_env_run
 from tests.rollout.scoring.hostile import CAUSES as REWARD_CAUSES
 from tests.rollout.scoring.hostile import DEEDS
@@ -62,7 +62,7 @@ def test_an_episode_may_have_so_many_questions_open_and_no_more(tmp_path: Path) 
 
     async def main() -> None:
         episode: Any = Mute()
-        async with asyncio.timeout(60), crew(tmp_path, ENVIRONMENT, "rollout", keep=KEEP) as at:
+        async with asyncio.timeout(60), running_pool(tmp_path, ENVIRONMENT, "rollout", keep=KEEP) as at:
             with pytest.raises(EpisodeError, match="1024 questions of this episode are open") as raised:
                 await at.pool.run(task("flood"), episode)
         assert raised.value.reason == "env_error"

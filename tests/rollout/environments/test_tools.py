@@ -114,7 +114,7 @@ ENV = """
 
         async def step(self, message):
             if message.content == "more":
-                return headrace.StepResult(messages="go on", reward=0.25)
+                return headrace.StepResult(messages="continue", reward=0.25)
             return headrace.StepResult(reward=len(self.looked), done=True)
 
         def close(self):

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.base.types.messages.controller import ModelQuery
 from headrace.launch.clients.environment import EpisodeCall
-from tests.rollout.environments.crews import crew
+from tests.rollout.environments.pools import running_pool
 
 CODE = """
     import asyncio, os
@@ -30,7 +30,7 @@ CODE = """
 
 def test_a_worker_that_is_killed_once_costs_its_episodes_one_more_attempt_and_one_new_process(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, CODE, "rollout") as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, CODE, "rollout") as at, asyncio.TaskGroup() as group:
             running = group.create_task(at.run(*["wait 1"] * 64))
             await at.asked.wait()
             os.kill(at.children[0].working_pid, signal.SIGKILL)
@@ -46,7 +46,7 @@ def test_a_worker_that_is_killed_once_costs_its_episodes_one_more_attempt_and_on
 def test_episodes_whose_worker_died_begin_again_before_those_that_have_not_begun(tmp_path: Path) -> None:
     async def main() -> None:
         ended: list[str] = []
-        async with crew(tmp_path, CODE, "rollout", concurrency=2) as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, CODE, "rollout", concurrency=2) as at, asyncio.TaskGroup() as group:
 
             async def episode(name: str) -> None:
                 await at.run("wait 0.5")
@@ -87,7 +87,7 @@ def test_a_question_that_comes_as_its_episode_is_given_up_is_not_answered() -> N
 
 def test_the_episode_that_kills_its_worker_is_found_by_halves_and_the_others_go_on(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, CODE, "rollout") as at:
+        async with running_pool(tmp_path, CODE, "rollout") as at:
             crashed, *others = await at.run("exit", *["wait 0.3"] * 31)
             assert crashed.startswith("env_crashed: the process that ran it died, alone too: environment-")
             assert others == [1.0] * 31
@@ -100,7 +100,7 @@ def test_the_episode_that_kills_its_worker_is_found_by_halves_and_the_others_go_
 
 def test_two_episodes_that_kill_their_workers_are_both_found(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, CODE, "rollout") as at:
+        async with running_pool(tmp_path, CODE, "rollout") as at:
             found = await at.run("exit", "exit", *["wait 0.3"] * 6)
             assert [str(each).partition(":")[0] for each in found] == ["env_crashed"] * 2 + ["1.0"] * 6
 
@@ -109,7 +109,7 @@ def test_two_episodes_that_kill_their_workers_are_both_found(tmp_path: Path) -> 
 
 def test_a_suspect_that_is_given_up_leaves_its_trial_to_the_others(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, CODE, "rollout") as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, CODE, "rollout") as at, asyncio.TaskGroup() as group:
             given_up = group.create_task(at.run("wait 1000", timeout_s=3.0))
             crashed, *others = await at.run("exit", *["wait 0.5"] * 3)
             assert crashed.startswith("env_crashed")

@@ -15,7 +15,7 @@ from headrace.launch.hosts import environment as host
 from headrace.launch.starts import EnvironmentStart, ResourceLimits
 from headrace.rollout import EpisodeLimits
 from tests.launch.workers import is_alive
-from tests.rollout.environments.crews import crew
+from tests.rollout.environments.pools import running_pool
 
 DEEDS = """
     import asyncio, os, re, signal, subprocess, sys, threading, time
@@ -88,7 +88,7 @@ DEEDS = """
 
 def test_a_failing_environment_is_named_with_its_line(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at:
             failed, cancelled, stopped, *others = await at.run("fail", "cancel", "interrupt", "wait 0.1", "shout")
             assert failed == "env_error: ValueError: the server is gone at my_env.py:14"
             assert cancelled.startswith("env_error: CancelledError")
@@ -101,7 +101,7 @@ def test_a_failing_environment_is_named_with_its_line(tmp_path: Path) -> None:
 
 def test_what_is_no_reward_fails_its_own_episode_by_reason(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at:
             found = await at.run("text", "nan", "nothing")
             assert [each.partition(":")[0] for each in found] == ["env_error", "reward_nan", "reward_none"]
 
@@ -110,7 +110,7 @@ def test_what_is_no_reward_fails_its_own_episode_by_reason(tmp_path: Path) -> No
 
 def test_a_row_that_cannot_travel_fails_its_own_episode(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at:
             failed, other = await at.run("\ud800", "wait 0")
             assert failed.startswith("env_error: the row cannot travel: UnicodeEncodeError")
             assert other == 1.0
@@ -120,7 +120,7 @@ def test_a_row_that_cannot_travel_fails_its_own_episode(tmp_path: Path) -> None:
 
 def test_code_that_blocks_the_loop_costs_its_own_episode_and_the_others_begin_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout", block_s=2.0) as at:
+        async with running_pool(tmp_path, DEEDS, "rollout", block_s=2.0) as at:
             blocked, *others = await at.run("block", *["wait 1"] * 3)
             assert blocked.startswith("env_blocked: its code kept the loop of its worker from turning")
             assert others == [1.0] * 3
@@ -133,7 +133,7 @@ def test_code_that_blocks_the_loop_costs_its_own_episode_and_the_others_begin_ag
 @pytest.mark.slow
 def test_code_that_never_lets_other_code_run_is_found_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout", block_s=1.0) as at:
+        async with running_pool(tmp_path, DEEDS, "rollout", block_s=1.0) as at:
             spinning, other = await at.run("spin", "wait 2")
             assert spinning.startswith("env_crashed: ")
             assert other == 1.0
@@ -143,7 +143,7 @@ def test_code_that_never_lets_other_code_run_is_found_alone(tmp_path: Path) -> N
 
 def test_a_crash_is_laid_to_the_episode_that_crashes_alone_too(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at:
             crashed, *others = await at.run("exit", *["wait 1"] * 2)
             assert crashed.startswith("env_crashed: the process that ran it died, alone too: environment-")
             assert crashed.endswith("ended with exit code 7")
@@ -155,7 +155,7 @@ def test_a_crash_is_laid_to_the_episode_that_crashes_alone_too(tmp_path: Path) -
 
 def test_an_episode_that_nobody_waits_for_ends_and_so_do_its_processes(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at:
             assert await at.run("wait 1000", timeout_s=0.5) == ["env_timeout"]
             assert await at.run("wait 0") == [1.0]
             assert len(at.children) == 1
@@ -167,7 +167,7 @@ def test_an_episode_that_nobody_waits_for_ends_and_so_do_its_processes(tmp_path:
 
 def test_an_episode_that_ends_with_all_workers_ends_without_another_cause(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at:
             running = asyncio.create_task(at.run("wait 1000"))
             await at.asked.wait()
             at.keeping.cancel()
@@ -182,7 +182,7 @@ def test_an_episode_that_ends_with_all_workers_ends_without_another_cause(tmp_pa
 @pytest.mark.slow
 def test_a_thread_that_never_returns_costs_its_own_episode_and_the_worker(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "Stubborn") as at:
+        async with running_pool(tmp_path, DEEDS, "Stubborn") as at:
             async with asyncio.TaskGroup() as group:
                 hanging = group.create_task(at.run("hang", timeout_s=1.0))
                 others = group.create_task(at.run(*["slow"] * 8))
@@ -199,7 +199,7 @@ def test_a_thread_that_never_returns_costs_its_own_episode_and_the_worker(tmp_pa
 
 def test_questions_at_once_and_questions_that_nobody_waits_for_are_served(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at:
             assert await at.run("together", "leave") == [5.0, 1.0]
 
     asyncio.run(main())
@@ -220,7 +220,7 @@ def test_a_spent_budget_can_be_caught_and_else_is_the_cause(tmp_path: Path) -> N
     """
 
     async def main() -> None:
-        async with crew(tmp_path, code, "rollout") as at:
+        async with running_pool(tmp_path, code, "rollout") as at:
             at.limits = EpisodeLimits(max_turns=2)
             caught, raised = await at.run("catch", "raise")
             assert caught == 0.25
@@ -245,7 +245,9 @@ def test_more_processes_than_allowed_cost_their_own_episode(tmp_path: Path) -> N
     """
 
     async def main() -> None:
-        async with crew(tmp_path, code, "rollout", keep=ResourceLimits(memory_bytes=1 << 30, processes=16)) as at:
+        async with running_pool(
+            tmp_path, code, "rollout", keep=ResourceLimits(memory_bytes=1 << 30, processes=16)
+        ) as at:
             forked, other = await at.run("fork", "rest")
             assert forked.partition(":")[0] in ("env_crashed", "env_error")
             assert other == 1.0
@@ -268,7 +270,9 @@ def test_memory_beyond_the_limit_costs_its_own_episode(tmp_path: Path) -> None:
     """
 
     async def main() -> None:
-        async with crew(tmp_path, code, "rollout", keep=ResourceLimits(memory_bytes=400 << 20, processes=64)) as at:
+        async with running_pool(
+            tmp_path, code, "rollout", keep=ResourceLimits(memory_bytes=400 << 20, processes=64)
+        ) as at:
             eaten, other = await at.run("eat", "rest")
             assert eaten.partition(":")[0] in ("env_crashed", "env_error")
             assert other == 1.0
@@ -288,7 +292,7 @@ def test_memory_beyond_the_limit_costs_its_own_episode(tmp_path: Path) -> None:
 )
 def test_an_entry_that_cannot_be_used_is_told_in_words(tmp_path: Path, code: str, entry: str, words: str) -> None:
     async def main() -> None:
-        async with crew(tmp_path, code, entry):
+        async with running_pool(tmp_path, code, entry):
             pass
 
     with pytest.raises(ExceptionGroup) as raised:
@@ -302,7 +306,7 @@ def test_an_entry_that_cannot_be_used_is_told_in_words(tmp_path: Path, code: str
 
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, "rollout") as at, asyncio.TaskGroup() as group:
+        async with running_pool(tmp_path, DEEDS, "rollout") as at, asyncio.TaskGroup() as group:
             running = group.create_task(at.run("wait 1", "wait 1"))
             await at.asked.wait()
             os.kill(at.children[0].working_pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.launch.workers import crew, task
+from tests.launch.workers import running_pool, task
 
 DEEDS = """
     import asyncio, ctypes, gc, os, signal, socket, sys, threading, time
@@ -143,7 +143,7 @@ def judged(directory: Path, deeds: Sequence[str], *, timeout_s: float) -> Counte
     async def main() -> Counter[str]:
         counted: Counter[str] = Counter()
         gate = asyncio.Semaphore(8)
-        async with crew(directory, REWARD, num_workers=2, timeout_s=timeout_s, within_s=1500) as at:
+        async with running_pool(directory, REWARD, num_workers=2, timeout_s=timeout_s, within_s=1500) as at:
 
             async def one(deed: str) -> None:
                 async with gate:

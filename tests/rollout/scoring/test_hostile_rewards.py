@@ -1,4 +1,4 @@
-"""Hostile and broken rewards: the stage goes on, and each is counted for what it did."""
+"""Hostile and broken rewards: the stage continues, and each is counted for what it did."""
 
 from __future__ import annotations
 

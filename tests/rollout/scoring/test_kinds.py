@@ -59,7 +59,7 @@ def test_a_row_without_the_column_is_told_in_words() -> None:
 
 
 def test_a_pattern_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         ExactReward(pattern="(")
 
 
@@ -195,9 +195,9 @@ def test_a_judge_that_is_not_there_or_silent_is_a_failure() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"base_url": "localhost"}, "is no address"),
+        ({"base_url": "localhost"}, "is not an address"),
         ({"prompt": "grade it"}, "does not show the answer"),
-        ({"prompt": "{completion} {a.b}"}, "no plain name"),
+        ({"prompt": "{completion} {a.b}"}, "not a plain name"),
         ({"prompt": "{completion} {"}, "cannot be filled in"),
         ({"scale": [1, 1]}, "has no room"),
     ],

@@ -1,4 +1,5 @@
-"""Process rewards: turns are scored while their episode goes on, hold nothing up, and are credited to their turns."""
+"""Process rewards: turns are scored while their episode is still running, hold nothing up, and are credited to their
+turns."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_what_a_part_says_of_its_failure_reaches_the_user(tmp_path: Path, model_
 
 
 def test_escape_sequences_of_a_cause_never_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    complain(RunError("a reward failed: \x1b[2Jgone\nloops: \x07", remedy="mend it\x1b]0;title"))
+    complain(RunError("a reward failed: \x1b[2Jgone\nloops: \x07", remedy="fix it\x1b]0;title"))
     err = capsys.readouterr().err
     assert "\x07" not in err
     assert not {"\x1b[2J", "\x1b]0;"} & {part for part in ("\x1b[2J", "\x1b]0;") if part in err}

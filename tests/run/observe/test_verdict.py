@@ -161,7 +161,7 @@ def test_advice_knows_the_settings() -> None:
     assert "With flow.max_age = 0" in judge(turns, VerdictSettings(max_age=0, lead=0)).advice
     assert "raise flow.lead from 1 to 3" in judge(turns, VerdictSettings(max_age=3, lead=1)).advice
     assert "raise flow.max_age (now 2)" in judge(turns, VerdictSettings(max_age=2, lead=2)).advice
-    assert "share a device" in judge(turns, VerdictSettings(by_turns=True, max_age=0, lead=0)).advice
+    assert "share a device" in judge(turns, VerdictSettings(alternating=True, max_age=0, lead=0)).advice
     slow = account({}, {"engine": 60})
     cores = {"on_cpu": True, "processors": 8}
     assert (
@@ -185,7 +185,7 @@ def test_settings_come_from_the_resolved_run_file() -> None:
     }
     found = settings_of(tree, processors=8, on_cpu=True)
     assert (found.max_age, found.lead, found.capacity) == (None, 1, None)
-    assert (found.engine_threads, found.learner_threads, found.by_turns) == (3, 4, True)
+    assert (found.engine_threads, found.learner_threads, found.alternating) == (3, 4, True)
     assert settings_of({}) == VerdictSettings()
 
 
@@ -194,7 +194,7 @@ def test_sync_stragglers_and_waste_are_told_besides() -> None:
     waits = {"engine": 38.0}
     said = judge(account({}, waits, exposed_sync_s=4.0, straggler_s=12.0, wasted_tokens=wasted)).besides
     assert said == (
-        "Besides: the learner stands still for the sync 4% of the time; 12% of the time it waits for the last tenth of "
+        "Besides: the learner is blocked by the sync 4% of the time; 12% of the time it waits for the last tenth of "
         "a batch's episodes; 20% of the sampled tokens are never trained (zero_variance 900, stale 500)."
     )
     assert judge(account({}, waits)).besides == ""
@@ -237,7 +237,7 @@ def accounts(draw: st.DrawFn) -> Account:
 
 @given(
     accounts(),
-    st.sampled_from([VerdictSettings(), KNOWN, VerdictSettings(max_age=0, lead=0), VerdictSettings(by_turns=True)]),
+    st.sampled_from([VerdictSettings(), KNOWN, VerdictSettings(max_age=0, lead=0), VerdictSettings(alternating=True)]),
 )
 def test_every_sentence_adds_up_and_says_what_the_figures_say(spent: Account, settings: VerdictSettings) -> None:
     verdict = judge(spent, settings)

@@ -64,7 +64,7 @@ def test_a_writer_that_fails_is_a_warning_and_gets_the_later_steps() -> None:
     writer = Kept(fails_at=(0,))
     warnings = post(writer)
     assert set(writer.written) == {1, 2}
-    assert "the writer a fails, the run goes on: OSError: no network" in warnings
+    assert "the writer a fails, the run continues: OSError: no network" in warnings
     assert "the writer a has lost 1 of 3 steps; metrics.jsonl has them all" in warnings
 
 
@@ -126,7 +126,7 @@ def test_trackio_shows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own use of sqlalchemy
 def test_mlflow_shows_the_run(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    for _ in range(2):  # a resumed run goes on with the same one
+    for _ in range(2):  # a resumed run continues with the same one
         assert post(opened("mlflow", tmp_path)) == []
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])

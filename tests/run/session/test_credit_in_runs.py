@@ -79,7 +79,7 @@ def test_branches_of_failed_episodes_are_trained_from_one_cache_and_one_version(
         pivots_seen += len(grown)
     assert pivots_seen > 0
     assert metric(run_dir, "pivots/branches") == 3 * metric(run_dir, "pivots/chosen")
-    if max_age == 0:  # no weights change while a step's episodes are sampled: every branch goes on from the cache
+    if max_age == 0:  # no weights change while a step's episodes are sampled: every branch continues from the cache
         assert metric(run_dir, "pivots/by_prefix") == 0
         assert not summary.warnings
     told = json.loads(verb("ledger", run_dir, "--replay", "--json"))  # a fresh learner, from what the ledger holds

@@ -1,4 +1,4 @@
-"""A run with a critic: what is refused before it starts, and that it goes on after its end as if it had not ended."""
+"""A run with a critic: what is refused before it starts, and that it continues after its end as if it had not ended."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def told(kind: str, *settings: str) -> str:
         ("vllm", ['engine.server.urls=["http://a"]', "engine.count=2"], "1 servers for engine.count=2"),
         ("vllm", ["engine.cache_tokens=99"], "engine.cache_tokens=99 is of engine.kind='native'"),
         ("vllm", ["engine.stream_steps=2"], "engine.stream_steps=2"),
-        ("vllm", ['engine.server.urls=["a"]'], "'a', which is no URL"),
+        ("vllm", ['engine.server.urls=["a"]'], "'a', which is not a URL"),
         ("vllm", ['engine.server.urls=["http://a"]', "engine.server.python=p"], "engine.server.python"),
         ("vllm", ["engine.server.token_from=KEY"], "engine.server.token_from"),
         ("vllm", ["launch.start_timeout_s=100"], "engine.server.wait_s=110"),

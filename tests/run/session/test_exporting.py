@@ -129,7 +129,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(base: Path, tmp_p
         export(damaged, out)
     with pytest.raises(CheckpointError, match="cannot be used") as caught:
         export(tmp_path / "run", out)
-    assert "go on from step-000001" in caught.value.remedy
+    assert "continue from step-000001" in caught.value.remedy
     damaged.rename(f"{damaged}.damaged")
     assert Path(export(tmp_path / "run", out).source).name == "step-000001"
 

@@ -30,7 +30,7 @@ def test_runs_whose_parts_are_killed_at_random_lose_nothing_and_train_nothing_tw
     assert len(rows) == SOAK
     assert {row["seed"]: (row["wrong"], row["left"]) for row in rows if row["wrong"] or row["left"]} == {}
     assert set(total["kills"]) == {"controller", "engine", "learner", "scorer", "environment"}
-    assert total["continued"] > 0, "some answers were cut off halfway, and went on"
+    assert total["continued"] > 0, "some answers were cut off halfway, and continued"
     assert max((row["unrecorded"] or 0 for row in rows), default=0) <= RECORD_TOKENS
     assert [target for target in made.targets if not target.holds and target.unit != "s"] == []
 

@@ -92,7 +92,7 @@ def test_groups_that_all_fail_because_the_reward_function_kills_its_worker_end_t
         words,
         "2 groups in a row were dropped because their episodes failed; the last: reward_crashed: the process that "
         "computed it died, alone too",
-        "mend the environment or the reward function .*--resume",
+        "fix the environment or the reward function .*--resume",
         r"learner +waits \d+ s for a batch of 2 scored groups, which scoring brings",
     )
 
@@ -104,7 +104,7 @@ def test_a_reward_function_that_never_returns_ends_the_run(tmp_path: Path, model
     assert_told(
         words,
         "2 groups in a row were dropped because their episodes failed; the last: reward_timeout: no reward for 1 s",
-        "mend the environment or the reward function .*--resume",
+        "fix the environment or the reward function .*--resume",
         r"learner +waits \d+ s for a batch of 2 scored groups, which scoring brings",
     )
 
@@ -117,7 +117,7 @@ def test_a_dataset_that_is_used_up_ends_the_run_with_what_it_has_learned(tmp_pat
         assert life.process.returncode == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 6)
-    for said in ("data.epochs is used up after 6 of 200 steps", "raise data.epochs and --resume to go on"):
+    for said in ("data.epochs is used up after 6 of 200 steps", "raise data.epochs and --resume to continue"):
         assert said in summary["cause"]
         assert said in "".join(life.lines)
 

@@ -34,7 +34,7 @@ def headrace(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def files(run_dir: Path) -> list[str]:
-    """Every file that holds a bit, but the log's index, which SQLite makes anew."""
+    """Every file that holds a bit, but the log's index, which SQLite makes again."""
     found = (path for path in sorted(run_dir.rglob("*")) if path.is_file() and path.stat().st_size)
     return [path.relative_to(run_dir).as_posix() for path in found if not path.name.endswith("-shm")]
 

@@ -1,4 +1,4 @@
-"""A run whose learner is killed goes on by itself, where it may: from its last snapshot, each group trained once."""
+"""A run whose learner is killed continues by itself, where it may: from its last snapshot, each group trained once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_whole(run_dir: Path) -> None:
 def test_a_learner_that_is_killed_costs_no_group_and_no_hand(tmp_path: Path, model_dir: Path) -> None:
     code, said, error = killed(tmp_path, model_dir, "learner", 1)
     assert code == 0, said + error
-    assert "was killed by SIGKILL (by hand, or because memory ran out); the run goes on from step 4" in said
+    assert "was killed by SIGKILL (by hand, or because memory ran out); the run continues from step 4" in said
     assert_whole(tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""One run that is stopped and killed in every way, and goes on each time."""
+"""One run that is stopped and killed in every way, and continues each time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def kill_a_part(run_file: Path, run_dir: Path, role: str, begins_at: int | None 
         assert clock.now() - killed_s < 5.0
         assert life.process.returncode == 1
     assert f"error: {role} (pid {pids[role]}) was killed by SIGKILL" in words
-    assert "remedy: mend the cause, then --resume" in words
+    assert "remedy: fix the cause, then --resume" in words
     assert "Traceback" not in words
     assert f"{role} (pid {pids[role]}) was killed by SIGKILL" in ended(run_dir, "failed")["cause"]
     assert wait_gone(list(pids.values()), timeout_s=0.0) == []

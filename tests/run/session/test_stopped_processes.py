@@ -1,4 +1,4 @@
-"""Processes of a run that are stopped by a signal: told by name within the stall timeout, and the run goes on."""
+"""Processes of a run that are stopped by a signal: told by name within the stall timeout, and the run continues."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def test_a_stopped_process_is_named_while_the_run_waits_and_then_it_goes_on(tmp_
         life.until_step(3)
         pid = pid_of(life, tmp_path / "run", what)
         os.kill(pid, signal.SIGSTOP)
-        said_s = until_said(life, f"stopped (SIGSTOP; kill -CONT {pid} lets it go on)")
+        said_s = until_said(life, f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)")
         assert said_s < 8.0  # of which half is room for a busy machine
         role = what.partition("/")[0]
         assert life.lines[-1].startswith(f"warning: {role} (pid ")
         parts = json.loads(headrace("status", tmp_path / "run", "--json").stdout)["components"]
         assert any("stopped (SIGSTOP" in part["state"] for part in parts if part["role"] == role)
         os.kill(pid, signal.SIGCONT)
-        until_said(life, "s, and goes on")
+        until_said(life, "s, and continues")
         life.until_step()
         life.process.send_signal(signal.SIGINT)
         life.rest()
@@ -120,7 +120,7 @@ def test_a_stopped_controller_is_told_by_status_and_goes_on(tmp_path: Path) -> N
         with pytest.raises(psutil.TimeoutExpired):
             psutil.Process(life.process.pid).wait(12.0)
         parts = json.loads(headrace("status", tmp_path / "run", "--json").stdout)["components"]
-        assert parts[0]["state"] == f"stopped (SIGSTOP; kill -CONT {life.process.pid} lets it go on)"
+        assert parts[0]["state"] == f"stopped (SIGSTOP; kill -CONT {life.process.pid} lets it continue)"
         os.kill(life.process.pid, signal.SIGCONT)
         life.until_step(done + 5)
         life.process.send_signal(signal.SIGINT)

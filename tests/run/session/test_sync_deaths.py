@@ -63,7 +63,7 @@ def kill_while(run_file: Path, role: str, words: str, *given: str) -> None:
         assert clock.now() - killed_s < TOLD_WITHIN_S
         assert life.process.returncode == 1
     assert f"error: {role} (pid {pids[role]}) was killed by SIGKILL" in said
-    assert "remedy: mend the cause, then --resume" in said
+    assert "remedy: fix the cause, then --resume" in said
     assert "Traceback" not in said
     assert wait_gone(list(pids.values()), timeout_s=0.0) == []
     assert not shared_buffers(life.process.pid)

@@ -63,7 +63,7 @@ def test_rewards_that_are_all_equal_end_a_run_unless_a_teacher_says_what_to_pref
         learned = browser.learned(0)
     assert episode is not None
     assert learned is not None
-    (said,) = learned.taught(episode).values()
+    (said,) = learned.teacher_scores(episode).values()
     assert np.isfinite(said.logprobs_T).all()
     assert set(said.versions_T.tolist()) == {FROZEN}
 
@@ -113,15 +113,15 @@ def gap(model_dir: Path, prompt_ids_T: IntColumn, answer: Tokens) -> float:
         logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, len(prompt_ids_T) - 1 : -1] / 0.8
     whole_TV = logits_TV.log_softmax(-1)
     assert answer.kept is not None
-    assert answer.taught is not None
+    assert answer.teacher_scores is not None
     spans = answer.kept.spans()
     ruled_out = [[len(span) > 0 and entry not in span for entry in range(logits_TV.shape[1])] for span in spans]
     own_TV = logits_TV.masked_fill(torch.tensor(ruled_out), -torch.inf).log_softmax(-1)
     own_T = own_TV.gather(1, ids_T[len(prompt_ids_T) :, None])[:, 0].numpy()
-    best_TK = whole_TV.topk(answer.taught.ids_TK.shape[1]).values.numpy()
-    named_TK = whole_TV.gather(1, torch.tensor(answer.taught.ids_TK.astype(np.int64))).numpy()
-    apart = [np.abs(each - answer.taught.logs_TK).max() for each in (best_TK, named_TK)]
-    return float(max(*apart, np.abs(own_T - answer.taught.logprobs_T).max()))
+    best_TK = whole_TV.topk(answer.teacher_scores.ids_TK.shape[1]).values.numpy()
+    named_TK = whole_TV.gather(1, torch.tensor(answer.teacher_scores.ids_TK.astype(np.int64))).numpy()
+    apart = [np.abs(each - answer.teacher_scores.logs_TK).max() for each in (best_TK, named_TK)]
+    return float(max(*apart, np.abs(own_T - answer.teacher_scores.logprobs_T).max()))
 
 
 def test_a_teacher_in_an_engine_says_what_one_beside_the_learner_says(tmp_path: Path) -> None:
@@ -129,16 +129,16 @@ def test_a_teacher_in_an_engine_says_what_one_beside_the_learner_says(tmp_path: 
     other = tiny_model(tmp_path / "other", hidden_size=48, seed=3)
     config, groups = taught_run(tmp_path / "run", model, f"[{{kind='model', path='{other}', engine={{}}}}]")
     answers = asked(groups)
-    assert {len(answer.taught or ()) == len(answer) for _, answer in answers} == {True}
-    versions = {int(version) for _, answer in answers for version in answer.taught.versions_T}
+    assert {len(answer.teacher_scores or ()) == len(answer) for _, answer in answers} == {True}
+    versions = {int(version) for _, answer in answers for version in answer.teacher_scores.versions_T}
     assert versions == {FROZEN}
     assert max(gap(other, *one) for one in answers) < 1e-5
     batch = collate(0, groups[:2], [0.0] * sum(len(group.counted) for group in groups[:2]))
     work = _beside(config, other, batch)
     mask_N = batch.mask_N
     assert work.top is not None
-    np.testing.assert_allclose(batch.taught.logs_TK[mask_N], work.top.logs_NK.numpy()[mask_N], atol=1e-5)
-    np.testing.assert_array_equal(batch.taught.ids_TK[mask_N], work.top.ids_NK.numpy()[mask_N])
+    np.testing.assert_allclose(batch.teacher_scores.logs_TK[mask_N], work.top.logs_NK.numpy()[mask_N], atol=1e-5)
+    np.testing.assert_array_equal(batch.teacher_scores.ids_TK[mask_N], work.top.ids_NK.numpy()[mask_N])
     metrics = [step.metrics for step in read_steps(tmp_path / "run" / "run" / METRICS_FILE)]
     assert all("teacher_version" not in step for step in metrics)  # its weights are none of the run's
 
@@ -171,15 +171,15 @@ def test_rows_name_their_teachers_one_of_which_reads_the_solution_first(tmp_path
         row = rows[tuple(prompt_ids_T.tolist())]
         seen.add(row["subject"])
         assert name == row["subject"]
-        assert answer.taught is not None
+        assert answer.teacher_scores is not None
         if row["subject"] == "sums":
             assert gap(other, prompt_ids_T, answer) < 1e-5
-            assert set(answer.taught.versions_T.tolist()) == {FROZEN}
+            assert set(answer.teacher_scores.versions_T.tolist()) == {FROZEN}
             continue
         read = np.array(tokenizer.encode(f"{row['answer']}={row['prompt']}"), np.int32)
         assert gap(model, read, answer) < 1e-5
         assert gap(model, prompt_ids_T, answer) > 1e-3
-        assert set(answer.taught.versions_T.tolist()) == {0}
+        assert set(answer.teacher_scores.versions_T.tolist()) == {0}
     assert seen == {"sums", "rest"}
     metrics = [step.metrics for step in read_steps(tmp_path / "run" / "run" / METRICS_FILE)]
     assert {step.get("teacher_version", 0.0) for step in metrics} == {0.0}

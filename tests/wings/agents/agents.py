@@ -1,4 +1,4 @@
-"""The same agent in every protocol, with the real clients: it asks, calls the tool that the policy calls, goes on."""
+"""The same agent in every protocol, with the real clients: it asks, calls the tool that the policy calls, continues."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ScriptedEngine:
         self.num_running = 0
         self.num_asked = 0
         self.patient = True
-        """Whether what hangs goes on hanging."""
+        """Whether what hangs continues hanging."""
         self.hung = asyncio.Event()
         self._changed = asyncio.Condition()
 

@@ -157,7 +157,7 @@ def test_several_choices_hang_beside_each_other() -> None:
 
 def test_reasoning_is_told_to_those_who_ask_and_may_be_left_out_of_the_history() -> None:
     said: list[Any] = [{"role": "user", "content": "why"}]
-    again: Any = {"role": "user", "content": "go on"}
+    again: Any = {"role": "user", "content": "continue"}
 
     async def by_chat(access: Access) -> None:
         async with agents.oai(access) as client:
@@ -194,7 +194,7 @@ def test_reasoning_is_told_to_those_who_ask_and_may_be_left_out_of_the_history()
             for program in (by_chat, by_messages, by_responses):
                 episode = await here.play(program)
                 assert episode.status is EpisodeStatus.FINISHED, episode.cause
-                assert [turn.parent for turn in episode.turns] == [None, 0, 1, 2, 2]  # both histories go on from turn 1
+                assert [turn.parent for turn in episode.turns] == [None, 0, 1, 2, 2]  # both continue from turn 1
 
     asyncio.run(run())
 

@@ -83,7 +83,7 @@ def test_what_one_episode_said_cannot_be_continued_in_another() -> None:
             again = await client.responses.create(model="m", input="more", previous_response_id=names[-1])
             assert again.previous_response_id == names[-1]
             if names[:-1]:
-                with pytest.raises(openai.NotFoundError, match="is no response of this episode"):
+                with pytest.raises(openai.NotFoundError, match="is not a response of this episode"):
                     await client.responses.create(model="m", input="more", previous_response_id=names[0])
 
     async def run() -> None:
@@ -123,7 +123,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": [USER], "tools": [{"type": "custom", "custom": {}}]}, 400, "tools.0.type"),
     (CHAT, {"messages": [USER], "tools": 2 * [{"type": "function", "function": {"name": "f"}}]}, 400, "two tools"),
     (RESPONSES, {}, 400, "input is missing"),
-    (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, 404, "'resp_1' is no response of this episode"),
+    (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, 404, "'resp_1' is not a response of this episode"),
     (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "tools.0.type='web_search'"),
     (RESPONSES, {"input": "hi", "conversation": "c"}, 400, "conversation='c' is not supported"),
     (RESPONSES, {"input": "hi", "background": True}, 400, "background=True is not supported"),

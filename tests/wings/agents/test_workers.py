@@ -46,13 +46,13 @@ PROGRAM = """
 
 
 @dataclass(slots=True, kw_only=True)
-class Crew:
+class RunningPool:
     pool: EnvPool
     children: list[Child] = field(default_factory=list)
 
 
 @asynccontextmanager
-async def crew(directory: Path) -> AsyncIterator[Crew]:
+async def running_pool(directory: Path) -> AsyncIterator[RunningPool]:
     """A worker that runs the program above, and is replaced."""
     (directory / "agent.py").write_text(textwrap.dedent(PROGRAM))
     command = shlex.join([sys.executable, str(directory / "agent.py")])
@@ -80,7 +80,7 @@ async def crew(directory: Path) -> AsyncIterator[Crew]:
             async with asyncio.timeout(100), asyncio.TaskGroup() as group:
                 keeping = group.create_task(pool.keep())
                 await pool.started()
-                yield Crew(pool=pool, children=children)
+                yield RunningPool(pool=pool, children=children)
                 keeping.cancel()
         finally:
             await asyncio.gather(*(child.kill() for child in children))
@@ -97,7 +97,7 @@ def test_a_worker_that_is_killed_takes_its_programs_along_and_the_episode_goes_o
     async def main() -> None:
         engine = ScriptedEngine(lambda text: HANG * 9 if "second" in text else "hello")
         episode = open_episode(engine)
-        async with crew(tmp_path) as here:
+        async with running_pool(tmp_path) as here:
             running = asyncio.ensure_future(here.pool.run(TASK, episode))
             await engine.hung.wait()
             engine.patient = False

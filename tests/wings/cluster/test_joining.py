@@ -28,7 +28,7 @@ from headrace.wings.cluster.far.supervisor import family_of
 from headrace.wings.cluster.joining import node
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
 from headrace.wings.cluster.joining.node import Offer, RunUnreachable, join
-from tests.rollout.environments.crews import Crew, crew
+from tests.rollout.environments.pools import RunningPool, running_pool
 from tests.rollout.environments.tasks import make_env_run
 from tests.run.session.runs import command
 
@@ -83,7 +83,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def elsewhere(at: Crew) -> list[int]:
+def elsewhere(at: RunningPool) -> list[int]:
     """Workers on other machines that episodes may begin in, by process id."""
     workers = [slot.worker.process for slot in at.pool._slots if slot.up and slot.worker is not None]
     return [child.pid for child in at.children if child.node and child in workers]
@@ -91,7 +91,7 @@ def elsewhere(at: Crew) -> list[int]:
 
 def test_episodes_run_on_a_machine_that_joins_and_here_again_when_it_leaves(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
             assert len(set(await at.run(*["pid"] * 8))) == 1
             async with joined(at.invitation, "--workers", "2") as program:
                 await until(lambda: len(elsewhere(at)) == 2)
@@ -120,7 +120,7 @@ def test_machines_join_at_an_address_of_version_6_too(tmp_path: Path) -> None:
         pytest.skip("this machine has no such address")
 
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, join=address) as at, joined(at.invitation):
+        async with running_pool(tmp_path, PLACES, "rollout", keep=KEEP, join=address) as at, joined(at.invitation):
             await until(lambda: len(elsewhere(at)) == 1)
             assert len(set(await at.run(*["wait 0.2"] * 4))) == 2
 
@@ -129,7 +129,7 @@ def test_machines_join_at_an_address_of_version_6_too(tmp_path: Path) -> None:
 
 def test_no_episode_is_lost_with_a_machine_and_none_of_them_is_blamed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
             async with joined(at.invitation) as program:
                 await until(lambda: len(elsewhere(at)) == 1)
                 (there,) = elsewhere(at)
@@ -151,7 +151,7 @@ def test_where_none_is_kept_here_episodes_wait_for_a_machine_and_a_worker_that_d
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address(), num_workers=0) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address(), num_workers=0) as at:
             waiting = asyncio.ensure_future(at.run("pid", "exit", "pid"))
             await asyncio.sleep(0.3)
             assert not waiting.done()
@@ -174,14 +174,14 @@ def test_where_none_is_kept_here_episodes_wait_for_a_machine_and_a_worker_that_d
 
 def test_the_end_of_the_run_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
             waiting = asyncio.ensure_future(_stays(at))
             await until(lambda: len(elsewhere(at)) == 1)
             left = psutil.Process(elsewhere(at)[0]).children(recursive=True)
         assert await waiting == ("the run has ended", 0)
         assert not psutil.wait_procs(left, timeout=10)[1]
 
-    async def _stays(at: Crew) -> tuple[str, int]:
+    async def _stays(at: RunningPool) -> tuple[str, int]:
         async with joined(at.invitation) as program:
             words = await said(program)
             return words.splitlines()[-1], program.returncode
@@ -191,7 +191,7 @@ def test_the_end_of_the_run_is_told_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_a_machine_without_the_environment_is_sent_away_in_words_or_says_where_it_has_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", keep=KEEP, join=free_address()) as at:
             here, there = tmp_path / "my_env.py", tmp_path / "there.py"
             here.rename(there)
             async with joined(at.invitation) as program:
@@ -224,7 +224,7 @@ def test_who_is_not_invited_is_told_so_and_nothing_comes_of_it(
     tmp_path: Path, change: dict[str, object], problem: str
 ) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", join=free_address()) as at:
             invitation = read_invitation(at.invitation)
             knock = JoinRequest(token=invitation.token, headrace=__version__, address="x", workers=1)
             answer = await asyncio.to_thread(
@@ -255,7 +255,7 @@ def knocked(invitation: Invitation, data: bytes) -> object:
 
 def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", join=free_address()) as at:
             invitation = read_invitation(at.invitation)
             stranger = msgspec.structs.replace(invitation, key=zmq.curve_keypair()[0].decode())
             assert await asyncio.to_thread(knocked, stranger, b"") is None, "without the key: no answer"
@@ -285,9 +285,9 @@ def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
     [
         (["launch.join=0.0.0.0:7781"], "launch.join='0.0.0.0:7781': 0.0.0.0 is not the address of one machine"),
         (["launch.join=myhost:7781"], "myhost is not the address of one machine"),
-        (["launch.join=10.0.0.5"], "launch.join='10.0.0.5' is no address with a port"),
-        (["launch.join=10.0.0.5:0"], "no address with a port"),
-        (["launch.join=10.0.0.5:99999"], "no address with a port"),
+        (["launch.join=10.0.0.5"], "launch.join='10.0.0.5' is not an address with a port"),
+        (["launch.join=10.0.0.5:0"], "not an address with a port"),
+        (["launch.join=10.0.0.5:99999"], "not an address with a port"),
         (["launch.join=redis://10.0.0.5:6379/0"], "machines join over TCP, and no longer over a Redis server"),
         (["launch.join=redis://:hush@10.0.0.9"], "launch.join holds a password"),
         (["launch.join=unix:///redis.socket"], "machines join over TCP, and no longer over a Redis server"),
@@ -311,7 +311,7 @@ def test_what_is_no_invitation_is_told_so(tmp_path: Path, text: str) -> None:
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError) as raised:
         read_invitation(path)
-    assert "is no invitation" in raised.value.problem
+    assert "is not an invitation" in raised.value.problem
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Machines that have an invitation, and do not keep to the protocol: their visit ends, the run goes on."""
+"""Machines that have an invitation, and do not keep to the protocol: their visit ends, the run continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.base.types.messages.node import Do, Drop, Farewell, JoinAnswer, Jo
 from headrace.launch.channel import ChannelAddresses, PartChannel
 from headrace.wings.cluster.far.supervisor import Begin, FarExit, NodeReply
 from headrace.wings.cluster.joining.invitation import read_invitation
-from tests.rollout.environments.crews import Crew, crew
+from tests.rollout.environments.pools import RunningPool, running_pool
 from tests.wings.cluster.test_joining import PLACES, free_address, joined, knocked, until
 
 FOUND = msgspec.json.encode(NodeReply(address="", interface="", headrace="", missing={}, shared=False, port=1))
@@ -116,7 +116,7 @@ async def living(liar: Liar) -> AsyncIterator[None]:
         await life
 
 
-async def goes_on(at: Crew) -> bool:
+async def goes_on(at: RunningPool) -> bool:
     return set(map(type, await at.run("pid", "pid"))) == {float} and not at.keeping.done()
 
 
@@ -128,7 +128,7 @@ def test_whatever_a_machine_answers_it_is_sent_away_and_the_run_goes_on(
     tmp_path: Path, what: str, answer: Answer
 ) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", join=free_address()) as at:
             async with living(Liar(path=at.invitation, answers={what: answer})):
                 await until(lambda: len(at.events) == 2)
             assert "liar cannot be used, and was sent away" in at.events[1]
@@ -144,10 +144,10 @@ def garbage(channel: PartChannel, _: Begin, __: Liar) -> None:
 
 def test_a_worker_elsewhere_that_talks_nonsense_before_it_is_ready_ends_the_visit_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", join=free_address()) as at:
             async with living(Liar(path=at.invitation, worker=garbage)):
                 await until(lambda: len(at.events) == 2)
-            assert "was sent away: environment-1 sent something that is no message" in at.events[1]
+            assert "was sent away: environment-1 sent something that is not a message" in at.events[1]
             assert await goes_on(at)
 
     asyncio.run(main())
@@ -163,7 +163,7 @@ def dies_with_its_first(channel: PartChannel, begin: Begin, liar: Liar) -> None:
 
 def test_an_episode_that_was_to_begin_again_on_a_machine_that_leaves_waits_for_another(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", join=free_address(), num_workers=0) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", join=free_address(), num_workers=0) as at:
             liar = Liar(path=at.invitation, worker=dies_with_its_first, num_prompt=2)
             async with living(liar):
                 running = asyncio.ensure_future(at.run("pid"))
@@ -179,7 +179,7 @@ def test_an_episode_that_was_to_begin_again_on_a_machine_that_leaves_waits_for_a
 
 def test_so_many_may_come_as_there_are_files_for_whether_they_show_themselves_or_not(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, PLACES, "rollout", join=free_address()) as at:
+        async with running_pool(tmp_path, PLACES, "rollout", join=free_address()) as at:
             answers = [await asyncio.to_thread(knock, at.invitation, workers=1024) for _ in range(3)]
             assert isinstance(answers[-1], JoinRefused)
             assert "for which it may open files" in answers[-1].problem

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a place for nothing": (
         {"launch": {"kind": "ray", "ray": {"engine": {"cpus": 0}}}},
-        "launch.ray.engine.cpus=0 asks for nothing",
+        "launch.ray.engine.cpus=0 requests nothing",
         "launch.ray.engine.cpus >= 1",
     ),
     "a GPU that would stand idle": (

@@ -1,4 +1,4 @@
-"""Whole runs on a Ray cluster of three nodes: they learn, and go on when a node is lost."""
+"""Whole runs on a Ray cluster of three nodes: they learn, and continue when a node is lost."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def under_way(nodes: Nodes, path: Path, *more: str) -> Iterator[subprocess.Popen
 
 
 LOST = r"was lost with its (node|actor).*; "  # whichever Ray notices first
-WORDS = {"engine": LOST + "it serves again after", "learner": LOST + "the run goes on from step"}
+WORDS = {"engine": LOST + "it serves again after", "learner": LOST + "the run continues from step"}
 
 
 @pytest.mark.parametrize("role", WORDS)

@@ -34,7 +34,7 @@ class Promise:
     staleness: Literal["lockstep", "paced", "depth", "reject"]
     """What keeps the bound: whole batches in order; admission; the length of the queue, with a bound beyond it; or
     leaving what is too old."""
-    running: Literal["none", "go on", "resume", "drain", "batch", "sleep"]
+    running: Literal["none", "continue", "resume", "drain", "batch", "sleep"]
     """What becomes of running answers at a commit."""
     correction: tuple[str, ...]
     """How stale tokens are weighed: corrections, or a loss with a ratio of its own."""
@@ -49,11 +49,11 @@ class Promise:
 
 _ONE_AHEAD = Promise(bound=1, ahead=1, staleness="lockstep", running="batch", correction=("tis",))
 _SYNC = Promise(bound=0, ahead=0, staleness="lockstep", running="none", correction=(), transport="shm")
-_REJECT = Promise(bound=1, ahead=2, staleness="reject", running="go on", correction=("tis",))
+_REJECT = Promise(bound=1, ahead=2, staleness="reject", running="continue", correction=("tis",))
 _FOUR = Promise(bound=4, ahead=4, staleness="paced", running="resume", correction=("tis",))
 PROMISES = {
     "default": Promise(
-        bound=1, ahead=1, staleness="paced", running="go on", correction=("tis",), transport="shm"
+        bound=1, ahead=1, staleness="paced", running="continue", correction=("tis",), transport="shm"
     ),
     "areal": replace(_FOUR, correction=("decoupled",)),
     "art": replace(_SYNC, running="sleep", sent="adapter"),
@@ -66,7 +66,7 @@ PROMISES = {
     "open-instruct": replace(_FOUR, running="drain"),
     "pipelinerl": replace(_REJECT, bound=4, ahead=8, correction=("reinforce",)),
     "prime-rl": Promise(
-        bound=2, ahead=1, staleness="paced", running="go on", correction=("dppo",), transport="files"
+        bound=2, ahead=1, staleness="paced", running="continue", correction=("dppo",), transport="files"
     ),
     "roll": Promise(bound=1, ahead=1, staleness="paced", running="batch", correction=("topr",)),
     "skyrl": _FOUR,
@@ -113,7 +113,7 @@ def check_interrupt(promise: Promise, seen: Seen) -> None:
     """With a busy engine: what a commit does to running answers, and what becomes of partial ones."""
     carried, recomputed = seen.sums["sync/carried_over"], seen.sums["sync/recomputed_tokens"]
     waited_s = seen.sums["sync/wait_s"]
-    if promise.running in ("go on", "resume"):  # partial answers go on, by their prefix or with their cache
+    if promise.running in ("continue", "resume"):  # partial answers continue, by their prefix or with their cache
         assert seen.across > 0
         assert carried > 0
         assert (recomputed > 0) == (promise.running == "resume")

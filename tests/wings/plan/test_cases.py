@@ -1,15 +1,18 @@
 """Published configurations: simulated, and held against what was published."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.flow import FlowConfig
 from headrace.wings.plan import SimulatedOutcome, Simulation, World
 from headrace.wings.plan.catalogue import model
-from headrace.wings.plan.costs import ConstantRate, Linear, RateTable, Roofline, SyncCost, TrainingRate
+from headrace.wings.plan.costs import ConstantRate, Linear, Roofline, SyncCost, TrainingRate
 from headrace.wings.plan.spread import ConstantSpread, Lognormal, Uniform
 from headrace.wings.plan.workload import Workload
 
@@ -39,6 +42,24 @@ def test_a_step_of_512_rollouts_takes_the_minutes_of_the_survey(size: str, lengt
             learner=AT_ONCE, workload=Workload(prompt_tokens=1, answer_tokens=ConstantSpread(value=tokens)),
         )  # fmt: skip
         assert outcome.seconds / 60 == pytest.approx(minutes, rel=case["tolerance"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateTable:
+    """A cost model from throughput measured at some batch sizes, interpolated linearly from 0 at batch size 0, and
+    constant beyond the last."""
+
+    nums: Sequence[int]
+    """Batch sizes in sequences, ascending."""
+    tok_s: Sequence[float]
+    """Total tokens per second at each batch size."""
+    prefill_tok_s: float = float("inf")
+
+    def step_s(self, num: int, context: float) -> float:
+        return num / float(np.interp(num, [0, *self.nums], [0.0, *self.tok_s]))
+
+    def prefill_s(self, tokens: float) -> float:
+        return tokens / self.prefill_tok_s
 
 
 def test_pipeline_of_128_gpus_is_as_much_faster_than_generating_and_training_in_turn_as_published() -> None:

@@ -163,7 +163,7 @@ def test_worker_that_never_ends_is_not_waited_for_longer_than_the_deadline(
 
 
 def given_up(line: Line, sent: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], str]) -> Callable[[], None]:
-    """Carry what the worker does not take in in time; has its thread go on, with ``end`` of the first file."""
+    """Carry what the worker does not take in in time; has its thread continue, with ``end`` of the first file."""
     go_on = threading.Event()
 
     def stuck(*_: object) -> str:
@@ -287,7 +287,7 @@ def test_weights_are_loaded_from_where_they_were_brought(model: Path, tmp_path: 
     [
         ({"weights_by": "gloo", "weights_dir": "/x"}, "weights_dir is a folder that the server sees"),
         ({"weights_host": "10.0.0.1"}, "weights_host='10.0.0.1' is set, and weights_by='files'"),
-        ({"weights_by": "gloo", "weights_host": "0.0.0.0"}, "no address that a server could reach"),
+        ({"weights_by": "gloo", "weights_host": "0.0.0.0"}, "not an address that a server could reach"),
         ({"weights_by": "gloo", "urls": ["http://10.0.0.2:8000"]}, "weights_host='127.0.0.1' is this machine alone"),
     ],
 )

@@ -217,7 +217,7 @@ def test_server_of_another_model_of_that_name_is_refused_where_its_directory_can
 @pytest.mark.parametrize("body", ["<html>hello</html>", "{}", "[]"])
 def test_what_answers_and_is_no_such_server_is_named(model: Path, tmp_path: Path, body: str) -> None:
     with plain_server({"/health": "{}", "/version": body}) as url:
-        assert f"what answers at {url} is no vLLM" in refused(model, tmp_path, url)
+        assert f"what answers at {url} is not vLLM" in refused(model, tmp_path, url)
 
 
 @contextmanager

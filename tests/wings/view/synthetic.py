@@ -17,8 +17,8 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.group import GroupState
 from headrace.base.types.observation import StepRecord
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.scored import Learned, paths
-from headrace.base.types.taught import Taught
+from headrace.base.types.scored import TokenResults, paths
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.trace import Span
 from headrace.flow.ledger import SqliteLedger
@@ -110,13 +110,13 @@ def taught_episode(group: int, place: int) -> EpisodeGraph:
     it was not asked about the last one."""
     answer = sampled("It is 7", version=3, parent=0, teacher="math")
     gaps_T = np.where(np.arange(7) % 2, np.float32(-0.5), np.float32(0.25))
-    said = Taught(
+    said = TeacherScores(
         logprobs_T=answer.tokens.logprobs_T + gaps_T,
         versions_T=np.zeros(7, np.int32),
         ids_TK=np.stack([answer.tokens.ids_T, np.full(7, 33)], axis=1).astype(np.int32),
         logs_TK=np.log(np.full((7, 2), [0.5, 0.25])).astype(np.float32),
     )
-    tokens = msgspec.structs.replace(answer.tokens, taught=said[:6] + Taught.none(1, 2))
+    tokens = msgspec.structs.replace(answer.tokens, teacher_scores=said[:6] + TeacherScores.none(1, 2))
     turns = [given("3 + 4 = "), replace(answer, tokens=tokens)]
     return EpisodeGraph(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 
@@ -213,20 +213,20 @@ def train(
     ledger.apply(CommitVersion(version=step + 1, numbers=numbers, checksum=f"{step:x}", at_s=at_s))
 
 
-def learned(step: int, episodes: Sequence[EpisodeGraph], teacher: int | None) -> Learned:
+def learned(step: int, episodes: Sequence[EpisodeGraph], teacher: int | None) -> TokenResults:
     """The learner finds every fifth token less likely than the engine did, and its neighbour likelier; a teacher all
     of them less likely."""
     trained = [episode for episode in episodes if episode.status is EpisodeStatus.SCORED]
     batch = Batch.collate(step, [sample for episode in trained for sample in paths(episode, 0.0)])
     gaps_N = np.array([-0.2, 0.1, 0.0, 0.0, 0.0], np.float32)[batch.ids_N % 5]
     count = batch.num_tokens
-    taught_N = None if teacher is None else Taught(
+    teacher_scores_N = None if teacher is None else TeacherScores(
         logprobs_T=np.where(batch.mask_N, batch.logprobs_N - np.float32(0.125), np.nan).astype(np.float32),
         versions_T=np.full(count, teacher, np.int32),
         ids_TK=np.zeros((count, 0), np.int32),
         logs_TK=np.zeros((count, 0), np.float32),
     )  # fmt: skip
-    return Learned.of([episode.key for episode in trained], batch, batch.logprobs_N + gaps_N, taught_N)
+    return TokenResults.of([episode.key for episode in trained], batch, batch.logprobs_N + gaps_N, teacher_scores_N)
 
 
 def fail(ledger: SqliteLedger, number: int) -> None:

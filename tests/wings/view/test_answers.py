@@ -285,7 +285,7 @@ def test_a_directory_that_may_not_be_written_to_is_shown(run_dir: Path, tmp_path
         ("runs/0/episodes/3.0/turns/7", "has no turn 7"),
         ("runs/0/episodes/3.0/turns/1/77", "has no token 77"),
         ("runs/0/timeline?from=5&to=4", "is empty"),
-        ("runs/0/timeline?from=nan", "no number of seconds"),
+        ("runs/0/timeline?from=nan", "not a number of seconds"),
         ("runs/0/search?words=", "nothing to search for"),
         (f"runs/0/series?names={',a' * 30}", "30 series are asked for"),
         ("nowhere", "Not Found"),

@@ -188,7 +188,7 @@ def test_the_end_and_the_middle_of_a_timeline_are_held_span_by_span(make_run: Ma
 
 @pytest.mark.parametrize("clock_s", [CLOCK_ZERO + 9000, 40.0])
 def test_every_life_of_a_run_is_on_its_timeline_and_in_its_charts(make_run: MakeRun, clock_s: float) -> None:
-    """A life on the same machine has a clock that goes on; one on another machine may begin far below."""
+    """A life on the same machine has a clock that continues; one on another machine may begin far below."""
     run = make_run(3)
     resumed(run, clock_s=clock_s)
     page = Page(write_report(run))

@@ -36,7 +36,7 @@ def test_a_taken_port_is_told_with_its_remedy(run_dir: Path) -> None:
         error = refused("view", str(run_dir), "--no-browser", "--port", str(busy.getsockname()[1]))
     assert "cannot listen there: Address already in use" in error.problem
     assert "--port" in error.remedy
-    assert "is no port" in refused("view", str(run_dir), "--port", "70000").problem
+    assert "is not a port" in refused("view", str(run_dir), "--port", "70000").problem
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -152,7 +152,7 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
 def plain(values: Any, name: str) -> list[Any]:
     """Return a list, an array, a tensor or any other iterable as a list of plain values."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise DataError(f"{name} is {values!r}, which is no list", remedy=f"give {name} as a list")
+        raise DataError(f"{name} is {values!r}, which is not a list", remedy=f"give {name} as a list")
     listed = values.tolist() if isinstance(values, _Array) else list(values)
     return [value.tolist() if isinstance(value, _Array) else value for value in listed]
 
@@ -180,7 +180,7 @@ def _whole_numbers(values: Sequence[Any]) -> Ints:
 def _floats(values: Sequence[float | None]) -> Floats:
     try:
         if any(isinstance(value, str) for value in values):
-            raise TypeError("text is no number")
+            raise TypeError("text is not a number")
         return np.array([np.nan if value is None else float(value) for value in values], np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"{values!r} are not numbers: {error}", remedy="give numbers or None") from None

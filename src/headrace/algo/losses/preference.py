@@ -37,7 +37,7 @@ class Pairs:
 
     @classmethod
     def of(cls, inputs: LossInputs) -> Pairs:
-        """Return the pairs of a micro-batch. Raises :class:`~headrace.base.errors.DataError` for a group that is no
+        """Return the pairs of a micro-batch. Raises :class:`~headrace.base.errors.DataError` for a group that is not a
         pair."""
         assert inputs.groups_S is not None
         groups, pairs_S = inputs.groups_S.unique(return_inverse=True)

@@ -48,7 +48,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"{address!r} is no address with a port", remedy="write HOST:PORT, as in 10.0.0.5:7781")
+        raise ConfigError(f"{address!r} is not an address with a port", remedy="write HOST:PORT, as in 10.0.0.5:7781")
     return host, int(port)
 
 

@@ -23,7 +23,7 @@ def template_fields(template: str, setting: str, known: str) -> set[str]:
     for name, spec in fields:
         if not name.isidentifier() or spec:
             raise ConfigError(
-                f"{setting} asks for {name!r}, which is no plain name",
+                f"{setting} asks for {name!r}, which is not a plain name",
                 remedy=f"write {known} or the name of a column; double braces that are meant",
             )
     return {name for name, _ in fields}

@@ -87,6 +87,8 @@ class Kinds:
         )
 
     def _validate(self, value: Any, handler: Any) -> Any:
+        """Validate a table by the model of its ``kind``. A kind that a package offers is imported and validates its own
+        settings."""
         kind = _kind_of(value)
         if kind is None:
             return handler(value)

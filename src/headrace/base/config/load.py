@@ -35,7 +35,7 @@ def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} cannot be read: {error}", remedy="give a readable TOML file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{what} {path} is not TOML: {error}", remedy="mend that line") from None
+        raise ConfigError(f"{what} {path} is not TOML: {error}", remedy="fix that line") from None
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -128,6 +128,7 @@ def _refuse_secrets(value: Any, name: str) -> None:
 
 
 def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
+    """Return the problem and the remedy for one of pydantic's errors, in terms of the run file."""
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy

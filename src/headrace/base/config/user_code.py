@@ -53,7 +53,7 @@ def _load(path: Path, state: tuple[int, int]) -> ModuleType:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: any failure becomes a ConfigError
         del sys.modules[name]
-        raise ConfigError(f"{path} cannot be imported: {where(error, str(path))}", remedy="mend it") from None
+        raise ConfigError(f"{path} cannot be imported: {where(error, str(path))}", remedy="fix it") from None
     return module
 
 
@@ -78,7 +78,7 @@ def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
             f"{setting}={reference!r}: {file} cannot be read: {error}", remedy="make it readable"
         ) from None
     except SyntaxError as error:
-        raise ConfigError(f"{setting}: {file}:{error.lineno}: {error.msg}", remedy="mend that line") from None
+        raise ConfigError(f"{setting}: {file}:{error.lineno}: {error.msg}", remedy="fix that line") from None
     except ValueError as error:
         raise ConfigError(f"{setting}: {file} is not Python: {error}", remedy="name a .py file") from None
     names = top_level_names(tree)

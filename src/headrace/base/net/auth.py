@@ -35,6 +35,7 @@ class TokenAuth:
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Refusal | None:
+        """Return why a request with these headers is refused; ``None`` if it may pass."""
         if not self._token:
             host = headers.get("host", "")
             if is_loopback(host_of(host)):

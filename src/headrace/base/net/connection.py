@@ -92,6 +92,8 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _make_room(self) -> None:
+        """Close the connection that is worth least, if there is one: first those that are not authorized, then the one
+        that has been idle longest."""
         others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
         least = min(
             (each for each in others if each.idle or not each.entitled),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import oldest
 
@@ -55,7 +55,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The kept-set that each of the N tokens was drawn from; ``None`` if no token has one."""
     routing: Routing | None = None
     """The experts of each of the N tokens; ``None`` if none are recorded."""
-    taught: Taught | None = None
+    teacher_scores: TeacherScores | None = None
     """A teacher's scores of the N tokens; ``None`` if no teacher scored any."""
     agents: tuple[str, ...] = ("",)
     """The agents whose adapters are trained: the policy, which has the empty name, and agents with an adapter of
@@ -85,7 +85,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             ),
             kept=tokens.kept,
             routing=tokens.routing,
-            taught=tokens.taught,
+            teacher_scores=tokens.teacher_scores,
             agents=("", *agents),
             agents_N=_whose(samples, agents) if agents else None,
         )

@@ -64,7 +64,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     """How long the learner waited for this step's batch, in seconds."""
     exposed_sync_s: float = 0.0
-    """How long the learner stood still for the sync after the step, in seconds: the copy of its weights."""
+    """How long the learner was blocked by the sync after the step, in seconds: the copy of its weights."""
     straggler_s: float = 0.0
     """The part of ``wait_s`` after nine in ten episodes of the batch had ended."""
     held_back_s: float = 0.0
@@ -337,7 +337,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     run.
 
     >>> str(Recovery(part="engine-1", cause="engine-1 (pid 7) was killed by SIGKILL", seconds=3.12, carried_over=14))
-    'engine-1 (pid 7) was killed by SIGKILL; it serves again after 3.1 s, 14 sequences went on'
+    'engine-1 (pid 7) was killed by SIGKILL; it serves again after 3.1 s, 14 sequences continued'
     """
 
     part: str
@@ -358,5 +358,5 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
                 "it: open the way from the learner to that address"
             )
         if self.seconds is None:
-            return f"{self.cause}; it is started again, its {self.carried_over} sequences go on"
-        return f"{self.cause}; it serves again after {self.seconds:.1f} s, {self.carried_over} sequences went on"
+            return f"{self.cause}; it is started again, its {self.carried_over} sequences continue"
+        return f"{self.cause}; it serves again after {self.seconds:.1f} s, {self.carried_over} sequences continued"

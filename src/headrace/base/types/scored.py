@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headrace.base.types.batch import Batch, TrainSample
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, versions_of
 
 
@@ -95,7 +95,7 @@ def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArr
     return [(path, masks) for path, masks in found if any(mask_T.any() for mask_T in masks)] or found[:1]
 
 
-class Learned(msgspec.Struct, frozen=True, kw_only=True):
+class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
     """The per-token results of an optimizer step: those of tokens that carry loss, episode after episode, each in
     the order of :func:`loss_places`."""
 
@@ -106,13 +106,17 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the L tokens that belong to each episode."""
     log_pi_L: FloatColumn
     """log π under the weights before the step; NaN for a token whose loss was dropped during the step."""
-    taught_L: Taught | None = None
+    teacher_scores_L: TeacherScores | None = msgspec.field(default=None, name="taught_L")  # its name in stored runs
     """The scores of a teacher in the learner's process; ``None`` if no sampled token was scored."""
 
     @classmethod
     def of(
-        cls, keys: Sequence[EpisodeKey], batch: Batch, log_pi_N: FloatColumn, taught_N: Taught | None = None
-    ) -> Learned:
+        cls,
+        keys: Sequence[EpisodeKey],
+        batch: Batch,
+        log_pi_N: FloatColumn,
+        teacher_scores_N: TeacherScores | None = None,
+    ) -> TokenResults:
         """Return the results for a batch. ``keys`` are the keys of its episodes, in the order of ``batch``."""
         episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
         return cls(
@@ -120,7 +124,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             places_E=np.array([key.place for key in keys], np.int32),
             sizes_E=np.bincount(episodes_N[batch.mask_N], minlength=len(keys)).astype(np.int32),
             log_pi_L=log_pi_N[batch.mask_N],
-            taught_L=None if taught_N is None else taught_N[batch.mask_N],
+            teacher_scores_L=None if teacher_scores_N is None else teacher_scores_N[batch.mask_N],
         )
 
     def gaps(self, episode: EpisodeGraph) -> dict[int, FloatColumn]:
@@ -134,12 +138,12 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             found[turn] = gaps_T
         return found
 
-    def taught(self, episode: EpisodeGraph) -> dict[int, Taught]:
+    def teacher_scores(self, episode: EpisodeGraph) -> dict[int, TeacherScores]:
         """Return the teacher's scores of each turn of ``episode`` that carried loss, by turn."""
-        if (said := self.taught_L) is None:
+        if (scores := self.teacher_scores_L) is None:
             return {}
         return {
-            turn: said[span].spread(places, len(episode.turns[turn].tokens))
+            turn: scores[span].scatter(places, len(episode.turns[turn].tokens))
             for turn, places, span in self._spans(episode)
         }
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from headrace.base.types.columns import FloatColumn, IntColumn
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 __all__ = ["FloatColumn", "IntColumn", "Tokens", "versions_of"]
@@ -46,7 +46,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     entropies_T: FloatColumn | None = None
     """The entropy of the distribution that each token was drawn from, in nats: after the temperature, before
     truncation. It is 0 for a token without a record; ``None`` if no token has one."""
-    taught: Taught | None = None
+    teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
     """A teacher's scores of the tokens; ``None`` if no teacher scored any."""
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         problem = (
             (self.kept and self.kept.problem(self.ids_T))
             or (self.routing and self.routing.problem(len(self)))
-            or (self.taught and self.taught.problem(len(self)))
+            or (self.teacher_scores and self.teacher_scores.problem(len(self)))
         )
         if problem:
             raise ValueError(problem)
@@ -97,7 +97,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             kept=_concat_kept(parts),
             routing=_concat_routing(parts),
             entropies_T=_concat_entropies(parts),
-            taught=_concat_taught(parts),
+            teacher_scores=_concat_teacher_scores(parts),
         )
 
     @property
@@ -122,7 +122,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             kept=None if self.kept is None else self.kept[span],
             routing=None if self.routing is None else self.routing[span],
             entropies_T=None if self.entropies_T is None else self.entropies_T[span],
-            taught=None if self.taught is None else self.taught[span],
+            teacher_scores=None if self.teacher_scores is None else self.teacher_scores[span],
         )
 
     def __add__(self, other: Tokens) -> Tokens:
@@ -167,13 +167,16 @@ def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
     return np.concatenate(known)
 
 
-def _concat_taught(parts: Sequence[Tokens]) -> Taught | None:
-    if all(part.taught is None for part in parts):
+def _concat_teacher_scores(parts: Sequence[Tokens]) -> TeacherScores | None:
+    if all(part.teacher_scores is None for part in parts):
         return None
-    return Taught.concat([Taught.none(len(part), 0) if part.taught is None else part.taught for part in parts])
+    return TeacherScores.concat(
+        [TeacherScores.none(len(part), 0) if part.teacher_scores is None else part.teacher_scores for part in parts]
+    )
 
 
 def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:
+    """Return the routing of all parts, unknown where a part has none; ``None`` if no part has any."""
     shape = next((part.routing.experts_RLK for part in parts if part.routing is not None), None)
     if shape is None:
         return None

@@ -202,9 +202,9 @@ def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict
 
 def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
     """Remove the loss of tokens that no teacher has read, such as tokens scored before a resumed run had teachers.
-    Return the batch, and the number of these tokens by reason. A batch without any taught token stays as it is."""
-    if batch.taught is None:
+    Return the batch, and the number of these tokens by reason. A batch without any scored token stays as it is."""
+    if batch.teacher_scores is None:
         return batch, {}
-    mask_N = batch.mask_N & batch.taught.known_T
+    mask_N = batch.mask_N & batch.teacher_scores.known_T
     count = int(batch.mask_N.sum()) - int(mask_N.sum())
     return (msgspec.structs.replace(batch, mask_N=mask_N), {UNTAUGHT: count}) if count else (batch, {})

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.base.errors import NothingToLearn
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.scored import Learned, ScoredGroup
+from headrace.base.types.scored import ScoredGroup, TokenResults
 from headrace.control.board import LoopContract
 from headrace.control.groups import have_signal
 from headrace.control.loops.feeding import Feeder, OrderedStep
@@ -35,10 +35,10 @@ class LearningLoop:
         unblocked_by="scoring, sync",
     )
 
-    def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, taught: bool) -> None:
-        """``taught`` says whether a teacher gives a signal even where all rewards are equal."""
+    def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, has_teachers: bool) -> None:
+        """``has_teachers`` says whether a teacher gives a signal even where all rewards are equal."""
         self._state = state
-        self._taught = taught
+        self._has_teachers = has_teachers
         self._sync = sync
         self._saver = saver
         self._tuning = Tuning(state)
@@ -78,7 +78,7 @@ class LearningLoop:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
         keys = [episode.key for group in ordered.groups for episode in group.scored]
-        learned = Learned.of(keys, ordered.batch, report.log_pi_N, report.taught_N)
+        learned = TokenResults.of(keys, ordered.batch, report.log_pi_N, report.teacher_scores_N)
         state.flow.record_trained(ordered.groups, report, ordered.ages, learned)
         state.board.progress()
         # The copy of the weights was ordered with the step, so the learner makes it without waiting for this loop.
@@ -119,7 +119,7 @@ class LearningLoop:
         """Warn of steps whose rewards are all equal, and end the run after too many of them in a row."""
         state = self._state
         masked = not any(group.scored for group in groups)
-        has_signal = have_signal(groups) or (self._taught and not masked)
+        has_signal = have_signal(groups) or (self._has_teachers and not masked)
         self._without_signal = 0 if has_signal else self._without_signal + 1
         if self._without_signal == 0:
             return

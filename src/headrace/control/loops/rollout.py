@@ -118,6 +118,8 @@ class RolloutLoop:
                 self._start(admission, episodes)
 
     def _start(self, admission: Admission, episodes: asyncio.TaskGroup) -> None:
+        """Start the episodes of an admitted group, or drop the group if its row cannot be used any more. Episodes that
+        ended before the run was resumed are passed on as they are."""
         state = self._state
         if admission.row >= len(state.parts.tasks):
             state.warn(f"row {admission.row + 1} is not in the dataset any more: dropped")
@@ -167,6 +169,8 @@ class RolloutLoop:
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 
     async def _run(self, group: OpenGroup, place: int, begun: Sequence[TokenChunk]) -> None:
+        """Run one episode and put it into the queue of finished ones. ``begun`` are the recorded parts of a turn that
+        was running when the run was interrupted."""
         start_s = self._state.parts.clock.now()
         key = EpisodeKey(group.number, place)
         if group.has_enough:

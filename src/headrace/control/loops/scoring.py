@@ -98,7 +98,7 @@ class ScoringLoop:
             self._pivots.sampled_turns.add(part)
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """Begin to score a turn that has been sampled; its episode may go on."""
+        """Begin to score a turn that has been sampled; its episode may continue."""
         if self._turns is not None:
             self._turns.turn_ended(key, task, prompt_ids_T, turn)
 
@@ -185,6 +185,7 @@ class ScoringLoop:
         assign_reward(episode, replace(graded, reward=None, failure=failure) if failure else graded)
 
     def _finish_episodes(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
+        """Record scored episodes, and close their group when all of its episodes have ended."""
         state = self._state
         for episode in episodes:
             group.episodes[episode.key.place] = episode
@@ -202,6 +203,7 @@ class ScoringLoop:
             self._close_group(group)
 
     def _close_group(self, group: OpenGroup) -> None:
+        """Apply the filters to a complete group, then add it to the flow or drop it."""
         state = self._state
         state.observe(group.number, group.task.row_index, rewards_of(group.in_order))
         closed = close_group(
@@ -239,6 +241,8 @@ class ScoringLoop:
             self._state.metrics.episode_set_aside(episode)
 
     def _stop_if_all_fail(self) -> None:
+        """Count a group that was dropped because its episodes failed, and end the run after ``flow.max_failed_groups``
+        of them in a row."""
         self._failed_in_a_row += 1
         if self._failed_in_a_row < self._state.flow_config.max_failed_groups:
             return

@@ -127,6 +127,7 @@ def episode_metrics(stats: BatchStats, envs: Sequence[str]) -> dict[str, float]:
 
 
 def _by_env(stats: BatchStats, envs: Sequence[str]) -> dict[str, EpisodeColumns]:
+    """Return the columns of a batch's episodes by the name of their environment."""
     of_env: dict[str, EpisodeColumns] = {}
     begin = 0
     for env, size in zip(envs, stats.sizes, strict=True):
@@ -172,6 +173,7 @@ def _by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColumns]:
 
 
 def _over_all(columns: EpisodeColumns) -> dict[str, float]:
+    """Return quantiles of rewards and lengths over all episodes."""
     rewards, lengths = sorted(columns.rewards), sorted(columns.lengths)
     metrics = {
         "length_p10": float(quantile(lengths, 0.1)),

@@ -80,7 +80,7 @@ class RewardCounts:
         self._logged.setdefault(f"logged/{as_label(name)}", []).extend(finite)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the previous call, and start to count anew."""
+        """Return the metrics since the previous call, and start to count again."""
         fresh, self._fresh = self._fresh, {}
         logged, self._logged = self._logged, {}
         shares = {f"reward_failed/{as_label(label)}": sum(failed) / len(failed) for label, failed in fresh.items()}

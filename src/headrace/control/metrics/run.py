@@ -120,12 +120,12 @@ class RunMetrics:
 
     def evaluated(self, version: int, reward: float, *, training: bool) -> None:
         """Record the mean held-out reward of an evaluation that began at ``version``. If it ended while ``training``
-        goes on, the record of the next step reports it."""
+        continues, the record of the next step reports it."""
         self.totals.evals[version] = reward
         self.since.eval_version = version if training else None
 
     def eval_sampled(self, tokens: int) -> None:
-        """Count tokens that the engine sampled for an evaluation while training went on."""
+        """Count tokens that the engine sampled for an evaluation while training continued."""
         self.totals.eval_tokens += tokens
 
     def recovered(self, recovery: Recovery) -> None:
@@ -214,6 +214,7 @@ class RunMetrics:
     # -- report: a line of metrics.jsonl -----------------------------------------------------------------------------
 
     def _record(self, done: StepDone) -> StepRecord:
+        """Return the record of a finished step, and begin a new interval for the metrics between steps."""
         report, totals, stats = done.report, self.totals, done.stats
         since, self.since = self.since, SinceStep()
         rewards = stats.columns.rewards

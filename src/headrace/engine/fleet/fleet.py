@@ -26,7 +26,7 @@ from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import PLAIN, RequestOptions
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -171,6 +171,8 @@ class Fleet:
                     self._give_up(member, member.silence_error(load))
 
     def _give_up(self, member: Member, error: DeadlineError) -> None:
+        """Remove an engine that has been silent for too long, and have the launcher end its process. Without a
+        launcher, raise ``error``."""
         if self._end is None:
             raise error
         if self._members.get(member.name) is member:  # and not a successor of the same name
@@ -263,6 +265,7 @@ class Fleet:
         return passed_on
 
     async def _assign(self, routed: RoutedRequest, parent_engine: Member | None = None) -> Member:
+        """Wait for an engine that can serve the request, and return it."""
         route = routed.route_request(
             "" if parent_engine is None else parent_engine.name, only_engine=len(self._members) == 1
         )
@@ -396,6 +399,8 @@ class Fleet:
     async def _commit_on(
         self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
+        """Commit ``version`` on one engine, which gets no new requests meanwhile. Return its report, or ``None`` if the
+        engine was lost. ``gate`` limits how many engines commit at the same time."""
         async with gate:
             if self._members.get(member.name) is not member:
                 return None

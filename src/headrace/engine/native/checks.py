@@ -112,6 +112,7 @@ def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
 
 
 def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
+    """Yield what is invalid in the sampling options, in words."""
     if sampling.max_new_tokens < 1:
         yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
     for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):

@@ -125,6 +125,8 @@ class Controls:
             self._changes.append(ids_D, np.arange(self._count) if rows_D is None else rows_D)
 
     def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
+        """Draw one token per row under top-k, top-p and min-p, and record the kept-sets of the rows that request
+        them."""
         scaled_DV = logits_DV.float() / temperatures_D[:, None]
         limits = TruncationLimits(
             top_k_R=self._tensor(self._top_k_R[rows]),

@@ -29,7 +29,7 @@ from headrace.base.types.columns import FloatColumn
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.config import EngineConfig
@@ -328,6 +328,8 @@ class NativeEngine:
         return _Drawn(rows_D=rows_D, sound_D=draw.sound_R.cpu().numpy())
 
     def _postprocess(self, drawn: list[_Drawn]) -> None:
+        """End the rows that have stopped, are full or have invalid logits; emit chunks of the other rows that are
+        due."""
         if not drawn:
             return
         rows = self._rows
@@ -361,6 +363,7 @@ class NativeEngine:
         return ended_D
 
     def _end_broken(self, row: int) -> None:
+        """End a row whose logits are not finite, as a failed sequence, without its last token."""
         rows = self._rows
         pin, length = int(rows.pin_R[row]), int(rows.length_R[row]) - 1
         rows.remove_last(row)

@@ -108,6 +108,8 @@ class Intake:
                 self._ended.popitem(last=False)
 
     def _sequence(self, request: GenerateRequest, name: str, version: int, now_s: float) -> Sequence:
+        """Return the sequence of a request that has passed the checks, with the tokens of its parent if it is a
+        fork."""
         prompt_ids_T, fork = self._check(request, name), request.fork
         if fork is None:
             given = prompt_ids_T
@@ -173,6 +175,8 @@ class Intake:
         return checked.ids_T
 
     def _fork_point(self, request: GenerateRequest, fork: ForkRequest, name: str, version: int) -> _ForkSource:
+        """Return the sequence that a fork continues. Raises :class:`~headrace.base.errors.RequestError` if it cannot be
+        forked there."""
         live = self.known.get(fork.parent)
         source = self._ended.get(fork.parent) if live is None else self._fork_source(live)
         if source is None:
@@ -206,6 +210,8 @@ class Intake:
         )
 
     def _refuse_if_unfit(self, name: str, sequence: Sequence) -> None:
+        """Refuse a sequence that can never fit the engine: an empty prompt, or more tokens than the context or the
+        cache holds."""
         length, sampling, bounds = len(sequence.given_ids_T), sequence.request.sampling, self._bounds
         if length == 0:
             raise RequestError(f"{name} has an empty prompt", remedy="give at least one token")

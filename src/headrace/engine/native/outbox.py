@@ -67,6 +67,8 @@ class ChunkBuilder:
         return TokenChunk(request_id=sequence.request.request_id, tokens=tokens, lost=lost)
 
     def _flush(self, row: int, *, final: bool) -> TokenChunk:
+        """Return the chunk of a row's tokens that have not been sent, with their routing if it is recorded. ``final``
+        says that the row has ended."""
         rows, sequence = self._rows, self._rows.sequences[row]
         span = rows.unsent(row, final=final)
         chunk = rows.flush(row, span)

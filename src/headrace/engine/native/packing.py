@@ -1,5 +1,5 @@
-"""A weight receiver that packs staged weights into the kernels' layout while passes go on, so that a commit remains a
-change of pointers (:mod:`headrace.models.kernels.panels`)."""
+"""A weight receiver that packs staged weights into the kernels' layout while passes continue, so that a commit remains
+a change of pointers (:mod:`headrace.models.kernels.panels`)."""
 
 from __future__ import annotations
 

@@ -137,6 +137,8 @@ def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab
 
 
 def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Draw:
+    """Sample on the processor with numpy, by the inverse of the cumulative distribution; greedy where the temperature
+    is 0."""
     temperatures, rows = temperatures_R.numpy(), np.arange(len(logits_RV))
     greedy_R = temperatures == 0
     with np.errstate(invalid="ignore"):  # rows that are not sound

@@ -377,6 +377,7 @@ class Scheduler:
         return None
 
     def _join(self, sequence: Sequence, allocation: _Allocation) -> int:
+        """Give a waiting sequence its row and its blocks, and return the row."""
         self._waiting.remove(sequence)
         if sequence.answer is None:
             self.prompt_tokens += len(sequence.given_ids_T)
@@ -402,6 +403,8 @@ class Scheduler:
         return allocation
 
     def _try_allocate(self, sequence: Sequence) -> _Allocation | None:
+        """Reserve blocks for a sequence: those that it can share with its parent or with cached prefixes, and free ones
+        for the rest. Return ``None`` if there are too few."""
         ids_T = sequence.ids()
         needed = blocks_for(min(len(ids_T) + 1, sequence.max_length - 1))
         version = self.version if sequence.pin is None else sequence.pin

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ModelError, RequestError
 from headrace.base.types.messages.engine import ScoreTokens
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import score_problem
 from headrace.engine.native.sampler import LogSoftmax
@@ -113,6 +113,7 @@ class PrefillScorer:
         return self._exact(scaled_NV).gather(1, ids_NK), ids_NK
 
     def _refuse_if_unfit(self, request: ScoreTokens, vocab_size: int) -> None:
+        """Refuse tokens that the model or the cache cannot hold, or whose routing cannot be replayed."""
         ids_T, limit = request.ids_T, context_limit(self._model.config)
         problem = score_problem(request, vocab_size)
         if problem:
@@ -134,6 +135,7 @@ class PrefillScorer:
         return routing.problem(count) or self._routed_model.problem(routing.experts_RLK)
 
     def _open_replay(self) -> str:
+        """Prepare the replay of routing, and return why it is impossible; empty if it is possible."""
         if self._replay is not None:
             return ""
         try:

@@ -171,6 +171,7 @@ class Swaps:
         self._pool.forget(pool_version)
 
     def _apply_mode(self, mode: Interrupt, begun: list[Sequence]) -> _Cost:
+        """Treat the sequences that have begun as ``mode`` requires, and return what that costs."""
         cost = _Cost()
         if mode is Interrupt.INFLIGHT_RECOMPUTE:
             cost.recomputed_tokens = self._recompute([sequence for sequence in begun if sequence.row != NO_ROW])

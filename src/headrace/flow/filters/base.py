@@ -112,6 +112,7 @@ def apply_filters(
 
 
 def _apply_verdict(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
+    """Return the group with the statuses that the verdict gives to its episodes."""
     statuses = dict.fromkeys(verdict.leave_out, EpisodeStatus.LEFT_OUT) | dict.fromkeys(
         verdict.mask, EpisodeStatus.MASKED
     )

@@ -98,6 +98,8 @@ class ResampleCorrect(FilterSection):
         return failed + self._format_errors(episode, context)
 
     def _format_errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
+        """Return the fraction of format errors in an episode, from 0 to 1: a cut answer counts as 1, otherwise missing
+        or repeated answer tags count."""
         if was_cut(episode):
             return 1.0
         if self.answer_tags is None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
-from headrace.base.types.scored import Learned
+from headrace.base.types.scored import TokenResults
 from headrace.base.types.tokens import versions_of
 
 
@@ -64,7 +64,8 @@ class EndEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropEpisodes:
-    """The operation that gives episodes of a group that stays another status, the same for all of them."""
+    """The operation that gives some episodes of a group a new status, the same for all of them. The group itself is not
+    dropped."""
 
     number: int
     """Number of the group."""
@@ -87,7 +88,7 @@ class EndStep:
     ages: dict[int, int]
     """Number of trained tokens by age."""
     at_s: float
-    learned: Learned | None = None
+    learned: TokenResults | None = None
     """What the learner computed for each token of the step; ``None`` if the learner did not return it."""
 
 

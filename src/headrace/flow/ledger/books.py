@@ -144,6 +144,7 @@ class Books:
 
 
 def _add(*tallies: dict[K, int]) -> dict[K, int]:
+    """Return the sum of several counts, key by key."""
     total: dict[K, int] = {}
     for tally in tallies:
         for reason, count in tally.items():

@@ -19,12 +19,12 @@ import msgspec
 
 from headrace.base.errors import LedgerError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
-from headrace.base.types.scored import Learned
+from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Conservation, Lengths
 from headrace.flow.ledger.books import TRAINED, Books
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
 from headrace.flow.ledger.sqlite import schema_version, steps
-from headrace.flow.ledger.turns import decode_learned, decode_turns
+from headrace.flow.ledger.turns import decode_token_results, decode_turns
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,10 +124,10 @@ class Browser:
         self._one_at_a_time = threading.Lock()
         if not path.is_file():
             raise LedgerError(f"{path} is not there", remedy="a run with flow.ledger = 'sqlite' keeps one")
-        with self._explained():
+        with self._translated_errors():
             self._db = _connect(path)
         try:
-            with self._explained():
+            with self._translated_errors():
                 self._refuse_other_format()
                 meta = dict(self._db.execute("SELECT key, value FROM meta"))
                 self.group_size = int(meta["group_size"])
@@ -167,7 +167,7 @@ class Browser:
         if not rows:
             return None
         status, cause, reward, parts, agents, turns, entry = rows[0]
-        with self._explained():
+        with self._translated_errors():
             return EpisodeGraph(
                 key=key,
                 turns=decode_turns(turns, entry),
@@ -178,12 +178,12 @@ class Browser:
                 cause=cause,
             )
 
-    def learned(self, group: int) -> Learned | None:
+    def learned(self, group: int) -> TokenResults | None:
         """Return what the learner computed for the tokens of the step that trained ``group``; ``None`` if that is not
         recorded."""
         rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
-        with self._explained():
-            return decode_learned(rows[0][0]) if rows else None
+        with self._translated_errors():
+            return decode_token_results(rows[0][0]) if rows else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
         """Return up to ``limit`` episodes before ``key`` (``None``: the last ones), newest first, with their turns."""
@@ -198,12 +198,12 @@ class Browser:
 
     def conservation(self) -> Conservation:
         """Count all units at one moment and return the counts."""
-        with self._explained(), self._moment():
+        with self._translated_errors(), self._one_snapshot():
             return self._books.conservation()
 
     def lengths(self) -> Lengths:
         """Return the lengths of the episodes of all groups that were trained or dropped, and of the trained ones."""
-        with self._explained(), self._moment():
+        with self._translated_errors(), self._one_snapshot():
             return self._books.lengths()
 
     def num_running(self) -> int:
@@ -220,6 +220,7 @@ class Browser:
             self._db.close()
 
     def _refuse_other_format(self) -> None:
+        """Refuse a file that is not a ledger of the format that this program reads."""
         version, known = schema_version(self._db), len(steps())
         if version == 0:
             raise LedgerError(f"{self._path} is not a ledger", remedy="restore it from a copy")
@@ -231,11 +232,11 @@ class Browser:
             )
 
     def _all(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        with self._explained():
+        with self._translated_errors():
             return self._db.execute(query, values).fetchall()
 
     @contextmanager
-    def _moment(self) -> Iterator[None]:
+    def _one_snapshot(self) -> Iterator[None]:
         """Hold one read transaction, so that all queries see the same moment."""
         self._db.execute("BEGIN DEFERRED")
         try:
@@ -244,7 +245,7 @@ class Browser:
             self._db.execute("ROLLBACK")
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Raise every error of the database as a :class:`~headrace.base.errors.LedgerError`, with one query at a
         time."""
         try:
@@ -290,6 +291,7 @@ def is_written(path: Path) -> bool:
 
 
 def _where(query: EpisodeQuery) -> tuple[str, list[Any]]:
+    """Return the SQL condition of a query, and the values of its parameters."""
     clauses: list[str] = []
     values: list[Any] = []
     if query.status is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from headrace.base.types.episode import Branch, EpisodeGraph, StopReason, Turn
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
@@ -39,7 +39,7 @@ class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: KeptSets | None = None
     routing: Routing | None = None
     entropies_T: FloatColumn | None = None
-    taught: Taught | None = None
+    teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
 
 
 _NO_MORE = _More()
@@ -109,11 +109,11 @@ def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled
 
 def decode_entry(data: bytes, entry: int) -> list[Turn]:
     """Return the turns of the episode with index ``entry`` in the bundle. Raises ``msgspec.MsgspecError`` if ``data``
-    is no valid bundle or the index does not exist."""
+    is not a valid bundle or the index does not exist."""
     try:
         bundle: _Bundle = _CODEC.decode(data)
         if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
-            raise ValueError("a bundle with a negative length, or whose tokens are no column")
+            raise ValueError("a bundle with a negative length, or whose tokens are not a column")
         first = sum(bundle.turns_E[:entry])
         begin = sum(bundle.lengths_K[:first])
         turns: list[Turn] = []
@@ -127,9 +127,10 @@ def decode_entry(data: bytes, entry: int) -> list[Turn]:
 
 
 def _more(turn: Turn) -> _More:
+    """Return the rare fields of a turn; ``_NO_MORE`` if it has none."""
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
-    plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.taught is None
+    plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.teacher_scores is None
     if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher and not turn.extra:
         return _NO_MORE
     return _More(
@@ -144,11 +145,12 @@ def _more(turn: Turn) -> _More:
         kept=span.kept,
         routing=span.routing,
         entropies_T=span.entropies_T,
-        taught=span.taught,
+        teacher_scores=span.teacher_scores,
     )
 
 
 def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
+    """Return the turn at index ``place`` of a bundle, whose tokens are those at ``at``."""
     if at.stop > len(bundle.ids_N):
         raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
     more = bundle.more.get(place, _NO_MORE)
@@ -161,7 +163,7 @@ def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
             kept=more.kept,
             routing=more.routing,
             entropies_T=more.entropies_T,
-            taught=more.taught,
+            teacher_scores=more.teacher_scores,
         ),
         parent=bundle.parents_K[place],
         stop_reason=bundle.stops_K[place],

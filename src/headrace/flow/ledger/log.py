@@ -45,7 +45,7 @@ def refuse_damaged_log(database: Path) -> None:
             raise LedgerError(
                 f"the ledger's write-ahead log {path} is damaged at frame {whole + 1} of {frames}: transactions that "
                 "were recorded behind it would be lost",
-                remedy=f"restore it from a copy; to go on from what {database.name} holds without it: "
+                remedy=f"restore it from a copy; to continue from what {database.name} holds without it: "
                 f"mv {path} {path}.damaged, and the same command again",
             )
 

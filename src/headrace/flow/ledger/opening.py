@@ -36,6 +36,8 @@ def _memory(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
+    """Open the ledger on a Redis server under the name that the run directory holds, and write that name for a new
+    run."""
     from headrace.flow.ledger.redis import RedisLedger
 
     file = run_dir / REDIS_FILE

@@ -166,6 +166,8 @@ class RedisLedger:
         self._server.close()
 
     def _record(self, operation: Operation | RollBack) -> None:
+        """Append an operation to the stream. Raises :class:`~headrace.base.errors.LedgerError` if the stream has lost
+        operations or has another writer."""
         kind, data = encode_operation(operation)
         number = self._number + 1
         reply = self._call_with_retry(
@@ -196,6 +198,7 @@ class RedisLedger:
                 return
 
     def _apply_entry(self, number: int, fields: dict[bytes, bytes]) -> None:
+        """Apply an entry of the stream to the local index, after checking its number and its checksum."""
         try:
             if number != self._number + 1:
                 raise msgspec.ValidationError(f"entry {self._number + 1} is missing")
@@ -219,6 +222,8 @@ class RedisLedger:
             )
 
     def _sizes(self, group_size: int | None, groups_per_step: int | None, *, begin: bool) -> dict[str, int]:
+        """Return the sizes of groups and steps that the ledger was created with, and refuse others. With ``begin``, a
+        new ledger is created."""
         given = {"group_size": group_size, "groups_per_step": groups_per_step}
         new = {"format": FORMAT, **{key: value for key, value in given.items() if value is not None}}
         if begin and len(new) == 3:
@@ -263,7 +268,7 @@ class RedisLedger:
             except errors.RedisError as error:
                 raise LedgerError(
                     f"the ledger {self._description} cannot be kept: {error}",
-                    remedy="mend the server (redis-cli info; is its memory or its disk full?), then --resume",
+                    remedy="fix the server (redis-cli info; is its memory or its disk full?), then --resume",
                 ) from None
 
 

@@ -95,6 +95,7 @@ def damage(db: sqlite3.Connection) -> str:
 
 
 def _changed_rows(db: sqlite3.Connection, table: str) -> str:
+    """Return which rows of ``table`` do not match their checksums, in words; empty if all match."""
     columns = COLUMNS[table]
     changed = f"FROM {table} WHERE row_checksum IS NOT row_checksum({', '.join(columns)})"
     try:
@@ -107,7 +108,7 @@ def _changed_rows(db: sqlite3.Connection, table: str) -> str:
     except sqlite3.OperationalError as error:
         if "user-defined function" not in str(error) and "decode" not in str(error):
             raise
-        return f"its table {table} holds text that is no text"
+        return f"its table {table} holds text that cannot be decoded"
 
 
 def _schema(db: sqlite3.Connection) -> str:

@@ -149,6 +149,7 @@ class SqliteLedger:
             ]
 
     def _partial_turns(self, number: int) -> list[TokenChunk]:
+        """Return the recorded parts of turns that were running in a group, joined turn by turn."""
         rows = self._db.execute(
             "SELECT position, turn, prompt, tokens FROM parts WHERE group_number = ? ORDER BY position, turn, id",
             (number,),
@@ -223,7 +224,7 @@ class SqliteLedger:
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # of a message that quotes what is damaged
             found = [str(error)]
         if found != ["ok"]:
-            raise self._damaged(f"{'; '.join(found)}", ", and its write-ahead log does not mend it")
+            raise self._damaged(f"{'; '.join(found)}", ", and its write-ahead log does not fix it")
 
     def _check_rows(self) -> None:
         found = damage(self._db)

@@ -10,8 +10,8 @@ import msgspec
 from headrace.base.types.episode import Branch, EpisodeKey, StopReason, TokenChunk, Turn
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.scored import Learned
-from headrace.base.types.taught import Taught
+from headrace.base.types.scored import TokenResults
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.flow.ledger.bundles import decode_entry
 
@@ -33,12 +33,12 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     process: float | None = None
     branch: Branch | None = None
     teacher: str = ""
-    taught: Taught | None = None
+    teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
     extra: dict[str, Any] = {}
 
 
 _CODEC = MessageCodec(list[_Turn])
-_LEARNED = MessageCodec(Learned)
+_LEARNED = MessageCodec(TokenResults)
 
 
 def encode_turns(turns: Sequence[Turn]) -> bytes:
@@ -62,7 +62,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 process=turn.process,
                 branch=turn.branch,
                 teacher=turn.teacher,
-                taught=turn.tokens.taught,
+                teacher_scores=turn.tokens.teacher_scores,
                 extra=turn.extra,
             )
             for turn in turns
@@ -71,7 +71,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
 
 
 def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
-    """Return the turns in ``data``. ``entry`` is the index of the episode in a bundle; ``None`` if ``data`` is no
+    """Return the turns in ``data``. ``entry`` is the index of the episode in a bundle; ``None`` if ``data`` is not a
     bundle but the turns of one episode. Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
     if entry is not None:
         return decode_entry(data, entry)
@@ -91,7 +91,7 @@ def _turn(turn: _Turn) -> Turn:
             kept=turn.kept,
             routing=turn.routing,
             entropies_T=turn.entropies_T,
-            taught=turn.taught,
+            teacher_scores=turn.teacher_scores,
         ),
         parent=turn.parent,
         stop_reason=turn.stop_reason,
@@ -128,12 +128,12 @@ def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) 
     )
 
 
-def encode_learned(learned: Learned) -> bytes:
+def encode_token_results(learned: TokenResults) -> bytes:
     """Return ``learned`` as the bytes that the ledger stores."""
     return _LEARNED.encode(learned)
 
 
-def decode_learned(blob: bytes) -> Learned:
-    """Return the columns that :func:`encode_learned` encoded."""
-    learned: Learned = _LEARNED.decode(blob)
+def decode_token_results(blob: bytes) -> TokenResults:
+    """Return the columns that :func:`encode_token_results` encoded."""
+    learned: TokenResults = _LEARNED.decode(blob)
     return learned

@@ -110,6 +110,7 @@ class ThreadedWriter:
         self._pending.set()
 
     def _run(self) -> None:
+        """Record the queued operations in order, several in one transaction, until the queue yields ``None``."""
         together: list[Operation] = []
         while True:
             self._pending.wait()

@@ -23,7 +23,7 @@ from headrace.flow.ledger.base import (
 )
 from headrace.flow.ledger.bundles import bundled, encode_bundle
 from headrace.flow.ledger.rows import insert, next_id, seal_rows
-from headrace.flow.ledger.turns import encode_learned, encode_part
+from headrace.flow.ledger.turns import encode_part, encode_token_results
 
 
 class Writing:
@@ -59,6 +59,7 @@ class Writing:
             self._moves[number] = op if before is None else _merged(before, op)
 
     def _write_moves(self) -> None:
+        """Write the latest state of each group that has moved since the last call."""
         moves, self._moves = self._moves, {}
         self._db.executemany(
             "UPDATE groups SET state = ?, reason = ?, oldest_version = coalesce(?, oldest_version), moved_s = ?"
@@ -71,6 +72,7 @@ class Writing:
         self._db.executemany(seal_rows("groups", "number = ?"), [(number,) for number in moves])
 
     def _stream(self, op: Stream) -> None:
+        """Write parts of running turns, and void the parts that their sequences have lost."""
         self._write_ended()
         for part in op.parts:
             if part.lost:
@@ -103,6 +105,8 @@ class Writing:
         self._ended.append(op)
 
     def _write_ended(self) -> None:
+        """Write the episodes that have ended since the last call, bundled, and void the parts of turns that they
+        replace."""
         if not self._ended:
             return
         ended, self._ended = self._ended, []
@@ -127,6 +131,7 @@ class Writing:
         self._db.executemany(insert("episodes", otherwise="OR REPLACE"), rows)
 
     def _drop_episodes(self, op: DropEpisodes) -> None:
+        """Write the new status of episodes that have ended."""
         self._write_ended()
         for place in op.places:
             changed = self._db.execute(
@@ -138,12 +143,13 @@ class Writing:
             self._db.execute(seal_rows("episodes", "group_number = ? AND position = ?"), (op.number, place))
 
     def _end_step(self, op: EndStep) -> None:
+        """Write the record of a step, and move its groups to ``TRAINED``."""
         self._db.execute(
             insert("steps", otherwise="OR REPLACE"),
             (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), float(op.at_s)),
         )
         if op.learned is not None:
-            blob = encode_learned(op.learned)
+            blob = encode_token_results(op.learned)
             self.num_bytes += len(blob)
             self._db.execute(insert("learned", otherwise="OR REPLACE"), (op.step, blob))
         self._move(Move(numbers=op.numbers, state=GroupState.TRAINED, at_s=op.at_s))

@@ -15,7 +15,7 @@ of which none is due before it was when it was admitted: all can be trained in t
 (:mod:`~headrace.flow.policies.deadlines`). Training what is ready first may overtake; it is allowed while the rest can
 still be trained in time. Otherwise the batch waits for the group that is due. Both together keep the bound for every
 group by construction. A bound that is raised only moves deadlines away; one that is lowered changes the v + max_age of
-later versions only, for which the inequality above is asked anew.
+later versions only, for which the inequality above is asked again.
 
 After a crash v and k are those of the checkpoint again, while groups that were interrupted may keep tokens and with
 them their deadlines. They start first, whatever the slots (the lead may be less than it was), and others with them, as

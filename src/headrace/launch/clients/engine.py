@@ -33,7 +33,7 @@ from headrace.base.types.messages.engine import (
     Stage,
 )
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -257,6 +257,7 @@ class EngineClient(Peer):
         self._unsent.append(request)
 
     def _flush(self) -> None:
+        """Send the requests that were collected in this turn of the event loop, in one message."""
         requests, self._unsent = tuple(self._unsent), []
         if not requests or self._closed is not None:  # their streams have the error already
             return

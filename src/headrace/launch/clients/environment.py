@@ -86,6 +86,7 @@ class EpisodeCall(PoolCall):
             task.cancel()
 
     async def _answer(self, peer: Peer, query: ModelQuery) -> None:
+        """Answer a request that the environment makes to the model, or send the reason why there is no answer."""
         try:
             if query.prompt_ids_T is not None:
                 reply = await self.episode.sample(query.prompt_ids_T, query.options)
@@ -202,7 +203,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
                 reason="env_crashed",
             )
         if done.reason:
-            raise EpisodeError(done.problem, remedy="mend the environment", reason=done.reason)
+            raise EpisodeError(done.problem, remedy="fix the environment", reason=done.reason)
         if done.reward is None and not done.agent_rewards and not self._config.scored:
             raise EpisodeError(
                 "the environment did not say what it earned, and there is no reward function",

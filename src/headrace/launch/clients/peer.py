@@ -31,15 +31,15 @@ class Peer:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         """The report with which the process says that it is ready."""
         self.reported_error: HeadraceError | None = None
-        """The error with which the process reported that it cannot go on; ``None``: it has reported none."""
+        """The error with which the process reported that it cannot continue; ``None``: it has reported none."""
         self.reported = asyncio.Event()
         """Set when :attr:`reported_error` is."""
         self.halted = ""
-        """The reason why the process is halted, as in ``is stopped (SIGSTOP)``; empty if it is not, as far as is
+        """The reason why the process is halted, such as ``is stopped (SIGSTOP)``; empty if it is not, as far as is
         known."""
         self.waits_while_halted = True
         """Whether an answer is waited for beyond its deadline while the process is stopped. An engine among several is
-        replaced instead, because the others cannot go on without its answer."""
+        replaced instead, because the others cannot continue without its answer."""
         self.protocol_violation = ""
         """The message by which a process with user code broke the protocol; empty if it did not."""
         self.clock_ahead_s = 0.0
@@ -121,6 +121,8 @@ class Peer:
         raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
 
     def _route(self, message: Any) -> None:
+        """Deliver a message of the process: to the call that waits for it, or to ``handle``. The first message must
+        prove that the process belongs to this run."""
         if not isinstance(message, Ready | Failure) and not self.ready.done():
             words = f"{self.name} sent a {type(message).__name__} before it proved to be of this run"
             raise RunError(words, remedy="start the run again")
@@ -181,5 +183,5 @@ class ForeignPeer(Peer):
 
     def _fail(self, message: Failure) -> None:
         if self.ready.done():  # an error before that says that the user's file cannot be used
-            raise RunError(f"{self.name} says that it cannot go on: {message.problem}", remedy="look at its log")
+            raise RunError(f"{self.name} says that it cannot continue: {message.problem}", remedy="look at its log")
         super()._fail(message)

@@ -7,7 +7,7 @@ The life of a worker:
 
     begin ──▶ starting ──Ready──▶ up, with calls ──────▶ ended ──▶ another one is started in its slot
                  │                  ├─ its process dies: any of its calls may be the cause
-                 │                  ├─ watch() sees that it does not go on: it is killed
+                 │                  ├─ watch() sees that it makes no progress: it is killed
                  │                  ├─ replace(): it is killed because of one of its calls
                  │                  └─ retire(): it gets no more calls, and is killed when its last one has ended
                  └─ not ready within start_timeout_s, or MAX_IDLE_DEATHS in a row: the run ends with that cause
@@ -51,7 +51,7 @@ class WorkerProcess(Protocol):
         ...
 
     async def halted(self) -> str:
-        """Describe what keeps the process from going on, as in ``is stopped (SIGSTOP)``; return an empty text if
+        """Describe what has halted the process, such as ``is stopped (SIGSTOP)``; return an empty text if
         nothing is known to."""
         ...
 
@@ -186,7 +186,7 @@ class Capacity:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def add(self, by: int) -> None:
-        """Raise the capacity by ``by`` calls, or lower it if ``by`` is negative. Calls that are running go on until
+        """Raise the capacity by ``by`` calls, or lower it if ``by`` is negative. Calls that are running continue until
         they end or lose their worker."""
         self.free += by
         while self.free > 0 and self._waiting:
@@ -287,7 +287,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
     @abstractmethod
     async def watch(self, worker: W) -> str:
-        """Wait until a worker must be killed because it does not go on; return the warning that says so."""
+        """Wait until a worker must be killed because it hangs; return the warning that says so."""
 
     def on_ready(self, facts: dict[str, str | int | float]) -> None:
         """Note the facts that a worker reports when it is ready."""

@@ -7,7 +7,7 @@ in the shared workers. Calls that lose a second worker there are suspects, which
     ByHalves   long calls, such as an episode: two halves, each in a worker of its own. The half that kills its
                worker is divided again until one call is left; among 64 calls it is found after six divisions
 
-All other calls go on in the meantime.
+All other calls continue in the meantime.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ByHalves:
             pool.warn(
                 f"episodes were in a second {pool.worker_name} that died ({len(suspects)} of them; {worker.cause}): "
                 "they begin again by halves, in workers of their own, until the one that ends its worker is found, "
-                f"after {(len(suspects) - 1).bit_length()} more deaths; the other episodes go on meanwhile"
+                f"after {(len(suspects) - 1).bit_length()} more deaths; the other episodes continue meanwhile"
             )
         for trial in self._divide(suspects):
             pool.in_background(self._hold_worker(pool, trial))

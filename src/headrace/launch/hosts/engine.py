@@ -75,10 +75,11 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
         facts = {"device": opened.device, "weights_address": opened.address, **machine_facts(start.num_threads)}
         channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **opened.facts}))
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager, gc_frozen():
-            EngineHost(opened.core, channel, stager, _terms(start)).serve()
+            EngineHost(opened.core, channel, stager, _host_config(start)).serve()
 
 
 def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
+    """Return what an engine kind needs to open its engine in this process."""
     route = Route(address=start.memory) if start.own_weights else start.route
 
     def adopt(core: EngineCore, tensors: Mapping[str, Tensor]) -> None:
@@ -191,6 +192,7 @@ class EngineHost:
         return not self._gate.must_wait(self._steps) and self._core.has_work()
 
     def _handle(self, message: Message) -> list[TokenChunk]:
+        """Carry out a message of the controller, and return the chunks that result from it."""
         match message:
             case Generate(requests=requests):
                 return [refused for request in requests for refused in self._add(request)]
@@ -254,6 +256,7 @@ class EngineHost:
         return None
 
     def _commit(self, message: Commit) -> None:
+        """Begin a commit; its answer is sent when the engine reports it."""
         try:
             self._core.commit(message.version, message.mode)
         except HeadraceError as error:
@@ -265,6 +268,7 @@ class EngineHost:
             self._answer_commits()
 
     def _answer_commits(self) -> None:
+        """Answer the commits that the engine has completed, with their spans."""
         for report in self._core.take_swaps():
             now_s = self._clock.now()
             self._spans.append(
@@ -276,6 +280,7 @@ class EngineHost:
             self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
 
     def _score(self, message: ScoreTokens) -> None:
+        """Compute the log-probabilities of given tokens and send them."""
         try:
             if message.top_k:
                 top = self._core.top_scores(message)
@@ -321,7 +326,7 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
     return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
 
 
-def _terms(start: EngineStart) -> EngineHostConfig:
+def _host_config(start: EngineStart) -> EngineHostConfig:
     mine = cores(start.lending)
     if not start.interleaving:
         return EngineHostConfig(cores=mine)

@@ -192,6 +192,8 @@ class _LoopWatchdog:
         return task
 
     def _run(self) -> None:
+        """Check again and again that the event loop takes its turns, and report the episode that blocks it, until the
+        process ends."""
         nap = threading.Event()
         reported = False
         while True:

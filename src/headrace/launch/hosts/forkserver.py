@@ -119,8 +119,8 @@ def _run_part(order: ForkOrder, received_fds: list[int], fds_to_close: tuple[int
 
 
 def _reseed_numpy() -> None:
-    """Seed numpy's global generator anew: numpy seeded it when it was imported, so all forks would draw the same
-    numbers. Python's generator is seeded anew by every fork, and torch's is the same in every process."""
+    """Seed numpy's global generator again: numpy seeded it when it was imported, so all forks would draw the same
+    numbers. Python's generator is seeded again by every fork, and torch's is the same in every process."""
     import numpy as np
 
     np.random.seed()  # noqa: NPY002 - user code may draw from the old global generator

@@ -75,7 +75,7 @@ class RequestNames:
 
 class DeliveryRecorder:
     """Appends each message to the record in ``path`` before the engine handles it, so that the line survives if the
-    process is killed. If the disk is full, recording stops and the run goes on; a replay then fails at the missing
+    process is killed. If the disk is full, recording stops and the run continues; a replay then fails at the missing
     lines."""
 
     def __init__(self, path: Path, names: RequestNames) -> None:
@@ -104,6 +104,8 @@ class DeliveryRecorder:
         self._names.ended(chunks)
 
     def _line(self, message: Message, steps: int) -> bytes:
+        """Return the line that records a message, delivered after ``steps`` steps of the engine; empty if the message
+        has no effect."""
         seeds: tuple[int, ...] = ()
         version = None
         match message:
@@ -241,6 +243,8 @@ class ReplayGate:
         return [*([Generate(requests=requests)] if requests else []), *others]
 
     def _wait(self, line: RecordedInput) -> None:
+        """Wait for a message that the controller has not sent yet, and raise
+        :class:`~headrace.base.errors.ReplayDiffers` after the deadline."""
         now = self._clock.now()
         if self._late_since_s is None:
             self._late_since_s = now

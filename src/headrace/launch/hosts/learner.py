@@ -87,6 +87,7 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
 
 
 def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> None:
+    """Load the model, report that the learner is ready, and serve its orders until it is told to end."""
     model_config = ModelConfig.model_validate(start.model)
     model = load_for(model_config.at(start.snapshot) if start.snapshot else model_config, orders.ranks)
     clock = RealClock()
@@ -232,6 +233,7 @@ class LearnerHost:
             self._cores.rest()
 
     def _handle(self, message: Message) -> None:
+        """Carry out an order of the controller and answer it."""
         match message:
             case Train(call=call, batch=batch):
                 report = self._core.train(batch)
@@ -262,6 +264,7 @@ class LearnerHost:
             self._announcer.submit(self._answer, message.call, announce)
 
     def _announce(self, message: Publish | Resend, publisher: Publisher) -> None:
+        """Announce or resend a version, tell the engines of this machine, and answer the order."""
         again = isinstance(message, Resend)
         try:
             update = (publisher.resend if again else publisher.announce)(message.version, message.slot, message.to)
@@ -286,7 +289,7 @@ class LearnerHost:
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         """Do ``work`` for the order ``call``. If it fails, the controller gets the error as the answer and the learner
-        goes on; only the loss of a rank ends it."""
+        continues; only the loss of a rank ends it."""
         try:
             work()
         except ComponentDied:

@@ -39,6 +39,7 @@ def _started_threads(num: int) -> ThreadPoolExecutor:
 
 
 async def _serve(start: ScorerStart, channel: PartChannel) -> None:
+    """Load the reward and score the calls that arrive, at most ``concurrency`` at a time."""
     section: AnyReward = _SECTION.validate_python(start.reward)
     threads = _started_threads(min(section.concurrency, MAX_THREADS))
     at_once = asyncio.Semaphore(section.concurrency)

@@ -90,7 +90,7 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
         words = where(error, entry.rpartition(":")[0])
     except Exception:  # noqa: BLE001 - the user's ``__str__`` is user code too
         words = f"{type(error).__name__}, which cannot be printed"
-    return EpisodeError(words, remedy="mend it")
+    return EpisodeError(words, remedy="fix it")
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def _scoring(function: RewardFunction) -> Rollout:
         scores = await function.score(request)
         if scores.failure:
             reason, _, words = scores.failure.partition(": ")
-            raise EpisodeError(words, remedy="mend the reward", reason=reason)
+            raise EpisodeError(words, remedy="fix the reward", reason=reason)
         return Episode(reward=scores.rewards[0])
 
     return attempt

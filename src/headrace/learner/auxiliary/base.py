@@ -49,7 +49,7 @@ class AuxiliaryModel:
     """Columns that it makes available to an objective."""
 
     @property
-    def lends_weights(self) -> bool:
+    def swaps_weights(self) -> bool:
         """Return whether the model temporarily holds other weights during :meth:`prepare`, so that no other thread may
         copy them."""
         return False

@@ -1,6 +1,6 @@
 """A teacher that was computed elsewhere: its log-probabilities of each token come with the batch.
 
-    teacher's engine ··▶ scoring ··▶ the episode's columns ··▶ batch.taught ──▶ log ν, its K likeliest entries
+    teacher's engine ··▶ scoring ··▶ the episode's columns ··▶ batch.teacher_scores ──▶ log ν, its K likeliest entries
 
 Shape legend: N tokens of the batch.
 """
@@ -40,22 +40,22 @@ class ExternalTeacher(AuxiliaryModel):
     def prepare(self, work: StepWork) -> StepWork:
         """Return ``work`` with the teacher's columns. Raises :class:`~headrace.base.errors.RunError` if tokens in the
         mask have no log-probability of a teacher."""
-        taught = work.batch.taught
-        lacking = work.mask_N if taught is None else work.mask_N & ~taught.known_T
-        if taught is None or lacking.any() or (self._reads_top and not taught.ids_TK.shape[1]):
+        teacher_scores = work.batch.teacher_scores
+        lacking = work.mask_N if teacher_scores is None else work.mask_N & ~teacher_scores.known_T
+        if teacher_scores is None or lacking.any() or (self._reads_top and not teacher_scores.ids_TK.shape[1]):
             raise RunError(
                 f"step {work.batch.step} learns from teachers, and {int(lacking.sum())} of {int(work.mask_N.sum())} "
                 f"tokens come without what they say{'' if lacking.any() else ', which is without likeliest entries'}",
                 remedy="train episodes that were scored with these learner.teachers",
             )
-        dated_N = work.mask_N & (taught.versions_T != FROZEN)
+        dated_N = work.mask_N & (teacher_scores.versions_T != FROZEN)
         if dated_N.any():
-            version = Ratio(float(taught.versions_T[dated_N].sum()), int(dated_N.sum()))
+            version = Ratio(float(teacher_scores.versions_T[dated_N].sum()), int(dated_N.sum()))
             work = replace(work, metrics={**work.metrics, "teacher_version": version})
         if self._reads_top:
-            top = TopK(ids_NK=torch.tensor(taught.ids_TK), logs_NK=torch.tensor(taught.logs_TK))
+            top = TopK(ids_NK=torch.tensor(teacher_scores.ids_TK), logs_NK=torch.tensor(teacher_scores.logs_TK))
             work = replace(work, top=top)
-        return credited(work, self._objective, taught.logprobs_T.astype(np.float64))
+        return credited(work, self._objective, teacher_scores.logprobs_T.astype(np.float64))
 
 
 def credited(work: StepWork, objective: Objective, log_nu_N: npt.NDArray[np.float64]) -> StepWork:
@@ -66,6 +66,6 @@ def credited(work: StepWork, objective: Objective, log_nu_N: npt.NDArray[np.floa
         return work
     gap_N = np.where(work.mask_N, log_nu_N - work.batch.logprobs_N, 0.0)
     advantages_N = work.batch.advantages_N + np.where(work.mask_N, credit.of_tokens(gap_N), 0.0)
-    taught = msgspec.structs.replace(work.batch, advantages_N=advantages_N.astype(np.float32))
+    batch = msgspec.structs.replace(work.batch, advantages_N=advantages_N.astype(np.float32))
     measured = {"kl_teacher": Ratio(-float(gap_N.sum()), int(work.mask_N.sum()))}
-    return replace(work, batch=taught, metrics={**work.metrics, **measured})
+    return replace(work, batch=batch, metrics={**work.metrics, **measured})

@@ -1,14 +1,14 @@
 """Copies of the trained weights, with which the model computes for a while.
 
-    kind         after an update that makes version v                    lent for the batch of version v
+    kind         after an update that makes version v                    used for the batch of version v
     frozen       nothing                                                 the first weights, or those of a directory
     ema          w̄ ← decay·w̄ + (1 − decay)·w   (float32)                w̄, in the model's number format
     refreshed    if v is a multiple of ``every``: copy                   the last copy
     lagged       (before it: the weights of v − 1 replace the oldest)    those of v − ``versions``
 
 A copy holds this rank's parts of the parameters that require gradients. For a model with an adapter these are the
-adapter's, so a frozen copy stands for the base model at the price of an adapter. Lending swaps the contents in place,
-tensor by tensor, so other references to a parameter stay valid: tied names, torch's sharding, the optimizer.
+adapter's, so a frozen copy stands for the base model at the price of an adapter. Swapping exchanges the contents in
+place, tensor by tensor, so other references to a parameter stay valid: tied names, torch's sharding, the optimizer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Copy:
             _exchange(local(one.weight.detach()), part)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Let the model compute with this copy, without gradients, inside the ``with`` block; the weights are unchanged
         afterwards."""
         pairs = [(local(one.weight.detach()), part) for one, part in zip(self._trained, self._parts, strict=True)]
@@ -118,13 +118,13 @@ def _exchange(one: Tensor, other: Tensor) -> None:
 
 
 class KeptWeights(Protocol):
-    """The rule that decides which copy is lent, and how an update changes the copies."""
+    """The rule that decides which copy is used, and how an update changes the copies."""
 
     has_state: bool
     """Whether a snapshot must contain the copies; not if they come from a directory each time."""
 
-    def lent(self) -> AbstractContextManager[None]:
-        """Let the model compute with the copy; see :meth:`Copy.lent`."""
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Let the model compute with the copy; see :meth:`Copy.swapped_in`."""
         ...
 
     def before_update(self) -> None:
@@ -151,8 +151,8 @@ class OneCopy:
         self._copy = copy
         self.has_state = has_state
 
-    def lent(self) -> AbstractContextManager[None]:
-        return self._copy.lent()
+    def swapped_in(self) -> AbstractContextManager[None]:
+        return self._copy.swapped_in()
 
     def before_update(self) -> None:
         return
@@ -199,8 +199,8 @@ class Ring:
         self._spare = list(copies)
         self._ring: deque[Copy] = deque(maxlen=len(copies))
 
-    def lent(self) -> AbstractContextManager[None]:
-        return self._ring[0].lent() if self._ring else nullcontext()  # at version 0: the weights themselves
+    def swapped_in(self) -> AbstractContextManager[None]:
+        return self._ring[0].swapped_in() if self._ring else nullcontext()  # at version 0: the weights themselves
 
     def before_update(self) -> None:
         copy = self._spare.pop() if self._spare else self._ring.popleft()

@@ -29,7 +29,7 @@ from torch import Tensor
 from headrace.algo.base import Ratio
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.base.types.batch import Batch
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
 from headrace.learner.auxiliary.config import Frozen, KeptConfig, OtherModel, PolicyConfig, TeacherConfig
@@ -57,7 +57,7 @@ class Source(Protocol):
 
 
 class OfThisModel:
-    """A policy with kept weights, which are lent to the trained model."""
+    """A policy with kept weights, with which the trained model computes one pass."""
 
     def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
         self._forward = parts.forward
@@ -70,7 +70,7 @@ class OfThisModel:
     @contextmanager
     def computing(self) -> Iterator[Forward]:
         assert self.kept is not None
-        with self.kept.lent():
+        with self.kept.swapped_in():
             yield self._forward
 
 
@@ -118,7 +118,7 @@ class QueriedModel(AuxiliaryModel):
         self._kept = self._source.kept
 
     @property
-    def lends_weights(self) -> bool:
+    def swaps_weights(self) -> bool:
         return self._kept is not None
 
     @property
@@ -208,13 +208,13 @@ class TeacherModel(QueriedModel):
         if self._objective.teaching is None:
             return work
         log_nu_N = self._logprobs(work, batch).numpy()
-        taught_N = Taught(
+        teacher_scores_N = TeacherScores(
             logprobs_T=np.where(work.mask_N, log_nu_N, np.float32(np.nan)),
             versions_T=np.where(work.mask_N, FROZEN if version is None else version, NOT_SAMPLED).astype(np.int32),
             ids_TK=np.zeros((batch.num_tokens, 0), np.int32),
             logs_TK=np.zeros((batch.num_tokens, 0), np.float32),
         )
-        return credited(replace(work, taught_N=taught_N), self._objective, log_nu_N.astype(np.float64))
+        return credited(replace(work, teacher_scores_N=teacher_scores_N), self._objective, log_nu_N.astype(np.float64))
 
 
 def with_other_answers(batch: Batch) -> Batch:

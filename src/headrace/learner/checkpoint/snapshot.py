@@ -146,7 +146,7 @@ def _remedy(damaged: Path) -> str:
     if older is None:
         return f"{again}; there is no older whole snapshot beside it"
     aside = f"mv {damaged} {damaged}.damaged, and the same command again"
-    return f"{again}, or go on from {older.name}, which is whole: {aside}"
+    return f"{again}, or continue from {older.name}, which is whole: {aside}"
 
 
 def _older(snapshot: Path) -> list[Path]:

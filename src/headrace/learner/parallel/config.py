@@ -42,8 +42,8 @@ class ParallelConfig(Section):
         inside = self.data * self.context * self.tensor
         if self.expert % self.tensor:
             raise ConfigError(
-                f"learner.parallel.expert={self.expert} is no multiple of tensor={self.tensor}: ranks with one batch "
-                "share its experts",
+                f"learner.parallel.expert={self.expert} is not a multiple of tensor={self.tensor}: ranks with one "
+                "batch share its experts",
                 remedy=f"set learner.parallel.expert to a multiple of {self.tensor}, or tensor = 1",
             )
         if inside % self.expert:

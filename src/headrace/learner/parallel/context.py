@@ -118,6 +118,7 @@ class ContextPlan:
 
     @staticmethod
     def _attend(query: Tensor, key: Tensor, value: Tensor, run: _Run, rule: Rule) -> Tensor:
+        """Return the attention of one run of rows over the keys that they may see."""
         end = run.first + run.length
         begin = max(0, run.first + 1 - (rule.window or end), run.first // rule.chunk * rule.chunk if rule.chunk else 0)
         seen = slice(run.start + begin, run.start + end)
@@ -137,6 +138,8 @@ def _masked(run: _Run, rule: Rule) -> bool:
 
 
 def _blocks(run: _Run, rule: Rule) -> list[_Run]:
+    """Divide a run whose attention needs a mask into blocks of at most ``MASKED_ROWS`` rows, to bound the mask's
+    memory."""
     if not _masked(run, rule):
         return [run]
     return [

@@ -113,6 +113,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
+        """Load this rank's part of the weights in ``directory`` into the model."""
         dtype: Any = str(self._model.dtype).removeprefix("torch.")
         held = weight_tensors(self._model)
         try:
@@ -147,7 +148,7 @@ class Snapshot:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the optimizer of snapshot {directory} cannot be read, or is another model's: {error!r}",
-                remedy="resume with the model that the snapshot was made from, from an older snapshot, or train anew",
+                remedy="resume with the model that the snapshot was made from, from an older snapshot, or train again",
             ) from None
 
     def restore_auxiliary(self, directory: Path) -> None:
@@ -172,6 +173,7 @@ class Snapshot:
                 ) from None
 
     def _restore_from(self, path: Path) -> int:
+        """Restore optimizer and random state from this rank's file, and return its step."""
         trained = {one.name: one for one in self._optimizer.trained}
         with safe_open(path, framework="pt") as file:
             step = int(file.metadata()[_STEP])

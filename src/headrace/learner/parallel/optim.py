@@ -254,6 +254,7 @@ class ShardOptimizer:
 
 
 def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> TrainedWeight:
+    """Return the record of a trained weight, with a master copy where the memory settings ask for one."""
     part = local(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device

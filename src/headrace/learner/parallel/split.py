@@ -66,6 +66,7 @@ class ShardedLogprobs:
         return taken[0][0]
 
     def _inside_head(self, work: Callable[[Tensor], tuple[Tensor, ...]], hidden_PD: Tensor) -> tuple[Tensor, ...]:
+        """Run ``work`` as the forward pass of the head, so that torch gathers the head's parameters for it."""
         had = self._head.__dict__.get("forward")
         self._head.forward = work
         try:
@@ -82,7 +83,7 @@ class _HeadAlone:
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
         self._given = _GatheredTrunkOutput()
-        replaced = {id(head): _Inner(head), id(model.get_submodule(model.base_model_prefix)): self._given}
+        replaced = {id(head): _HeadWithoutSharding(head), id(model.get_submodule(model.base_model_prefix)): self._given}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
         self._model = _bare(model, children)
 
@@ -110,7 +111,7 @@ class _GatheredTrunkOutput(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-class _Inner(nn.Module):
+class _HeadWithoutSharding(nn.Module):
     """The head's computation without the hooks of its sharding."""
 
     def __init__(self, head: nn.Module) -> None:

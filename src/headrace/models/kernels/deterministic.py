@@ -105,12 +105,12 @@ class InvariantPlan(PackedPlan):
             counts_R=counts_R,
             num_decode=0,
         )
-        self._apart: tuple[Tensor, Tensor] | None = None
+        self._shared_rows: tuple[Tensor, Tensor] | None = None
         """The row of the pass of each token of the sequences, and one of the tokens of each row; ``None`` if they
         are the same."""
         if rows_T is not None:
             rows = np.asarray(rows_T, np.int64)
-            self._apart = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
+            self._shared_rows = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         loaded = kernels()
@@ -121,9 +121,9 @@ class InvariantPlan(PackedPlan):
 
         def compiled(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
             pool = PagedCache([shape], self._num_blocks, dtype=torch.float32, device=_CPU)
-            if self._apart is None:
+            if self._shared_rows is None:
                 return (attention.attend((query, key, value), pool.layers[0], rule),)
-            rows_T, tokens_N = self._apart
+            rows_T, tokens_N = self._shared_rows
             query, key, value = (tensor.index_select(0, rows_T) for tensor in (query, key, value))
             return (attention.attend((query, key, value), pool.layers[0], rule).index_select(0, tokens_N),)
 
@@ -131,8 +131,8 @@ class InvariantPlan(PackedPlan):
         return _recomputed(compiled, lambda q, k, v: (plain(q, k, v, rule),), (query_NHD, key_NKD, value_NKD), sinks)[0]
 
 
-class _Module:
-    """The forward of a fused module, with gradients."""
+class _FusedForward:
+    """The forward of a fused module: the kernel if no gradients are needed, else the kernel with torch's backward."""
 
     def __init__(self, fused: Fused) -> None:
         self.fused = fused
@@ -173,6 +173,7 @@ class _Attention:
         return (*linear, *(norm[0] for norm in self.fused.norms if norm is not None))
 
     def _plain(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensors:
+        """Return query, key and value by torch's operations, for the backward pass."""
         shaped = []
         for part, size, norm in zip(self.fused.parts, self.fused.sizes, (*self.fused.norms, None), strict=True):
             tensor = nn.functional.linear(x[0], part.linear.weight, part.linear.bias).unflatten(-1, size)
@@ -194,6 +195,7 @@ class _InvariantProducts(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a linear layer with the compiled kernel forward and torch backward."""
     loaded = kernels()
     assert isinstance(loaded, Kernels)
 
@@ -245,7 +247,7 @@ def make_deterministic(model: nn.Module) -> FuseReport:
         if isinstance(fused, FusedAttention):
             module.forward = _Attention(fused)
         elif isinstance(fused, Fused):
-            module.forward = _Module(fused)
+            module.forward = _FusedForward(fused)
     return report
 
 
@@ -264,7 +266,7 @@ def _swap_mixtures(model: nn.Module) -> None:
 
 def is_deterministic(model: nn.Module) -> bool:
     """Return whether :func:`make_deterministic` has been applied to the model."""
-    return any(isinstance(module.__dict__.get("forward"), _Module | _Attention) for module in model.modules())
+    return any(isinstance(module.__dict__.get("forward"), _FusedForward | _Attention) for module in model.modules())
 
 
 @torch.inference_mode()

@@ -164,6 +164,7 @@ class _Gathered:
         return self._visible_contexts[key]
 
     def _compute_visible_context(self, window: int, chunk: int, dtype: torch.dtype) -> _VisibleContext:
+        """Return the blocks that hold the context of each row within a window, and the mask of their positions."""
         first_R: Index = np.maximum(self._starts_R - window + 1, self._starts_R // chunk * chunk) // BLOCK
         final_R: Index = self._last_R // BLOCK
         places_RB = first_R[:, None] + np.arange(int((final_R - first_R).max()) + 1)

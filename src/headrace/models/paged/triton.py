@@ -43,7 +43,7 @@ class TritonAttention:
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         split = geometry.num_decode
-        self._where = Writer(geometry, device)
+        self._writer = Writer(geometry, device)
         self._num_decode = split
         self._tables_DB = torch.from_numpy(np.ascontiguousarray(geometry.tables_RB[:split], np.int32)).to(device)
         self._positions_D = torch.from_numpy(geometry.starts_R[:split]).to(device)
@@ -55,6 +55,8 @@ class TritonAttention:
             return self._attend(qkv, layer, rule)
 
     def _attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        """Write the new keys and values to the cache, then attend: decoding rows with the kernel, prompts with
+        torch."""
         query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in qkv)
         for new_NKE, pool in zip((key, value), layer, strict=True):
             self._write(new_NKE, pool)
@@ -69,7 +71,7 @@ class TritonAttention:
     def _write(self, new_NKE: Tensor, pool_PKSE: Tensor) -> None:
         num_tokens, num_heads, size = new_NKE.shape
         _kernel("write")[num_tokens, num_heads](
-            *(new_NKE, pool_PKSE, self._where.blocks_N, self._where.places_N),
+            *(new_NKE, pool_PKSE, self._writer.blocks_N, self._writer.places_N),
             *(new_NKE.stride(0), new_NKE.stride(1)),
             S=BLOCK,
             E=size,
@@ -77,6 +79,8 @@ class TritonAttention:
         )
 
     def _decode(self, query_DHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        """Attend with one query per row: each part of a row's context is computed by a program, then the parts are
+        joined."""
         num_heads, size, value_size = layer[0].shape[1], query_DHE.shape[2], layer[1].shape[3]
         window = self._longest if rule.window is None else min(rule.window, self._longest)
         shares = max(1, min(PROGRAMS // (len(query_DHE) * num_heads), window // (2 * TILE)))

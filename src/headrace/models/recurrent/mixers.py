@@ -108,6 +108,8 @@ def _delta_rule(recur: Recur, reference: Function) -> Function:
 
 
 def _scan(recur: Recur, reference: Function) -> Function:
+    """Return a replacement for the scan function of a Mamba-2 layer, which keeps sequences apart."""
+
     def scan(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk_size: int,
         D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,

@@ -107,5 +107,5 @@ def load_bridge(entry: str, options: Mapping[str, Any], executor: Executor) -> R
         name = entry.partition("/")[0]
         raise EnvError(
             f"env.entry={entry!r} with env.options={dict(options)!r}: {text}",
-            remedy=f"mend them: the options are those of {name} and of its bridge (docs/bridges.md)",
+            remedy=f"fix them: the options are those of {name} and of its bridge (docs/bridges.md)",
         ) from None

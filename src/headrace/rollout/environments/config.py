@@ -203,6 +203,7 @@ class EnvConfig(Section):
         return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
 
     def _refuse_no_program(self) -> None:
+        """Refuse settings of ``env.kind = 'program'`` without a command that can be run."""
         if self.entry:
             raise ConfigError(
                 f"env.entry={self.entry!r} is set, and env.kind='program' does not use it",

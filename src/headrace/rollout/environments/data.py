@@ -54,6 +54,8 @@ def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
+    """Return the rows of a file of JSON lines; blank lines are skipped. Raises :class:`~headrace.base.errors.DataError`
+    with the number of the bad line."""
     rows: list[Row] = []
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -61,7 +63,7 @@ def _read_jsonl(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: not JSON: {error}", remedy="mend or delete that line") from None
+            raise DataError(f"{path}:{number}: not JSON: {error}", remedy="fix or delete that line") from None
         if not isinstance(row, dict):
             raise DataError(
                 f"{path}:{number}: a {type(row).__name__}, not an object", remedy='write {"prompt": ...} on each line'
@@ -71,6 +73,7 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
+    """Return the rows of a CSV file with a header."""
     rows: list[Row] = []
     lines = list(_lines(path))
     reader = csv.DictReader(lines, strict=True)
@@ -80,7 +83,7 @@ def _read_csv(path: Path) -> list[Row]:
             rows.append(dict(row))
     except csv.Error as error:  # in the line after the last that the reader has counted
         number = min(reader.line_num + 1, len(lines))
-        raise DataError(f"{path}:{number}: {error}", remedy="mend that line") from None
+        raise DataError(f"{path}:{number}: {error}", remedy="fix that line") from None
     return rows
 
 
@@ -97,10 +100,11 @@ def _lines(path: Path) -> Iterator[str]:
 def _refuse_ragged(row: Mapping[str, Any], reader: csv.DictReader[str], path: Path) -> None:
     if None in row or None in row.values():
         columns = len(reader.fieldnames or ())
-        raise DataError(f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="mend that line")
+        raise DataError(f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="fix that line")
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    """Return the rows of a Parquet file."""
     try:
         import pyarrow
         from pyarrow import parquet

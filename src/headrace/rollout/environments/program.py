@@ -59,7 +59,7 @@ class Program:
                 code = await process.wait()
             await _wait_closed(out_tail, err_tail)
         if code != 0:
-            raise _failed(f"it {_exit_text(code)}{_quoted_output(err_tail)}", "mend the program")
+            raise _failed(f"it {_exit_text(code)}{_quoted_output(err_tail)}", "fix the program")
         return _last_json(out_tail.text())
 
     @asynccontextmanager
@@ -75,7 +75,7 @@ class Program:
                     stderr=outputs[1], pass_fds=(read_end,), start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
-                raise _failed(f"it cannot be started: {error}", "mend env.command") from None
+                raise _failed(f"it cannot be started: {error}", "fix env.command") from None
             finally:
                 for output in outputs:
                     output.close()

@@ -49,6 +49,7 @@ def make_tasks(
 
 
 def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *, where: str) -> Task:
+    """Return the task of a row, with its prompt as tokens. ``where`` names the row in errors."""
     if column not in row:
         raise DataError(
             f"{where}: no column {column!r} (it has: {', '.join(map(str, row))})",
@@ -63,7 +64,7 @@ def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *,
         words = f"{type(error).__name__}: {error}"
         raise DataError(
             f"{where}: tokenizer or chat template refuses the prompt {str(prompt)[:80]!r}: {words}",
-            remedy="mend that prompt, or the chat template of the model directory",
+            remedy="fix that prompt, or the chat template of the model directory",
         ) from None
     if not ids:
         raise DataError(f"{where}: the prompt is empty", remedy="give every row a prompt of at least one token")
@@ -71,6 +72,8 @@ def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *,
 
 
 def _check_prompt(prompt: Any, where: str) -> Prompt:
+    """Return the prompt if it is text or a list of chat messages. Raises :class:`~headrace.base.errors.DataError`
+    otherwise."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):

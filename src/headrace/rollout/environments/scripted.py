@@ -152,6 +152,7 @@ class ScriptedEpisode:
         self.own_s.clear()
 
     def _next(self, messages: tuple[Message, ...], tools: Sequence[Tool], on_piece: OnPiece | None) -> Reply:
+        """Return the script's next answer, and measure the time that the environment took since the last one."""
         now_s = self.clock.now()
         if self._answered_s >= 0:
             self.own_s.append(now_s - self._answered_s)
@@ -171,6 +172,7 @@ class ScriptedEpisode:
         return reply
 
     def _reply(self, message: Message) -> Reply:
+        """Return a scripted message as a reply, with one token for each character."""
         ids = tuple(map(ord, message.content)) or (0,)
         return Reply(
             message=message,

@@ -93,6 +93,7 @@ def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFun
 def _arguments_model(
     name: str, function: Callable[..., Any], descriptions: Mapping[str, str]
 ) -> type[pydantic.BaseModel]:
+    """Return a pydantic model of a tool's arguments, made from the signature of its function."""
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}

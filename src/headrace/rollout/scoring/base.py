@@ -182,7 +182,8 @@ class RewardSection(Section):
     concurrency: int = Field(default=256, ge=1)
     """The most calls at once in each process; of components that compute, at most 16."""
     by_turn: bool = False
-    """Whether every turn of the policy is scored while the episode goes on, instead of the last one at its end."""
+    """Whether every turn of the policy is scored while the episode is still running, instead of the last one at its
+    end."""
     over_turns: Literal["mean", "sum", "min", "last"] = "mean"
     """How the scores of the turns are combined into the reward of the episode."""
 

@@ -21,7 +21,7 @@ from headrace.rollout.scoring.grading import BlockingGrader, Unscorable, column
 from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits, run_python
 from headrace.rollout.scoring.sandbox.base import MIB
 
-WAITING = 3
+WALL_PER_CPU = 3
 """The wall-clock time of a test, as a multiple of its processor time."""
 MAX_CODE = 200_000
 """The most characters of an answer that are run; a longer answer earns 0."""
@@ -54,8 +54,8 @@ class CodeReward(RewardSection):
     max_tests: int = Field(default=10, ge=1)
     """The most tests that are run: the first ones."""
     cpu_s: int = Field(default=5, ge=1)
-    """The processor time of one test, in seconds. Its wall-clock time may be ``WAITING`` times as long, since other
-    processes compute too."""
+    """The processor time of one test, in seconds. Its wall-clock time may be three times as long, since
+    other processes compute too."""
     memory_mb: int = Field(default=512, ge=64)
     """The memory of one test, in MiB."""
     may_lack: tuple[str, ...] = ("user",)
@@ -68,7 +68,7 @@ class CodeReward(RewardSection):
 
     @pydantic.model_validator(mode="after")
     def _tests_fit(self) -> Self:
-        needed_s = self.max_tests * WAITING * self.cpu_s
+        needed_s = self.max_tests * WALL_PER_CPU * self.cpu_s
         if self.timeout_s < needed_s:
             raise ConfigError(
                 f"env.rewards {self.label!r}: {self.max_tests} tests of cpu_s={self.cpu_s} each may take "
@@ -114,7 +114,9 @@ class CodeReward(RewardSection):
         return passed / len(tests)
 
     def _passes(self, code: str, test: Any) -> bool:
-        limits = SandboxLimits(wall_s=WAITING * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
+        """Return whether the program passes one test, which is Python code, a call with its result, or input with its
+        output."""
+        limits = SandboxLimits(wall_s=WALL_PER_CPU * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
         match test:
             case str():
                 marker = secrets.token_hex(16)
@@ -192,7 +194,7 @@ def read_tests(cell: Any, name: str) -> list[Any]:
             isinstance(test, Mapping) and ({"stdin", "stdout"} <= set(test) or {"call", "returns"} <= set(test))
         ):
             raise Unscorable(
-                f"column {name!r} holds {str(test)[:80]!r}, which is no test", remedy="see docs/scoring.md"
+                f"column {name!r} holds {str(test)[:80]!r}, which is not a test", remedy="see docs/scoring.md"
             )
     if not tests:
         raise Unscorable(f"column {name!r} holds no tests", remedy="give every row at least one")

@@ -65,7 +65,7 @@ def compiled(pattern: str, what: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{what}={pattern!r} is no regular expression: {error}", remedy="mend it") from None
+        raise ConfigError(f"{what}={pattern!r} is not a regular expression: {error}", remedy="fix it") from None
 
 
 def found(pattern: str, text: str) -> str | None:

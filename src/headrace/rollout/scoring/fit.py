@@ -88,7 +88,7 @@ def imported_signatures(references: Sequence[str]) -> dict[str, RewardSignature 
         words = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise EnvError(
             f"env.reward: the process that imports {', '.join(references)} ended with code {done.returncode}: {words}",
-            remedy="mend the file",
+            remedy="fix the file",
         ) from None
     for each in answer.values():
         if "problem" in each:

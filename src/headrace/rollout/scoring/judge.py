@@ -88,7 +88,7 @@ class JudgeReward(RewardSection):
         compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
         if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
             raise ConfigError(
-                f"env.rewards {self.label!r}: base_url={self.base_url!r} is no address",
+                f"env.rewards {self.label!r}: base_url={self.base_url!r} is not an address",
                 remedy="write base_url = 'http://localhost:8000/v1'",
             )
         if self.scale[0] >= self.scale[1]:
@@ -136,7 +136,7 @@ class JudgeReward(RewardSection):
         if not low <= score <= high:
             reply_end = reply.strip()[-120:]
             raise Unscorable(
-                f"the judge gave no score from {low:g} to {high:g}: {reply_end!r}", remedy="mend its prompt"
+                f"the judge gave no score from {low:g} to {high:g}: {reply_end!r}", remedy="fix its prompt"
             )
         return (score - low) / (high - low)
 
@@ -176,6 +176,8 @@ class _Judge:
             return Scores(rewards=(), failure=f"reward_timeout: the judge has not answered for {before_s:g} s")
 
     async def _ask(self, request: ScoreCompletions) -> float:
+        """Send the answer to the judge and return the score in its reply. Raises :class:`Unscorable` if there is
+        none."""
         section = self._section
         messages = [{"role": "system", "content": section.system}] if section.system else []
         messages.append({"role": "user", "content": _filled(section.prompt, request)})
@@ -194,7 +196,9 @@ class _Judge:
         except (ValueError, LookupError, TypeError):
             reply = None
         if not isinstance(reply, str):
-            raise Unscorable("the judge's reply is no chat completion with text", remedy="look at base_url and model")
+            raise Unscorable(
+                "the judge's reply is not a chat completion with text", remedy="look at base_url and model"
+            )
         return section.score_in(reply)
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
@@ -211,7 +215,7 @@ class _Judge:
             port = "" if at.port is None else f":{at.port}"
             raise Unscorable(
                 f"the judge at {at.scheme}://{at.hostname}{port} cannot be reached: {type(error).__name__}: {error}",
-                remedy="start it, or mend base_url",
+                remedy="start it, or fix base_url",
             ) from None
         finally:
             self._num_requests[index] -= 1
@@ -228,6 +232,7 @@ async def _bounded(response: httpx.Response) -> bytes:
 
 
 def _filled(template: str, request: ScoreCompletions) -> str:
+    """Return the judge's prompt with the columns of the row in it."""
     values: dict[str, object] = {
         **request.row,
         "prompt": _as_text(request.prompt),

@@ -48,6 +48,7 @@ class MathReward(RewardSection):
 
 
 def _comparison(answer_column: str) -> Callable[[ScoreCompletions], float]:
+    """Return a grader that compares the answer with the expected one as mathematics (``math_verify``)."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     both = (LatexExtractionConfig(), ExprExtractionConfig())
@@ -61,7 +62,9 @@ def _comparison(answer_column: str) -> Callable[[ScoreCompletions], float]:
         expected = str(column(request, answer_column))
         gold = parsed(expected) or parsed(f"${expected}$")
         if not gold:
-            raise Unscorable(f"the expected answer {expected[:80]!r} is no mathematics", remedy="mend the row")
+            raise Unscorable(
+                f"the expected answer {expected[:80]!r} is not a mathematical expression", remedy="fix the row"
+            )
         return float(verify(gold, parsed(request.completions[0]), timeout_seconds=None))
 
     return compare

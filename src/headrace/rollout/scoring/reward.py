@@ -86,6 +86,8 @@ class RewardFunction:
     async def _call(
         self, request: ScoreCompletions, log: RewardLog, on_start: Callable[[], None]
     ) -> tuple[Any, BaseException | None]:
+        """Call the function, and return its result and the error that it raised, if any. A function that is not async
+        runs in a thread."""
         call = functools.partial(self._function, **self._arguments(request, log))
         if self._is_async:
             on_start()
@@ -99,6 +101,8 @@ class RewardFunction:
         return (await returned, None) if inspect.isawaitable(returned) else (returned, error)
 
     def _arguments(self, request: ScoreCompletions, log: RewardLog) -> dict[str, Any]:
+        """Return the keyword arguments of the call: columns of the row and the other values that the signature takes. A
+        function by group gets one value per answer."""
         signature = self.signature
         row = {key: value for key, value in request.row.items() if signature.takes(key)}
         ids = [ids_T.tolist() for ids_T in request.completion_ids]

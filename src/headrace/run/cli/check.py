@@ -63,7 +63,7 @@ def env(
 
     rows = load_rows(data)[:num_rows] if data is not None else []
     options = merge({}, *(parse_override(text) for text in option))
-    report = check_env(reference, rows=rows, timeout_s=timeout_s, options=options, tell=starting)
+    report = check_env(reference, rows=rows, timeout_s=timeout_s, options=options, on_progress=starting)
     if as_json:
         print_json({"ok": report.ok, **asdict(report)})
     else:

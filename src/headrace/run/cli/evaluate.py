@@ -64,7 +64,7 @@ def evaluate(
     measures = Measures(
         ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, elsewhere=elsewhere
     )  # fmt: skip
-    result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures, tell=starting)
+    result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures, on_progress=starting)
     if as_json:
         print_json(result)
     else:

@@ -108,7 +108,7 @@ def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
     from headrace.run.session.replaying import replay
 
     out = console()
-    found = replay(run_dir, book, tell=lambda line: None if as_json else out.print(line))
+    found = replay(run_dir, book, on_progress=lambda line: None if as_json else out.print(line))
     again = f"{plural(found.steps, 'step')} trained again"
     if as_json:
         print_json({**msgspec.structs.asdict(found), "first_difference": found.first_difference})

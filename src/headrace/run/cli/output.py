@@ -31,7 +31,7 @@ def starting(doing: str) -> None:
     """Print on standard error what a verb starts to do: before imports that take seconds, and at each stage."""
     try:
         console(stderr=True).print(f"{readable(doing)} ...", style="dim")
-    except OSError:  # a full disk, or a terminal that is gone: the verb goes on without this output
+    except OSError:  # a full disk, or a terminal that is gone: the verb continues without this output
         redirect_to_null(sys.stderr)
 
 

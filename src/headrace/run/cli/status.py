@@ -62,7 +62,7 @@ def _state(pid: int, recorded: str) -> str:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return "ended"
-    return f"stopped (SIGSTOP; kill -CONT {pid} lets it go on)" if stopped else recorded
+    return f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)" if stopped else recorded
 
 
 def look(run_dir: Path) -> dict[str, Any]:

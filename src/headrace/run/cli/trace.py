@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def trace(
-    run_dir: Path = typer.Argument(help="The run's directory; the run may still be going on."),
+    run_dir: Path = typer.Argument(help="The run's directory; the run may still be running."),
     out: Path | None = typer.Option(
         None, help="Write the trace for ui.perfetto.dev or chrome://tracing; .json.gz to compress it."
     ),

@@ -1,4 +1,4 @@
-"""``headrace watch``: show a run that goes on in another process."""
+"""``headrace watch``: show a run that is still running in another process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ RENEWED_S = 0.5
 
 def watch(
     run_dir: Path = typer.Argument(help="The run's directory."),
-    once: bool = typer.Option(False, "--once", help="Print the present state once and exit, as into a pipe."),
+    once: bool = typer.Option(False, "--once", help="Print the current state once and exit."),
 ) -> None:
-    """Show a run that goes on elsewhere as its own terminal shows it, until it ends; Ctrl-C ends only the watching."""
+    """Show a run that is still running elsewhere as its own terminal shows it, until it ends; Ctrl-C ends only the
+    watching."""
     starting(f"reading {run_dir}")
     import asyncio
 

@@ -1,7 +1,7 @@
 """The account of a run: the record of where its time and tokens went, which the verdict reads.
 
-The same function makes the account of a whole run from its files and, step by step, that of a run that goes on.
-"""
+The same function makes the account of a whole run from its files and, step by step, that of a run that is still
+running."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ LONG_S = 5.0
 
 
 class Accountant:
-    """An observer that keeps the account of a run that goes on. The spans of a step are added once all have arrived.
+    """An observer that keeps the account of a run that is still running. The spans of a step are added once all have
+    arrived.
 
     Its memory does not grow with the length of the run: it keeps the spans of about two steps.
     """

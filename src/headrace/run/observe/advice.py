@@ -40,7 +40,7 @@ class VerdictSettings:
     """The number of processors that the run's processes may use."""
     on_cpu: bool = False
     """True where an engine or the learner computes on the processors."""
-    by_turns: bool = False
+    alternating: bool = False
     """True for ``sync.interrupt = "sleep"``: engine and learner share a device, and only one of them computes at a
     time."""
     order: str = ""
@@ -79,7 +79,7 @@ def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_
         learner_threads=_count(launch.get("learner_threads")) or half,
         processors=processors,
         on_cpu=on_cpu,
-        by_turns=_table(config, "sync").get("interrupt") == Interrupt.SLEEP.value,
+        alternating=_table(config, "sync").get("interrupt") == Interrupt.SLEEP.value,
         order=str(flow.get("order") or ""),
     )
 
@@ -116,7 +116,7 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
         case Bound.PROCESSORS:
             return _processors(account, settings)
         case Bound.TURNS:
-            return _turns(settings)
+            return _advice_for_alternating(settings)
         case Bound.NOTHING:
             return _nothing(account)
         case Bound.SCORING:
@@ -147,7 +147,7 @@ def _run_further_ahead(settings: VerdictSettings) -> str:
     """Return how generation can run further ahead of training; empty where it cannot, or where the settings are not
     known."""
     age, lead = settings.max_age, settings.lead
-    if settings.by_turns or age is None or lead is None:
+    if settings.alternating or age is None or lead is None:
         return ""
     if age == 0:
         return (
@@ -278,9 +278,9 @@ def _processors(account: Account, settings: VerdictSettings) -> str:
     return f"Its own processes use them: take a machine with {more}."
 
 
-def _turns(settings: VerdictSettings) -> str:
+def _advice_for_alternating(settings: VerdictSettings) -> str:
     """Return the advice for a run whose engine and learner work one after the other."""
-    if settings.by_turns:
+    if settings.alternating:
         return (
             "They share a device (sync.interrupt = 'sleep'), so that only one of them can work: give each its own "
             "(engine.device, learner.device)."

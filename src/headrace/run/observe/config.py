@@ -10,7 +10,7 @@ from headrace.run.observe.writers.registry import WriterConfig
 
 
 class ObserveConfig(Section):
-    """The display of a run while it goes on, and the files it leaves for people."""
+    """The display of a run while it runs, and the files it leaves for people."""
 
     view: Literal["auto", "plain", "none"] = "auto"
     """``auto``: a live picture on a terminal, one line per step elsewhere; ``plain``: always lines; ``none``: no

@@ -27,7 +27,8 @@ EVENTS_FILE = "events.jsonl"
 """The file of :class:`~headrace.base.types.observation.Event` lines in a run directory."""
 
 LIVE_FILE = "live.json"
-"""The file with the :class:`~headrace.base.types.observation.LiveState` of a run that goes on, renewed every second."""
+"""The file with the :class:`~headrace.base.types.observation.LiveState` of a run that is still running, renewed every
+second."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -81,7 +82,7 @@ class JsonlWriter(Generic[R]):
         """Return the error for a file that cannot be written."""
         return RunError(
             f"{self._path} cannot be written: {error.strerror}",
-            remedy="make room on that disk and make the run directory writable, then go on with --resume",
+            remedy="make room on that disk and make the run directory writable, then continue with --resume",
         )
 
 
@@ -183,7 +184,7 @@ class Recorder:
             temporary.write_bytes(msgspec.json.encode(state))
             temporary.replace(self._live)
         except OSError as error:
-            remedy = "make room on that disk and make the run directory writable, then go on with --resume"
+            remedy = "make room on that disk and make the run directory writable, then continue with --resume"
             raise RunError(f"{self._live} cannot be written: {error.strerror}", remedy=remedy) from None
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ LEAST_S = 0.025
 """The shortest time between the beginnings of two spans: a loop that wakes a thousand times a second makes forty
 spans."""
 MOST_S = 0.25
-"""The longest span, so that a loop that never waits reports its work while it goes on."""
+"""The longest span, so that a loop that never waits reports its work while it runs."""
 LANE = "controller"
 """The lane of the spans."""
 

@@ -16,7 +16,7 @@ does not import it."""
 def write_report(run_dir: Path) -> Path:
     """Write ``report/report.html`` under ``run_dir``, the dashboard of the run as one file, and return its path.
 
-    A run that is still going on, was killed or lacks a file gets a report of what there is, with notes. Raises
+    A run that is still running, was killed or lacks a file gets a report of what there is, with notes. Raises
     :class:`~headrace.base.errors.DataError` if ``run_dir`` holds no run and :class:`~headrace.base.errors.RunError` if
     the report cannot be written.
     """

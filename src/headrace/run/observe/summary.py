@@ -73,7 +73,7 @@ def observed(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
     ``wall_s`` is the time from the first rollout to the last step, in seconds. A number that no step has is ``None``.
     ``reward_first`` is the mean reward of the first step that has one, ``reward_last`` that of the last tenth of them;
     ``mismatch_kl`` is the mean over the steps that report it; ``exposed_sync_frac`` is the fraction of ``wall_s`` in
-    which the learner stood still for the sync.
+    which the learner was blocked by the sync.
     """
     rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
     kls = [kl for step in steps if (kl := step.metrics.get("mismatch_kl")) is not None]

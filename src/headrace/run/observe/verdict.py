@@ -160,7 +160,7 @@ def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     if waits[cause] < SMALL_SHARE or not mostly:
         return Bound.NOTHING
     named = _precise_bound(a, _BOUND_OF_CAUSE[cause])
-    alternate = settings.by_turns or a.engine_waits(Cause.LEARNER) >= SMALL_SHARE
+    alternate = settings.alternating or a.engine_waits(Cause.LEARNER) >= SMALL_SHARE
     return Bound.TURNS if alternate and named in (Bound.GENERATION, Bound.PREFILL) else named
 
 
@@ -338,7 +338,7 @@ def _other_losses(bound: Bound, a: Account) -> str:
     """Return the losses beside the bound, in words."""
     sentences: list[str] = []
     if bound is not Bound.SYNC and (exposed := a.of_time(a.exposed_sync_s)) >= NOTED_SHARE:
-        sentences.append(f"the learner stands still for the sync {percent(exposed)} of the time")
+        sentences.append(f"the learner is blocked by the sync {percent(exposed)} of the time")
     if bound is not Bound.STRAGGLERS and (tail := a.of_time(a.straggler_s)) >= SMALL_SHARE:
         sentences.append(f"{percent(tail)} of the time it waits for the last tenth of a batch's episodes")
     wasted = sum(a.wasted_tokens.values())

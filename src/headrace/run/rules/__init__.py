@@ -23,8 +23,9 @@ To add a rule, add a row to the table that knows enough:
     )
 
 ``reason`` and ``remedy`` are format strings in which ``{flow.max_age}`` stands for that setting. ``broken`` may return
-a mapping in place of ``True``, with more names for them. A rule about the values of one section alone is no row here:
-it is a validator in the class of that section. An engine and a launcher check by themselves what they do not support.
+a mapping in place of ``True``, with more names for them. A rule about the values of one section alone is not a row
+here: it is a validator in the class of that section. An engine and a launcher check by themselves what they do not
+support.
 
 A key that was renamed is a row of :data:`FORMER_KEYS`: a run file with the former key is refused with the present name.
 """

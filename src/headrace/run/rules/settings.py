@@ -171,7 +171,7 @@ _LEARNING: Rules = (
         keys=("algo.loss", "run"),
         broken=lambda c: isinstance(c.algo.loss, Ce) and {"loss": _loss_name(c.algo)},
         reason="{loss} would teach the model its own answers, right and wrong alike: a run trains what the model has "
-        "just sampled, and this loss (cross-entropy) does not look at what it earned. It is no fine-tuning on "
+        "just sampled, and this loss (cross-entropy) does not look at what it earned. It is not fine-tuning on "
         "demonstrations, of which a run has none",
         remedy=f"{_TO_REWARDS}; to imitate demonstrations, use headrace.Policy with policy.demonstrations and "
         "loss='ce' (docs/own_loop.md)",

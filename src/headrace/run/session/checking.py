@@ -71,7 +71,7 @@ class EnvFinding:
     """The property that was checked, in words."""
     level: Level
     detail: str
-    """The observation in words; for a problem, also how to mend it."""
+    """The observation in words; for a problem, also how to fix it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class EnvReport:
         return all(finding.level is not Level.FAIL for finding in self.findings)
 
     def __str__(self) -> str:
-        verdict = "sound" if self.ok else "to be mended"
+        verdict = "passed" if self.ok else "failed"
         head = f"{self.reference} ({self.kind}, {plural(self.episodes, 'episode')}): {verdict}"
         rows = [f"  {finding.level:<4}  {finding.clause}: {finding.detail}" for finding in self.findings]
         if self.timings is None:
@@ -151,7 +151,7 @@ def check_env(
     rows: Sequence[Mapping[str, Any]] = (),
     timeout_s: float = 20.0,
     options: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> EnvReport:
     """Run the user's code on some rows against scripted models, and report every property that a run needs.
 
@@ -160,7 +160,7 @@ def check_env(
     :data:`NUM_TASKS` tasks that it generates.
 
     Every row is tried with every script, and some episodes are repeated with the same seed. An episode may take
-    ``timeout_s`` seconds. ``tell`` is called with a line about the progress of the check.
+    ``timeout_s`` seconds. ``on_progress`` is called with a line about the progress of the check.
 
     Raises :class:`~headrace.base.errors.ConfigError` where ``reference`` names nothing, and the errors of a worker that
     cannot start.
@@ -168,13 +168,13 @@ def check_env(
     kind, entry, tree = kind_of(reference)
     if options and kind != "bridge":
         raise ConfigError(
-            f"{reference}: options {sorted(options)} have no effect, it is no bridge", remedy="leave --option out"
+            f"{reference}: options {sorted(options)} have no effect, it is not a bridge", remedy="leave --option out"
         )
     blocking = [] if tree is None else blocking_calls(tree, entry.rpartition(":")[2])
     numbered = [{"number": number} for number in range(NUM_TASKS)]
     tried = list(rows) or (numbered if kind == "bridge" else [{}])
     target = {"kind": kind, "entry": entry, "options": dict(options or {})}
-    attempts = in_own_loop(lambda _: _run_episodes(target, tried, timeout_s, tell))
+    attempts = in_own_loop(lambda _: _run_episodes(target, tried, timeout_s, on_progress))
     return EnvReport(
         reference=reference,
         kind=kind,
@@ -185,18 +185,20 @@ def check_env(
 
 
 async def _run_episodes(
-    target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float, tell: Callable[[str], None]
+    target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float, on_progress: Callable[[str], None]
 ) -> list[_CheckedEpisode]:
     """Run the planned episodes of ``target`` on ``rows`` in one worker, and return those that were tried."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
     pool_config = EnvPoolConfig(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=START_S, scored=False)
     attempts = _planned_episodes(rows)
     trials = [{**target, "row": dict(rows[attempt.row])} for attempt in attempts]
-    tell(f"starting a worker for it, in at most {START_S:g} s")
+    on_progress(f"starting a worker for it, in at most {START_S:g} s")
     try:
         async with trial_pool(start, pool_config, lambda _: None) as pool:
-            tell(f"trying {plural(len(attempts), 'episode')} one after the other, each for at most {timeout_s:g} s")
-            return await _run_one_by_one(pool, attempts, trials, timeout_s, tell)
+            on_progress(
+                f"trying {plural(len(attempts), 'episode')} one after the other, each for at most {timeout_s:g} s"
+            )
+            return await _run_one_by_one(pool, attempts, trials, timeout_s, on_progress)
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
 
@@ -206,12 +208,12 @@ async def _run_one_by_one(
     attempts: list[_CheckedEpisode],
     trials: Sequence[Mapping[str, Any]],
     timeout_s: float,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
     """Run the episodes one after the other; return all of them, or those up to the first fatal failure."""
     position = [0]  # the number of the running episode, which the progress lines read
     async with asyncio.TaskGroup() as group:
-        progress = group.create_task(_report_progress(attempts, position, tell))
+        progress = group.create_task(_report_progress(attempts, position, on_progress))
         for number, (attempt, trial_row) in enumerate(zip(attempts, trials, strict=True), start=1):
             position[0] = number
             await _run_episode(pool, attempt, trial_row, timeout_s)
@@ -222,7 +224,7 @@ async def _run_one_by_one(
 
 
 async def _report_progress(
-    attempts: Sequence[_CheckedEpisode], position: Sequence[int], tell: Callable[[str], None]
+    attempts: Sequence[_CheckedEpisode], position: Sequence[int], on_progress: Callable[[str], None]
 ) -> None:
     """Report the number and the name of the episode that is running, every :data:`PROGRESS_EVERY_S`, until
     cancelled."""
@@ -231,7 +233,7 @@ async def _report_progress(
         await asyncio.sleep(PROGRESS_EVERY_S)
         if position[0] != reported:
             reported = position[0]
-            tell(f"episode {reported} of {len(attempts)}: {attempts[reported - 1].name}")
+            on_progress(f"episode {reported} of {len(attempts)}: {attempts[reported - 1].name}")
 
 
 def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
@@ -276,6 +278,7 @@ async def _run_episode(pool: EnvPool, attempt: _CheckedEpisode, trial_row: Mappi
 def _findings(
     kind: str, blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]
 ) -> list[EnvFinding]:
+    """Return the findings of all checks that apply to this kind of environment."""
     first = attempts[0]
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
@@ -308,6 +311,7 @@ def _is_separate() -> EnvFinding:
 
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that all episodes ended without an error and asked the model."""
     checked_elsewhere = ("max_turns", "reward_none", "reward_nan")
     failed = Counter(f"{a.reason}: {a.problem}" for a in attempts if a.reason and a.reason not in checked_elsewhere)
     where = {f"{a.reason}: {a.problem}": a.name for a in reversed(attempts) if a.reason}
@@ -332,6 +336,7 @@ def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
 
 
 def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that every episode earned a number."""
     judged = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
     if not judged:
         return None
@@ -350,6 +355,7 @@ def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvF
 
 
 def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that different answers earned different rewards, because equal rewards teach nothing."""
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     if len(rewards) < 2:
         return None
@@ -367,6 +373,7 @@ def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
 
 
 def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that the episodes that were repeated with the same seed did the same."""
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
     if not pairs:
         return None
@@ -407,6 +414,7 @@ def _short(value: object) -> str:
 
 
 def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that async code does not block the event loop of its worker, by reading it and by measuring."""
     problems = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
         for line, called, function in blocking
@@ -433,6 +441,7 @@ def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
 
 
 def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Check that tools and their arguments have types and descriptions."""
     tools = {name: tool for attempt in attempts for name, tool in attempt.model.tools.items()}
     if not tools:
         return None
@@ -447,6 +456,7 @@ def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | No
 
 
 def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
+    """Return the times of the episodes that ended without an error; ``None`` if there are none."""
     ended = [attempt for attempt in attempts if not attempt.reason]
     if not ended:
         return None
@@ -493,7 +503,7 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
     if signature is not None and _COMPLETIONS & set(signature.names):
         return "reward", entry, tree
     raise ConfigError(
-        f"{reference}: {name!r} is no class and no function that this file defines, and no reward that it imports",
+        f"{reference}: {name!r} is neither a class nor a function that this file defines, nor a reward that it imports",
         remedy="name the file that defines it",
     )
 

@@ -73,7 +73,7 @@ class HeldDirectory:
         """The device and inode of the ledger file when it was first found; ``None`` before that.
 
         The write-ahead log is not checked: SQLite removes it whenever the last connection is closed, as at the end of
-        each life of a run, and makes it anew.
+        each life of a run, and makes it again.
         """
 
     def refuse_lost(self) -> None:
@@ -90,12 +90,13 @@ class HeldDirectory:
         if self._ledger is not None and found not in (self._ledger, None):
             raise RunError(
                 f"{path} was removed or replaced while the run was writing it: what it recorded is lost",
-                remedy="restore it from a copy and go on with --resume, or start a new run directory",
+                remedy="restore it from a copy and continue with --resume, or start a new run directory",
             )
         if found not in (None, _GONE):
             self._ledger = found
 
     def _lost(self) -> RunError:
+        """Return the error for a run directory that was removed or moved during the run."""
         now = self._present_path()
         if now is None:
             return RunError(
@@ -104,7 +105,7 @@ class HeldDirectory:
             )
         return RunError(
             f"run.dir={str(self._run_dir)!r} was moved to {str(now)!r} while the run was writing it",
-            remedy=f"go on with --resume --set run.dir={now}; move the directory of a run when it has ended",
+            remedy=f"continue with --resume --set run.dir={now}; move the directory of a run when it has ended",
         )
 
     def _present_path(self) -> Path | None:
@@ -163,7 +164,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
         if has_ledger(run_dir) and not resume:
             raise ConfigError(
                 f"run.dir={str(run_dir)!r} holds a run already",
-                remedy="add --resume to go on, or choose another run.dir",
+                remedy="add --resume to continue, or choose another run.dir",
             )
         yield HeldDirectory(run_dir, descriptor)
     finally:

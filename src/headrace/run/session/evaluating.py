@@ -114,12 +114,12 @@ def evaluate(
     reward: Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
     measures: Measures | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    on_progress: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
     """Measure the model ``model.path`` in its environment, and return the result.
 
     Each row of ``data.eval_path`` (or of ``eval_data``) is attempted ``run.eval_samples`` times. ``reward`` is a
-    function of a file in place of ``env.reward``. ``tell`` is called with one line whenever a long stage begins.
+    function of a file in place of ``env.reward``. ``on_progress`` is called with one line whenever a long stage begins.
 
     Raises :class:`~headrace.base.errors.HeadraceError`.
     """
@@ -130,32 +130,35 @@ def evaluate(
     measures.chosen(prepared.config.run.eval_samples)
     with tempfile.TemporaryDirectory(prefix="headrace-eval-") as logs:
         where = Path(measures.directory).expanduser().resolve() if measures.directory else Path(logs)
-        return in_own_loop(lambda _: _evaluate(prepared, measures, where, tell))
+        return in_own_loop(lambda _: _evaluate(prepared, measures, where, on_progress))
 
 
-async def _evaluate(prepared: Prepared, measures: Measures, where: Path, tell: Callable[[str], None]) -> Evaluation:
+async def _evaluate(
+    prepared: Prepared, measures: Measures, where: Path, on_progress: Callable[[str], None]
+) -> Evaluation:
+    """Start what an evaluation needs, attempt every row, and write the results."""
     run, clock = prepared.config.run, RealClock()
     tokens, reported_s = 0, clock.now()
     warnings = [] if measures.elsewhere else slower_here(prepared.config, prepared.devices)
     warnings += prepared.exposed
     for warning in prepared.exposed:
-        tell(f"warning: {warning}")
+        on_progress(f"warning: {warning}")
 
     def count(arrived: int) -> None:
         nonlocal tokens, reported_s
         tokens += arrived
         if clock.now() - reported_s >= PROGRESS_EVERY_S:
             reported_s = clock.now()
-            tell(f"{tokens:,} tokens sampled so far")
+            on_progress(f"{tokens:,} tokens sampled so far")
 
     book = _page_writer(prepared, measures, where)
     order = make_order(prepared, run_dir=where, snapshot=None, observers=Observers(()))
     listener = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
-    tell(f"starting scoring workers, {order.devices if measures.elsewhere is None else measures.elsewhere.url}")
+    on_progress(f"starting scoring workers, {order.devices if measures.elsewhere is None else measures.elsewhere.url}")
     try:
         async with _engine(measures.elsewhere) as remote, local_serving(order, remote) as serving:
             began_s = clock.now()
-            tell(f"{plural(len(prepared.eval_tasks), 'row')} × {plural(run.eval_samples, 'attempt')}")
+            on_progress(f"{plural(len(prepared.eval_tasks), 'row')} × {plural(run.eval_samples, 'attempt')}")
             rewards = await attempt_rewards(serving, run, listener)
             seconds = clock.now() - began_s
     except BaseExceptionGroup as error:

@@ -219,7 +219,7 @@ def _check_own_loss(config: RunConfig) -> None:
     if not report.ok:
         raise ConfigError(
             f"algo.loss: {report}",
-            remedy=f"mend it, then try headrace check loss {config.algo.loss.ref}",
+            remedy=f"fix it, then try headrace check loss {config.algo.loss.ref}",
         )
 
 

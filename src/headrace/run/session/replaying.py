@@ -48,14 +48,13 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.differ, default=None)
 
 
-def replay(run_dir: Path, ledger: Ledger, tell: Callable[[str], None] = lambda _: None) -> Replay:
+def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = lambda _: None) -> Replay:
     """Train a fresh learner on every batch in ``ledger``, from the first step on, and compare the hashes of its weights
     with those of the committed versions.
 
-    ``tell`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` where the
-    learner of the run in ``run_dir`` has several ranks, and :class:`~headrace.base.errors.LedgerError` where steps are
-    missing.
-    """
+    ``on_progress`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` where
+    the learner of the run in ``run_dir`` has several ranks, and :class:`~headrace.base.errors.LedgerError` where steps
+    are missing."""
     config = with_local_models(_settings(run_dir))
     steps, recorded = ledger.steps(), ledger.checksums()
     if sorted(steps) != list(range(len(steps))):
@@ -84,7 +83,7 @@ def replay(run_dir: Path, ledger: Ledger, tell: Callable[[str], None] = lambda _
             if version in recorded:
                 same = checksum == recorded[version]
                 (agree if same else differ).append(version)
-                tell(f"version {version}: {'agrees' if same else 'DIFFERS'}")
+                on_progress(f"version {version}: {'agrees' if same else 'DIFFERS'}")
     return Replay(steps=len(steps), agree=agree, differ=differ)
 
 

@@ -92,7 +92,7 @@ def train(
     """Train a model as ``config`` says (a TOML file, a tree, or a record), and return the summary of the run.
 
     ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward`` is a function of a
-    file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP (unless
+    file in place of ``env.reward``. ``resume`` continues the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP (unless
     it is ignored, as under nohup) end the run after the steps that are ordered, with a checkpoint; a second Ctrl-C or
     SIGTERM ends it at once, with ``KeyboardInterrupt``.
 
@@ -171,7 +171,7 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
     if start.step > config.run.steps or (start.step == config.run.steps and _ended_regularly(run_dir)):
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
-            remedy=f"set run.steps > {start.step} to go on",
+            remedy=f"set run.steps > {start.step} to continue",
         )
     with ExitStack() as stack:
         ledgers: list[Ledger] = []  # one, once it is open
@@ -214,7 +214,7 @@ def _control_settings(prepared: Prepared) -> ControlSettings:
         flow=config.flow,
         order=row_order(config, len(prepared.tasks)),
         curriculum=curriculum(config, len(prepared.tasks)),
-        taught=bool(config.learner.teachers),
+        has_teachers=bool(config.learner.teachers),
         env_column=config.observe.env_column,
         largest_gap=explained_gap(config),
         fingerprint=prepared.fingerprint(),
@@ -253,7 +253,7 @@ def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint
     """Report the loss of the learner that ended the life before, where there was one."""
     if life.after is not None:
         cause = life.after.problem.partition("\n")[0]
-        words = f"{cause}; the run goes on from step {start.step}"
+        words = f"{cause}; the run continues from step {start.step}"
         order.on_event(Event(wall_s=0.0, text=words, level="warning"))
 
 
@@ -430,7 +430,7 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
         except asyncio.CancelledError:
             if not at_once:
                 raise
-            raise KeyboardInterrupt("stopped at once; --resume goes on") from None
+            raise KeyboardInterrupt("stopped at once; --resume continues") from None
 
 
 @contextmanager
@@ -444,7 +444,7 @@ def _signal_handlers(
     numbers: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and the run goes on
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and the run continues
             numbers.append(signal.SIGHUP)
     interrupts.handler = partial(handle, signal.SIGINT)
     for number in numbers:

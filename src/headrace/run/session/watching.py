@@ -52,8 +52,8 @@ class RunWatchers:
         """The controller, which receives warnings and alarms once it exists."""
         self._accountant = Accountant(settings)
         self._system = SystemWatch(run_dir, clock)
-        self._looks = 0
-        self._trains = False
+        self._num_reads = 0
+        self._was_training = False
         """True where the run was in its training phase when its processes were last read."""
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
         facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
@@ -72,22 +72,22 @@ class RunWatchers:
 
     def look(self, controller: Controller, components: list[ComponentStatus]) -> LiveState:
         """Read the present state of the run, pass it on to all watchers, and return it."""
-        if not self._looks % SYSTEM_EVERY:
+        if not self._num_reads % SYSTEM_EVERY:
             self._read_processes(controller, components)
-        self._looks += 1
+        self._num_reads += 1
         live = self._accountant.with_account(controller.live())
         self.observers.update(live)
         self._warn_of_lost_output()
         return live
 
     def _warn_of_lost_output(self) -> None:
-        """Warn once where standard output can no longer be written. The run goes on."""
+        """Warn once where standard output can no longer be written. The run continues."""
         self._output.look()
         if not self._output.lost or self._output_lost:
             return
         self._output_lost = True
         text = (
-            f"standard output is gone ({self._output.lost}): the run goes on, and what it would show is in "
+            f"standard output is gone ({self._output.lost}): the run continues, and what it would show is in "
             f"{EVENTS_FILE} and {METRICS_FILE} (headrace watch, headrace view)"
         )
         self._warn(text)
@@ -100,8 +100,8 @@ class RunWatchers:
         controller.state.metrics.system = self._system.read(
             (part.role, part.pid) for part in components if not part.node
         )
-        trained, self._trains = self._trains, controller.state.phase == TRAINING
-        if self._system.usage is not None and trained and self._trains:
+        trained, self._was_training = self._was_training, controller.state.phase == TRAINING
+        if self._system.usage is not None and trained and self._was_training:
             self._accountant.usage(self._system.usage)
 
     def with_account(self, summary: Summary) -> Summary:

@@ -21,7 +21,7 @@ CODECS = {
 def codec_of(name: str) -> Codec:
     """Return the codec with this name. Raises :class:`~headrace.base.errors.ConfigError` for an unknown name."""
     if name not in CODECS:
-        raise ConfigError(f"sync.codec={name!r} is no codec", remedy=nearest(name, CODECS))
+        raise ConfigError(f"sync.codec={name!r} is not a codec", remedy=nearest(name, CODECS))
     return CODECS[name]
 
 

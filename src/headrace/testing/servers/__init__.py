@@ -68,6 +68,7 @@ def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, F
 
 @asynccontextmanager
 async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
+    """Run a native engine in this process as a fake server."""
     model = load_model(ModelConfig(path=required.path, lora=required.lora))
     files = FileReceiver(model)
     config = EngineConfig(device="cpu", flush_tokens=1, kernels="off", max_sequences=16)
@@ -84,6 +85,8 @@ async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
 
 
 def _called(path: str, handler: Handler) -> Callable[[Request], Any]:
+    """Return the endpoint of a route, which records the call and turns refusals into status 400."""
+
     async def endpoint(request: Request) -> Response:
         server: FakeServer = request.app.state.server
         if handler not in (vllm.generate, sglang.generate):

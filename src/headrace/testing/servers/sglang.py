@@ -41,6 +41,7 @@ async def generate(server: FakeServer, request: Request) -> Any:
 
 
 async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a stream as SGLang writes them."""
     told: list[list[Any]] = []
     routed: list[Routing | None] = []
     async for chunk in chunks:

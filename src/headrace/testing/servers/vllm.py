@@ -52,6 +52,7 @@ async def generate(server: FakeServer, request: Request) -> Any:
 async def _events(
     server: FakeServer, chunks: AsyncIterator[TokenChunk], *, certain: bool
 ) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a stream as vLLM writes them."""
     versions: list[int] = []
     routed: list[Routing | None] = []
     async for chunk in chunks:
@@ -134,6 +135,7 @@ async def _load_adapter(server: FakeServer, request: Request) -> Any:
 
 
 async def _call_workers(server: FakeServer, request: Request) -> Any:
+    """Answer a call of the worker extension's methods."""
     order = await request.json()
     worker, arguments = server.worker, order["args"]
     match order["method"]:

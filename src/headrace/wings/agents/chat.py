@@ -268,10 +268,12 @@ def _usage(replies: Sequence[Reply]) -> Json:
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ChatExchange:
+    """Return the exchange of a chat completion request. Raises :class:`Refusal` for options that contradict each
+    other."""
     body = read_body(_ChatBody, tree)
     if "stream_options" in body.model_fields_set and not body.stream:
         raise Refusal(
-            "stream_options is given, and the answer is no stream",
+            "stream_options is given, and the answer is not a stream",
             remedy="set stream=true, or leave stream_options out",
             param="stream_options",
         )

@@ -320,6 +320,8 @@ def _event(kind: str, **fields: Any) -> SseEvent:
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _MessagesExchange:
+    """Return the exchange of a messages request. Raises :class:`Refusal` if the conversation ends with the
+    assistant."""
     body = read_body(_MessagesBody, tree)
     if body.messages[-1].role == "assistant":
         raise Refusal(

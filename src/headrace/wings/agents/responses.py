@@ -155,7 +155,7 @@ class _ResponsesBody(StrictBody):
         if self.previous_response_id:
             if self.previous_response_id not in histories:
                 raise Refusal(
-                    f"previous_response_id={shown(self.previous_response_id)} is no response of this episode",
+                    f"previous_response_id={shown(self.previous_response_id)} is not a response of this episode",
                     remedy="name a response of this key, or send the whole conversation as input",
                     param="previous_response_id",
                     status=404,
@@ -261,6 +261,7 @@ class _ResponsesExchange:
         }
 
     def _ended(self, reply: Reply) -> Json:
+        """Return the JSON of a finished response."""
         cut = reply.stop_reason is not StopReason.STOP
         return {
             **self.begun(),
@@ -272,6 +273,7 @@ class _ResponsesExchange:
         }
 
     def _output(self, reply: Reply, status: str) -> list[Json]:
+        """Return the output items of a response: reasoning, message and function calls."""
         message, name, items = reply.message, self.context.name, list[Json]()
         if message.reasoning:
             items.append(reasoning_item(name, message.reasoning))
@@ -303,6 +305,7 @@ def _usage(reply: Reply) -> Json:
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExchange:
+    """Return the exchange of a responses request, with the history that it continues."""
     body = read_body(_ResponsesBody, tree)
     conversation = body.conversation(context.histories)
     offered = body.tools if body.tool_choice == "auto" else []

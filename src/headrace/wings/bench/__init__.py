@@ -30,19 +30,19 @@ BENCHMARKS = {
 """Name of every benchmark, which is that of its module, and what it measures."""
 
 
-def run_benchmark(name: str, tell: Callable[[str], None] = lambda line: None, **options: object) -> Report:
-    """Run the benchmark ``name`` with its own ``options``; ``tell`` is called with lines of progress.
+def run_benchmark(name: str, on_progress: Callable[[str], None] = lambda line: None, **options: object) -> Report:
+    """Run the benchmark ``name`` with its own ``options``; ``on_progress`` is called with lines of progress.
 
     Raises :class:`~headrace.base.errors.ConfigError` if there is no such benchmark or option.
     """
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}", remedy=nearest(name, BENCHMARKS))
     measure = importlib.import_module(f"headrace.wings.bench.{name}").measure
-    known = set(inspect.signature(measure).parameters) - {"tell"}
+    known = set(list(inspect.signature(measure).parameters)[1:])  # the first is the callback
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"benchmark {name} has no option --{unknown[0]}", remedy=f"leave --{unknown[0]} out")
-    report: Report = measure(tell, **options)
+    report: Report = measure(on_progress, **options)
     return report
 
 

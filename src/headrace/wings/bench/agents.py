@@ -40,7 +40,7 @@ ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))
 TEMPLATE = "{%- for message in messages %}{{ message.content }}{% endfor %}"
 
 
-def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Measure pairs of runs, one run after the other; with ``quick`` one short pair."""
     pairs, steps = (1, 3) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
@@ -59,7 +59,7 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
         for pair in range(pairs):
             runs: dict[str, Summary] = {}
             for what, max_age in (("barrier", 0), ("paced", MAX_AGE)):
-                tell(f"pair {pair}: {what}")
+                on_progress(f"pair {pair}: {what}")
                 run_dir = directory / f"{pair}-{what}"
                 flow = {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_age": max_age}
                 run = {"dir": str(run_dir), "steps": steps, "checkpoint_every": steps, "seed": pair}
@@ -87,6 +87,7 @@ def _entry() -> Iterator[str]:
 
 
 def _model(directory: Path) -> str:
+    """Write a small model with random weights, and return its directory."""
     spec = TinySpec(
         vocab=ALPHABET,
         hidden_size=128,
@@ -116,6 +117,7 @@ def _tail(run_dir: Path, num_groups: int) -> float:
 
 
 def _row(what: str, pair: int, summary: Summary, tail: float) -> Row:
+    """Return the row of a run, from its summary."""
     return {
         "what": what,
         "pair": pair,

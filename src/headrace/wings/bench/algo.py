@@ -46,7 +46,7 @@ TINY = TinySpec(
 LIMIT = 0.03
 
 
-def measure(tell: Callable[[str], None]) -> Report:
+def measure(on_progress: Callable[[str], None]) -> Report:
     """Measure the objective alone, called as the learner calls it, and a whole step of the learner; report medians."""
     torch.set_num_threads(1)  # more threads gain little here, and stall if other processes use the cores
     clock = RealClock()
@@ -54,7 +54,7 @@ def measure(tell: Callable[[str], None]) -> Report:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         model_dir = make_tiny(Path(scratch) / "model", TINY)
         for name, table in CASES.items():
-            tell(name)
+            on_progress(name)
             objective = Objective.build(AlgoConfig.model_validate(table))
             core, parameters = _learner(model_dir, objective, clock)
             steps_s, shares_s = [], []

@@ -29,16 +29,16 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Train one run with each kind of teacher."""
     steps = QUICK_STEPS if quick else STEPS
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
-        tell("the demo's model, and a larger one that forgets no carry")
+        on_progress("the demo's model, and a larger one that forgets no carry")
         demo, teacher = build_demo(directory / "demo", seed=0), build_teacher(directory, seed=0)
         rows: list[Row] = []
         for kind, settings in KINDS.items():
-            tell(kind)
+            on_progress(kind)
             rows.append(
                 _run(demo, directory / f"run-{len(rows)}", kind, [s.format(teacher=teacher) for s in settings], steps)
             )
@@ -46,6 +46,7 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
 
 
 def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) -> Row:
+    """Train the demo with these settings and return a row with its metrics."""
     common = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
     summary = train(load_config(demo.run_file, [*common, *settings]))
     records = read_steps(run_dir / METRICS_FILE)

@@ -84,7 +84,7 @@ class _EngineBench:
     threads: int
     vllm: str
     quick: bool
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
     clock: RealClock = field(default_factory=RealClock)
 
     @property
@@ -108,20 +108,22 @@ class _EngineBench:
         return self.clock.now() - start_s, answer
 
 
-def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False, vllm: str = "") -> Report:
+def measure(
+    on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False, vllm: str = ""
+) -> Report:
     """Run all measurements. ``threads`` is the number per process (unset: all cores); with ``quick`` the figures mean
     nothing; ``vllm`` is the path of an interpreter with vLLM for CPUs (empty: vLLM is left out)."""
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _EngineBench(
-            directory=Path(scratch), threads=threads or num_cores(), vllm=vllm, quick=quick, tell=tell
+            directory=Path(scratch), threads=threads or num_cores(), vllm=vllm, quick=quick, on_progress=on_progress
         )  # fmt: skip
         for match in QUICK if quick else MATCHES:
             found = _compare(bench, match)
             rows += found[0]
             targets += found[1]
-        tell("floor, first token, recording, commits")
+        on_progress("floor, first token, recording, commits")
         with ExitStack() as stack:
             ours = bench.open("native", bench.main_model, stack)
             routed = bench.open("native", bench.model("1M experts"), stack)
@@ -132,7 +134,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
                 _recording(bench, routed, "routing", {}, {"record_routing": True}),
                 _gaps(bench, bench.open("fed", bench.main_model, stack)),
             ]
-        tell("fresh process")
+        on_progress("fresh process")
         for found in [*parts, _cold(bench)]:
             rows += found[0]
             targets += found[1]
@@ -161,12 +163,12 @@ def _compare(bench: _EngineBench, match: Match) -> Measurement:
             {"fill_cache": True}
         )  # touches all pages of the cache, so that its size can be subtracted from the resident memory
         for name, side in sides.items():
-            bench.tell(f"{match.name}: {name} warms up")
+            bench.on_progress(f"{match.name}: {name} warms up")
             # continuous batching plans its cache for the first request
             side.call(make_request(match.lengths if name == "continuous" else (4,) * len(match.lengths)))
         for turn in range(bench.rounds):
             for name, side in sides.items():
-                bench.tell(f"{match.name}: {name}, round {turn}")
+                bench.on_progress(f"{match.name}: {name}, round {turn}")
                 seconds, answer = bench.timed(side, make_request(match.lengths))
                 assert answer["tokens"] == sum(match.lengths), (name, answer)
                 rates[name].append(answer["tokens"] / seconds)

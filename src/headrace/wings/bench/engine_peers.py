@@ -103,6 +103,7 @@ def cold_first_token_s(side: str, model: Path, threads: int, *, request: Mapping
 
 
 def _end(process: subprocess.Popen[str]) -> None:
+    """End the process by closing its input; kill it if it does not end."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):  # the process may have ended

@@ -130,9 +130,11 @@ class Native:
             self._next_id += 1
 
     def _enter(self, *_: object) -> None:
+        """Note the time at which a forward pass begins."""
         self._entered_s = self._clock.now()
 
     def _leave(self, *_: object) -> None:
+        """Add the time of the forward pass that ends."""
         self._forward_s += self._clock.now() - self._entered_s
 
 

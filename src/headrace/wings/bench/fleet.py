@@ -39,16 +39,16 @@ COMMIT_S = 1.0
 KILLS, KILL_EVERY_S, AWAY_S = 18, 10.0, 5.0
 
 
-def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
     """Run all measurements; with ``quick`` those with real engines are left out."""
-    tell(f"routing: {ENGINES} engines, {SEQUENCES} sequences")
+    on_progress(f"routing: {ENGINES} engines, {SEQUENCES} sequences")
     rounds = [_measure_routing() for _ in range(ROUNDS)]
     routed = min(rounds, key=lambda row: float(row["p99_ms"]))
-    tell("one slow engine")
+    on_progress("one slow engine")
     slow = _measure_slow_engine()
-    tell("commits that stop an engine")
+    on_progress("commits that stop an engine")
     commits = [_measure_commit(rolling) for rolling in (1, 2, 4)]
-    tell(f"{KILLS} deaths")
+    on_progress(f"{KILLS} deaths")
     deaths = _measure_failures()
     targets = [
         at_most(f"routing overhead p99, {SEQUENCES} sequences on {ENGINES} engines", routed["p99_ms"], 1.0, "ms"),
@@ -62,7 +62,7 @@ def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
     ]
     rows = [*rounds, slow, *commits, deaths]
     if not quick:
-        row, more = measure_kills(tell)
+        row, more = measure_kills(on_progress)
         rows, targets = [*rows, row], [*targets, *more]
     return report(rows, targets)
 

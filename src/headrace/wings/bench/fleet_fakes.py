@@ -12,7 +12,7 @@ from headrace.base.errors import ComponentDied
 from headrace.base.types.episode import StopReason
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
@@ -61,6 +61,8 @@ class CountingEngine:
                 )
 
     async def _compute(self, size: int) -> None:
+        """Wait as long as ``size`` tokens take, and count them. Raises :class:`~headrace.base.errors.ComponentDied` if
+        the engine is killed meanwhile."""
         await self._resumed.wait()
         loop = asyncio.get_running_loop()
         start_s = loop.time()

@@ -44,7 +44,7 @@ SETTINGS = (
     *("flow.groups_per_step=8", "flow.group_size=4", "flow.max_age=2", "flow.record_tokens=8"),
     *("observe.view=plain", "observe.report=false", "data.eval_path=", "run.steps=100000"),
 )
-_RETURN = re.compile(r"it serves again after [\d.]+ s, (\d+) sequences went on")
+_RETURN = re.compile(r"it serves again after [\d.]+ s, (\d+) sequences (?:continued|went on)")
 _STEP = re.compile(r"step \d+/")
 
 
@@ -60,12 +60,12 @@ class _RunObservations:
     first_step: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def measure_kills(tell: Callable[[str], None]) -> tuple[Row, list[Target]]:
+def measure_kills(on_progress: Callable[[str], None]) -> tuple[Row, list[Target]]:
     """Measure a run whose engines are measure_kills, and return a row and its targets."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        tell("the demo's model")
+        on_progress("the demo's model")
         demo, run_dir = build_demo(Path(scratch) / "demo", seed=0), Path(scratch) / "run"
-        tell(f"three engines, of which one is killed every {EVERY_S:g} s")
+        on_progress(f"three engines, of which one is killed every {EVERY_S:g} s")
         with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
             settings = _set(*SETTINGS, f"run.dir={run_dir}", f"env.reward={user_code}:graded")
             observed = asyncio.run(_run_with_kills([str(demo.run_file), *settings], run_dir))
@@ -130,6 +130,7 @@ def _kill(run_dir: Path, role: str, observed: _RunObservations) -> None:
 
 
 def _evaluate(run_dir: Path, observed: _RunObservations) -> tuple[Row, list[Target]]:
+    """Return the row of a run with kills, and its targets."""
     with closing(open_ledger(run_dir)) as ledger:
         conservation = ledger.conservation()
     steps = read_steps(run_dir / METRICS_FILE)

@@ -84,7 +84,7 @@ class _LearnerBench:
     directory: Path
     threads: int
     sizes: Sizes
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
 
     def model(self, name: str, spec: TinySpec) -> Path:
         return make_tiny(self.directory / name, spec)
@@ -93,13 +93,14 @@ class _LearnerBench:
         return stack.enter_context(worker(side, model, self.threads, module=WORKER))
 
 
-def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
     """Run all measurements. ``threads`` is the number per process (unset: all cores); with ``quick`` the figures mean
     nothing."""
     found: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _LearnerBench(
-            directory=Path(scratch), threads=threads or num_cores(), sizes=QUICK if quick else FULL, tell=tell
+            directory=Path(scratch), threads=threads or num_cores(), sizes=QUICK if quick else FULL,
+            on_progress=on_progress,
         )  # fmt: skip
         model = bench.model("model", bench.sizes.spec)
         with ExitStack() as stack:
@@ -135,6 +136,7 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
 
 
 def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
+    """Compare training steps of the learner with those of a loop that pads its batches; return rows and targets."""
     sizes, spec = bench.sizes, bench.sizes.spec
     request = make_request(spec, sizes.prompt, sizes.answers)
     tokens = sum(sizes.answers) + len(sizes.answers) * sizes.prompt
@@ -205,7 +207,7 @@ def _head(bench: _LearnerBench, model: Path) -> Measurement:
     targets: list[Target] = []
     for side, tokens in cases:
         what = f"log π of {tokens} tokens, vocabulary {sizes.vocab}"
-        bench.tell(f"{what}: {side}")
+        bench.on_progress(f"{what}: {side}")
         with ExitStack() as stack:
             request = {"tokens": tokens, "vocab": sizes.vocab, "hidden": HIDDEN}
             answer = bench.open(side, model, stack).call(request)
@@ -229,12 +231,12 @@ def _alternate(
     before: Callable[[], None] = lambda: None,
 ) -> Rounds:
     """Measure both sides in every round, after a short step that warms them up."""
-    bench.tell(f"{what}: warming up")
+    bench.on_progress(f"{what}: warming up")
     for side, request in (one, other):
         side.call({**request, "lengths": [16] * 8, "seed": 0})
     rounds: Rounds = []
     for turn in range(bench.sizes.rounds):
-        bench.tell(f"{what}: round {turn}")
+        bench.on_progress(f"{what}: round {turn}")
         before()
         first, second = (side.call({**request, "seed": 1 + turn}) for side, request in (one, other))
         rounds.append((first, second))

@@ -112,6 +112,7 @@ class OwnLearner:
         }
 
     def _learner(self, request: Request) -> Any:
+        """Return a learner for this request, with its model loaded."""
         from headrace.algo.config import AlgoConfig
         from headrace.algo.objective import Objective
         from headrace.learner.base import LearnerContext

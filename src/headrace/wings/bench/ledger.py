@@ -36,19 +36,19 @@ DEMO_STEPS = 60
 MB = 1e6
 
 
-def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
     """Measure records in one transaction each; then the demo, alternately with its ledger and with one that records
     nothing. With ``quick`` a tenth of it."""
     rows: list[Row] = []
     part = 10 if quick else 1
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         for kind in ("sqlite", "memory"):
-            tell(f"{kind}: transitions, episodes, running turns")
+            on_progress(f"{kind}: transitions, episodes, running turns")
             directory = Path(scratch) / kind
             directory.mkdir()
             rows.append(_throughput(kind, directory, part))
-        tell("the demo")
-        demo = _demo(Path(scratch), tell, 1 if quick else PAIRS)
+        on_progress("the demo")
+        demo = _demo(Path(scratch), on_progress, 1 if quick else PAIRS)
     disk = rows[0]
     targets = [
         at_least("group transitions", disk["transitions_per_s"], 2_000, "1/s"),
@@ -59,6 +59,8 @@ def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
 
 
 def _throughput(kind: str, directory: Path, part: int) -> Row:
+    """Return how fast a ledger of this kind records transitions, episodes and parts of running turns. The work is
+    divided by ``part``."""
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
     transitions = [operation for number in range(GROUPS // part) for operation in _transitions_of(number)]
     transitions_s = _apply_s(ledger, transitions)
@@ -88,14 +90,14 @@ def _null_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
     return _NullLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
 
 
-def _demo(scratch: Path, tell: Callable[[str], None], pairs: int) -> Row:
+def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
     """Measure the demo's wall time per trained token with and without its ledger, alternately."""
     demo = build_demo(scratch / "demo", seed=0)
     ratios: list[float] = []
     for pair in range(pairs):
         per_token = {}
         for kind in ("memory", "sqlite")[:: 1 if pair % 2 else -1]:
-            tell(f"demo, pair {pair}, {'with' if kind == 'sqlite' else 'without'} its ledger")
+            on_progress(f"demo, pair {pair}, {'with' if kind == 'sqlite' else 'without'} its ledger")
             quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.steps={DEMO_STEPS}")
             settings = [*quiet, f"flow.ledger={kind}", f"run.dir={scratch / f'run-{pair}-{kind}'}"]
             with patch.dict(LEDGERS, {"memory": _null_ledger}):

@@ -24,7 +24,7 @@ FROZEN_STEPS = 60
 """Number of steps of the runs with ``learner.lr=0``, whose weights never change."""
 
 
-def measure(tell: Callable[[str], None]) -> Report:
+def measure(on_progress: Callable[[str], None]) -> Report:
     """Measure the demo over three seeds with and without learning, pairs of runs with a slow reward, and the import."""
     clock = RealClock()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -35,13 +35,13 @@ def measure(tell: Callable[[str], None]) -> Report:
         frozen: list[Summary] = []
         walls_s: list[float] = []
         for seed in SEEDS:
-            tell(f"demo, seed {seed}")
+            on_progress(f"demo, seed {seed}")
             start_s = clock.now()
             demos.append(build_demo(directory / f"demo-{seed}", seed=seed))
             learned.append(_run(demos[-1], directory / f"learn-{seed}", f"run.seed={seed}"))
             walls_s.append(clock.now() - start_s)
             rows.append(_row("demo", learned[-1], seed=seed, with_build_s=walls_s[-1]))
-            tell(f"demo with learner.lr=0, seed {seed}")
+            on_progress(f"demo with learner.lr=0, seed {seed}")
             frozen.append(
                 _run(
                     demos[-1],
@@ -52,9 +52,9 @@ def measure(tell: Callable[[str], None]) -> Report:
                 )
             )
             rows.append(_row("lr=0", frozen[-1], seed=seed))
-        ratios, paired = _paired(demos[0], directory, tell)
+        ratios, paired = _paired(demos[0], directory, on_progress)
         rows += paired
-        tell("import")
+        on_progress("import")
         imports_s = [_import_s(clock) for _ in range(5)]
         rows.append({"what": "import headrace", "median_s": statistics.median(imports_s)})
     gap_ms = max(summary.commit_gap_ms.p99 for summary in learned)
@@ -80,7 +80,7 @@ def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
     ]
 
 
-def _paired(demo: Demo, directory: Path, tell: Callable[[str], None]) -> tuple[list[float], list[Row]]:
+def _paired(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> tuple[list[float], list[Row]]:
     """Return the ratio of wall time per trained token at ``max_age=1`` to that at ``max_age=0`` for each pair, and the
     rows."""
     ratios: list[float] = []
@@ -89,7 +89,7 @@ def _paired(demo: Demo, directory: Path, tell: Callable[[str], None]) -> tuple[l
         for pair in range(PAIRS):
             per_token: list[float] = []
             for max_age in (1, 0):
-                tell(f"slow reward, pair {pair}, max_age={max_age}")
+                on_progress(f"slow reward, pair {pair}, max_age={max_age}")
                 settings = (f"flow.max_age={max_age}", f"env.reward={user_code}:slow_sum", f"run.steps={PAIR_STEPS}")
                 summary = _run(demo, directory / f"pair-{pair}-{max_age}", *settings, "data.eval_path=")
                 per_token.append(summary.wall_s / summary.tokens_trained)
@@ -104,6 +104,7 @@ def _run(demo: Demo, run_dir: Path, *settings: str) -> Summary:
 
 
 def _row(what: str, summary: Summary, **more: float) -> Row:
+    """Return the row of a run, from its summary."""
     return {
         "what": what,
         **more,

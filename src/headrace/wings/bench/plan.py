@@ -79,6 +79,7 @@ class PlannedTask:
 
 
 def _long(directory: Path) -> Path:
+    """Write a model, rows and a run file whose answers have very different lengths, and return the run file."""
     letters = string.ascii_letters + string.digits
     spec = TinySpec(
         vocab=letters, hidden_size=256, num_layers=4, intermediate_size=512, even_ends=True,
@@ -102,11 +103,11 @@ TASKS = (
 )
 
 
-def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Measure both. With ``quick`` the figures mean nothing."""
     rows: list[Row] = []
     clock = RealClock()
-    tell("a million episodes")
+    on_progress("a million episodes")
     start_s = clock.now()
     large = _large(quick=quick)
     seconds = clock.now() - start_s
@@ -116,10 +117,10 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         for task in TASKS:
-            tell(f"{task.name}: the model")
+            on_progress(f"{task.name}: the model")
             run_file = task.make(directory / task.name)
             for name, settings in task.runs.items():
-                tell(name)
+                on_progress(name)
                 reward = (f"env.reward={REWARDS}:{task.slow}",) if SLOW in name else ()
                 _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
             measured = calibrated(*(directory / name for name in list(task.runs)[:2]))
@@ -131,6 +132,7 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
 
 
 def _large(*, quick: bool) -> SimulatedOutcome:
+    """Simulate a large run, and return its outcome."""
     world = World(
         flow=FlowConfig(groups_per_step=BATCH, group_size=GROUP_SIZE, max_age=2),
         steps=(GROUPS // BATCH) if not quick else 1,

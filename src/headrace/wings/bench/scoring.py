@@ -39,7 +39,7 @@ SETTINGS = {
 SANDBOX_RUNS = 20
 
 
-def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Measure pairs of runs, one run after the other; with ``quick`` one short pair."""
     pairs, steps = (1, 6) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
@@ -52,13 +52,13 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
         for pair in range(pairs):
             idle: list[float] = []
             for what, components in _kinds(rewards, url).items():
-                tell(f"pair {pair}: {what}")
+                on_progress(f"pair {pair}: {what}")
                 run = {"dir": str(directory / f"{pair}-{len(components)}"), "steps": steps, "checkpoint_every": steps}
                 summary = train({**tree, "env": {"rewards": components}, "run": run})
                 idle.append(summary.learner_idle_frac)
                 rows.append(_row(what, pair, summary))
             more.append(idle[1] - idle[0])
-    tell("the sandbox")
+    on_progress("the sandbox")
     sandbox_s = _sandbox_s()
     rows.append({"what": "sandbox: start, print, end", "median_s": sandbox_s})
     name = "learner idle with judge and process reward, above outcome only"
@@ -77,6 +77,7 @@ def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _model(directory: Path) -> str:
+    """Write a small model with random weights, and return its directory."""
     spec = TinySpec(
         vocab="0123456789+=",
         hidden_size=256,
@@ -108,6 +109,7 @@ def _slow_judge() -> Iterator[str]:
 
 
 def _row(what: str, pair: int, summary: Summary) -> Row:
+    """Return the row of a run, from its summary."""
     return {
         "what": what,
         "pair": pair,

@@ -78,7 +78,7 @@ QUICK = (Size(name="1M", spec=SMALL, rounds=2, commits=5, crossed=True),)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SyncBench:
     directory: Path
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
     clock: RealClock
     quick: bool
     threads: int
@@ -91,7 +91,7 @@ class _SyncBench:
             yield opened
 
 
-def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
+def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
     """Run all measurements. ``threads`` is the number per process (unset: one); with ``quick`` the figures mean
     nothing."""
     rows: list[Row] = []
@@ -99,7 +99,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
     torch.set_num_threads(threads or 1)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _SyncBench(
-            directory=Path(scratch), tell=tell, clock=RealClock(), quick=quick, threads=threads or 1
+            directory=Path(scratch), on_progress=on_progress, clock=RealClock(), quick=quick, threads=threads or 1
         )  # fmt: skip
         for size in QUICK if quick else FULL:
             _all_combinations(bench, size, rows, targets)
@@ -131,12 +131,13 @@ def adapters_of(plan: SyncPlan) -> SyncPlan:
 
 
 def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+    """Measure every combination of transport and codec for a model of this size; append rows and targets."""
     whole = plan_of(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
         with bench.learner(plan) as learner:
             copied = learner.call({"do": "copy"})
             for codec, transport in size.combinations(codecs):
-                bench.tell(f"{size.name}: {transport}, {codec}")
+                bench.on_progress(f"{size.name}: {transport}, {codec}")
                 row = _one_combination(bench, learner, plan, (transport, codec, size.rounds))
                 copy_share = row["bytes"] / row["stage_s"] / (copied["bytes"] / copied["copy_s"])
                 row |= {"exposed by copy": row["exposed_s"] / copied["copy_s"], "stage by copy speed": copy_share}
@@ -173,6 +174,7 @@ def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, co
 
 
 def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
+    """Carry one version from the learner to the receiver, and return the time of each stage."""
     to = [receiver.address] if receiver.address else []
     answer = learner.call({"do": "publish", "version": version, "slot": version % 2, "to": to})
     update = msgspec.convert(answer["update"], WeightUpdate)
@@ -191,7 +193,7 @@ def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, versio
 
 def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """Measure the gaps of commits through shared memory in an engine that decodes."""
-    bench.tell(f"{size.name}: commits while {BATCH} sequences decode")
+    bench.on_progress(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
     with worker("fed", model, bench.threads) as engine:
         request: dict[str, Any] = {"prompts": [[3, 4, 5, 6]] * BATCH, "lengths": [size.commits] * BATCH}
@@ -212,7 +214,7 @@ def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> No
     for at in range(600):
         shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
     for name, plan in (("adapters", SyncPlan(shapes=shapes, dtype="bfloat16")), ("28M", plan_of(LARGE))):
-        bench.tell(f"gloo: {name}")
+        bench.on_progress(f"gloo: {name}")
         with bench.learner(plan) as learner:
             peer = _Peer(bench, learner, plan, bench.directory / f"gloo-{name}")
             each, buckets, one = (peer.shortest_s(how) for how in ("each", "buckets", "one"))
@@ -238,6 +240,7 @@ class _Peer:
         return min(self._broadcast(how) for _ in range(2 if self._bench.quick else 7))
 
     def _broadcast(self, how: str) -> float:
+        """Return the seconds that a broadcast by torch takes, to compare with."""
         request = {"do": "broadcast", "how": how, "directory": str(self._directory)}
         sending = threading.Thread(target=self._learner.call, args=(request,))
         sending.start()

@@ -86,6 +86,7 @@ class MovingLearner:
             flat[start::30] *= 1 + 2**-7
 
     def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Change the weights and publish them, and return the time of each stage."""
         assert self._publisher is not None
         self._move()
         start_s = self._clock.now()

@@ -24,7 +24,7 @@ def bench(
     quick: bool = typer.Option(
         False,
         "--quick",
-        help="agents, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: only show that it runs.",
+        help="agents, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: small sizes, as a trial.",
     ),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),
@@ -45,7 +45,7 @@ def bench(
     }  # fmt: skip
     result = run_benchmark(
         name,
-        tell=lambda line: progress.print(line, style="dim"),
+        on_progress=lambda line: progress.print(line, style="dim"),
         **{option: value for option, value in given.items() if value},
     )
     if as_json:

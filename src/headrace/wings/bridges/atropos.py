@@ -240,6 +240,7 @@ class Queue:
             ) from None
 
     async def _next(self) -> list[_Scored]:
+        """Wait for the next batch of the API server. Raises :class:`~headrace.base.errors.DeadlineError`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not (batch := await self._poll()):  # noqa: ASYNC110 - the queue is in another process, which cannot set an event here
@@ -255,6 +256,7 @@ class Queue:
         return read_batch(await self.ask("GET", "/batch"))
 
     def _group(self, scored: _Scored) -> AtroposGroup:
+        """Return the sequences of a scored group that this policy has sampled, with their scores."""
         group = AtroposGroup(sequences=[], scores=[])
         for ids, mask, score in zip(scored.tokens, scored.masks, scored.scores, strict=True):
             tokens = self._answers.sampled(ids, mask)
@@ -320,12 +322,12 @@ def _scored(tree: Any) -> _Scored:
     try:
         scored = msgspec.convert(tree, _Scored, strict=False)
     except msgspec.ValidationError as error:
-        raise DataError(f"a group of Atropos' API server: {error}", remedy="mend the environment") from None
+        raise DataError(f"a group of Atropos' API server: {error}", remedy="fix the environment") from None
     lengths = [len(ids) for ids in scored.tokens]
     if len(scored.scores) != len(lengths) or [len(mask) for mask in scored.masks] != lengths:
         raise DataError(
             f"a group of Atropos' API server has {len(lengths)} sequences, {len(scored.masks)} masks and "
             f"{len(scored.scores)} scores, or masks of another length than their tokens",
-            remedy="mend the environment",
+            remedy="fix the environment",
         )
     return scored

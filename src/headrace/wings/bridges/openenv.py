@@ -65,6 +65,7 @@ class OpenEnvSession(Env):
         await self._client.close()
 
     def _as_text(self, observation: Mapping[str, Any]) -> str:
+        """Return an observation as text: the field that the options name, or all of it as JSON."""
         field = self._options["observation"]
         if not field:
             return json.dumps(observation, ensure_ascii=False)

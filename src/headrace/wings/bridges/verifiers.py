@@ -77,7 +77,7 @@ def _reward(ended: Any) -> float:
     errors = [error for trace in ended.traces for error in trace.errors] + list(ended.errors)
     if not ended.ok:
         words = f"{errors[-1].type}: {errors[-1].message}" if errors else "it did not say why"
-        raise EpisodeError(f"verifiers: {words}", remedy="mend the taskset, its harness or its runtime")
+        raise EpisodeError(f"verifiers: {words}", remedy="fix the taskset, its harness or its runtime")
     rewards = [float(trace.reward) for trace in ended.traces if trace.agent.trainable]
     if not rewards:
         raise EpisodeError("verifiers: no agent of the episode is trainable", remedy="make one of them trainable")

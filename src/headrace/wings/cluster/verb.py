@@ -12,17 +12,17 @@ from headrace.run.cli.output import console, readable, starting
 
 def join(
     invitation: Path = typer.Argument(help="join.json of the run's directory, or a copy of it; or that directory."),
-    workers: int = typer.Option(1, min=1, help="Processes that this machine has room for."),
+    workers: int = typer.Option(1, min=1, help="The most worker processes on this machine."),
     entry: str = typer.Option(
         "",
         help="Where this machine has the environment (FILE.py:NAME), or its command; unset: where the run says.",
         show_default=False,
     ),
-    wait: float = typer.Option(0.0, min=0.0, help="Seconds to wait for a run that takes this machine in."),
+    wait: float = typer.Option(0.0, min=0.0, help="Seconds to wait for a run that admits this machine."),
 ) -> None:
-    """Lend this machine to a run with launch.join: its environments run here too, until it ends or Ctrl-C.
+    """Offer this machine to a run with launch.join: its environments run here too, until it ends or Ctrl-C.
 
-    What the run asks for is done as your user: join runs of people whom you trust.
+    The run's orders are carried out as your user, so join only runs of people whom you trust.
     """
     starting(f"reading {invitation}")
     from headrace.wings.cluster.joining.node import Offer, join

@@ -56,7 +56,7 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     gap_p99_ms: float | None = None
     """99th percentile of the commit gap."""
     exposed_sync_frac: float | None = None
-    """Fraction of the learner's time in which it stood still for the weight sync."""
+    """Fraction of the learner's time in which it was blocked by the weight sync."""
     commit_wait_ms: float | None = None
     """Mean time that a commit waited for running sequences."""
     sync_bytes: float | None = None

@@ -153,6 +153,7 @@ def _refuse_other_run(run_dir: Path, config: RunConfig) -> None:
 
 
 def _row(name: str, config: RunConfig, report: Callable[[str], None]) -> RecipeRow:
+    """Train the recipe, unless it has finished before, and return its row."""
     run_dir = Path(config.run.dir)
     before = read_summary(run_dir)
     if before is not None and before["status"] == "finished":

@@ -21,26 +21,26 @@ WIDTH = 156
 
 def compare(
     recipes: list[str] = typer.Argument(
-        None, help="Their names (see: headrace recipes); default: all.", metavar="[RECIPE]...", show_default=False
+        None, help="Recipes to compare (see headrace recipes); default: all.", metavar="[RECIPE]...", show_default=False
     ),
     run_file: Path = typer.Option(
         None, "--run", metavar="RUN_FILE", help="Model, task and sizes; default: the demo.", show_default=False
     ),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     steps: int = typer.Option(
-        None, "--steps", min=1, help="Of each run; default: the run file's, or 100.", show_default=False
+        None, "--steps", min=1, help="Steps of each run; default: the run file's, or 100.", show_default=False
     ),
     seed: int = typer.Option(
-        None, "--seed", min=0, help="Of all runs; default: the run file's, or 0.", show_default=False
+        None, "--seed", min=0, help="Seed of all runs; default: the run file's, or 0.", show_default=False
     ),
     directory: Path = typer.Option(
-        None, "--dir", help="Where to; default: runs/compare- and the time. Finished runs there are not run again."
+        None, "--dir", help="Directory of the runs; finished ones are not repeated. Default: a new one in runs/."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the table as JSON."),
 ) -> None:  # fmt: skip
     """Run recipes on the same model, task, seed and steps, one after another, and compare what they came to.
 
-    Each has a run directory of its own under --dir. The same command goes on where it was broken off.
+    Each has a run directory of its own under --dir. The same command continues where it was interrupted.
     """
     starting("loading what a comparison needs")
     from headrace.base.clock import RealClock
@@ -68,6 +68,7 @@ def compare(
 
 
 def _show(made: RecipeComparison) -> None:
+    """Print the table of the comparison, and what failed."""
     from headrace.wings.compare.tables import COLUMNS, cells, failures
 
     out = console()

@@ -27,5 +27,5 @@ def write(made: RecipeComparison) -> None:
         (made.directory / "compare.md").write_text(markdown(made.base, made.rows), encoding="utf-8")
         (made.directory / "compare.svg").write_bytes(compare_svg(made.rows))
     except OSError as error:
-        remedy = "make room on that disk; the runs themselves are not affected, and the same command goes on"
+        remedy = "make room on that disk; the runs themselves are not affected, and the same command continues"
         raise RunError(f"{made.directory} cannot be written: {error.strerror}", remedy=remedy) from None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.wings.plan.cluster import Cluster, ClusterFile, load_cluster
     from headrace.wings.plan.outcome import SimulatedOutcome
     from headrace.wings.plan.planning import make_site, plan
-    from headrace.wings.plan.search import SearchResult, Tried
+    from headrace.wings.plan.search import PlanRow, SearchResult
     from headrace.wings.plan.simulator import Simulation
     from headrace.wings.plan.sizing import SizingRequest
     from headrace.wings.plan.workload import Workload
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "ClusterFile",
+    "PlanRow",
     "SearchResult",
     "SimulatedOutcome",
     "Simulation",
     "SizingRequest",
-    "Tried",
     "Workload",
     "World",
     "load_cluster",
@@ -44,7 +44,7 @@ __getattr__ = lazy_attributes(
         "SimulatedOutcome": ".outcome",
         "Simulation": ".simulator",
         "SizingRequest": ".sizing",
-        "Tried": ".search",
+        "PlanRow": ".search",
         "Workload": ".workload",
         "World": ".world",
         "load_cluster": ".cluster",

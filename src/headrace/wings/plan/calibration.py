@@ -107,6 +107,7 @@ def calibrate(runs: Sequence[RunRecording]) -> Measured:
 
 
 def _require_data(run: RunRecording) -> RunRecording:
+    """Return ``run`` if it has enough steps and a trace. Raises :class:`~headrace.base.errors.DataError` otherwise."""
     left = len(run.steps) - SKIPPED
     if left < LEAST_STEPS:
         raise DataError(
@@ -185,6 +186,7 @@ def _training(runs: Sequence[RunRecording]) -> tuple[float, float]:
 
 
 def _sync(runs: Sequence[RunRecording], steps: Sequence[StepRecord]) -> SyncCost:
+    """Return the costs of the weight sync as the runs measured them."""
     transfers = [
         span.end_s - span.start_s
         for run in runs

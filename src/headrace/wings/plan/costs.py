@@ -1,21 +1,17 @@
 """Cost models: the seconds of a step of an engine, of a step of the learner, and of the sync. Pure functions.
 
 An engine decodes all sequences of its batch in steps, one token each. The first of its models follows from the
-hardware, the second is a rule of thumb, the others are measured:
+hardware, the second is a rule of thumb, the third is measured:
 
     Roofline   step(B, C) = max[(W + C·kv) / bandwidth, 2·P·B / flops] + t0       C: cached tokens of all sequences
     Constant   step(B)    = B / rate                                              for any batch size
-    Table      step(B)    = B / rate(B), interpolated between the points of a table
     Linear     step(B, C) = a + b·B + c·C                                         fitted by a calibration
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
 
 from headrace.base.types.weights import Interrupt
 
@@ -75,24 +71,6 @@ class ConstantRate:
 
     def prefill_s(self, tokens: float) -> float:
         return 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateTable:
-    """A cost model from throughput measured at some batch sizes, interpolated linearly from 0 at batch size 0, and
-    constant beyond the last."""
-
-    nums: Sequence[int]
-    """Batch sizes in sequences, ascending."""
-    tok_s: Sequence[float]
-    """Total tokens per second at each batch size."""
-    prefill_tok_s: float = float("inf")
-
-    def step_s(self, num: int, context: float) -> float:
-        return num / float(np.interp(num, [0, *self.nums], [0.0, *self.tok_s]))
-
-    def prefill_s(self, tokens: float) -> float:
-        return tokens / self.prefill_tok_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,6 +170,7 @@ class SimulatedEngine:
         self.counts.busy_s += now_s - since_s
 
     def _on_event(self, number: int) -> None:
+        """Handle the time at which the next sequence ends or the cache is full."""
         if number != self._event_number:
             return  # outdated: the engine was settled again after this event was scheduled
         self.advance()
@@ -201,6 +202,7 @@ class SimulatedEngine:
         return [entry[2] for entry in sorted(self._batch) if self._is_valid(entry)]
 
     def _fill_batch(self) -> None:
+        """Let waiting sequences join the batch while there are free places in it and in the cache."""
         while self.waiting and self.num < self._max_sequences and (not self.draining or self._may_join):
             answer = self.waiting[0]
             if self.num and self.context + answer.context > FILL_LIMIT * self._cache_tokens:

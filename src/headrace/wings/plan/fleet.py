@@ -130,6 +130,7 @@ class SimulatedFleet:
         self._commit_next()
 
     def _commit_next(self) -> None:
+        """Let the next engines commit, as many at a time as ``sync.rolling`` allows."""
         mode = self._sync.interrupt
         default = 1 if mode in _STOPPING_INTERRUPTS else len(self.engines)
         while self._to_commit and len(self._committing) < (self._sync.rolling or default):

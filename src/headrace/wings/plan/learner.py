@@ -67,7 +67,7 @@ class SimulatedLearner(Generic[B]):
         self._free_since_s = 0.0
         self.busy_s = 0.0
         self.exposed_sync_s = 0.0
-        """Time for which the learner stood still for the weight sync."""
+        """Time for which the learner was blocked by the weight sync."""
         self._trained_s: float | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, SLATE, Drawing, Panel
-from headrace.wings.plan.search import SearchResult, Tried, row_of
+from headrace.wings.plan.search import PlanRow, SearchResult, row_of
 
 AGES = (SLATE, SKY, BLUE, GREEN, PURPLE, ORANGE)
 """The colour of each staleness bound in increasing order; they repeat after the sixth."""
@@ -14,11 +14,12 @@ def plan_svg(found: SearchResult) -> bytes:
     accelerators, and the idle time of three candidates."""
     drawing = Drawing(960, 600, f"{len(found.tried)} simulated runs of {found.site.request.shape.name}")
     _speeds(drawing, found)
-    _idle(drawing, _three(found))
+    _idle(drawing, _highlighted(found))
     return drawing.svg()
 
 
 def _speeds(drawing: Drawing, found: SearchResult) -> None:
+    """Draw the trained tokens per second of every candidate over the number of generating accelerators."""
     count = found.site.cluster.count
     title = f"{found.site.request.shape.name} on {found.site.cluster}: {len(found.tried)} simulated runs"
     drawing.text(20, 28, title, size=15, color=INK)
@@ -30,16 +31,16 @@ def _speeds(drawing: Drawing, found: SearchResult) -> None:
     panel = Panel(drawing, (90, 90, 840, 250), (1.12 * count, 1.1 * fastest))
     for each in found.tried:
         drawing.dot(panel.x(each.generation or count), panel.y(each.trained_tok_s), colors[each.max_age])
-    for name, row in _three(found).items():
+    for name, row in _highlighted(found).items():
         drawing.text(panel.x(row.generation or count) + 8, panel.y(row.trained_tok_s) - 6, name, color=INK)
 
 
-def _idle(drawing: Drawing, three: dict[str, Tried]) -> None:
+def _idle(drawing: Drawing, rows: dict[str, PlanRow]) -> None:
     drawing.text(20, 400, "Idle time", size=15, color=INK)
     drawing.text(120, 400, "% of the time")
     drawing.legend(240, 400, [("engines", BLUE), ("learner", ORANGE)])
     panel = Panel(drawing, (120, 415, 780, 145), (100.0, 0.0))
-    for place, (name, row) in enumerate(three.items()):
+    for place, (name, row) in enumerate(rows.items()):
         top = panel.top + 8 + 46 * place
         drawing.text(110, top + 22, name, anchor="end", color=INK)
         for below, share, color in ((0, row.engine_idle, BLUE), (18, row.learner_idle, ORANGE)):
@@ -47,6 +48,6 @@ def _idle(drawing: Drawing, three: dict[str, Tried]) -> None:
             drawing.text(panel.x(100 * share) + 5, top + below + 13, f"{100 * share:.0f}%", size=11)
 
 
-def _three(found: SearchResult) -> dict[str, Tried]:
+def _highlighted(found: SearchResult) -> dict[str, PlanRow]:
     named = {"as asked": found.requested, "synchronous": found.synchronous, "best": found.best}
     return {name: row_of(found.site, each) for name, each in named.items()}

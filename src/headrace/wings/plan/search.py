@@ -33,7 +33,7 @@ EQUAL_WITHIN = 0.02
 """Relative difference below which two rates count as equal; simulated runs scatter by about as much."""
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     """The settings and results of one candidate."""
 
     generation: int
@@ -59,7 +59,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     oldest: int
     """Greatest age of a trained token in versions."""
     exposed_sync: float
-    """Fraction of the time in which the learner stands still for the weight sync."""
+    """Fraction of the time in which the learner is blocked by the weight sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class SearchResult:
     """The settings of the run file with the best split for them, or alternating if no split fits."""
     synchronous: Candidate
     """The fastest candidate without stale tokens, with a split or alternating."""
-    tried: Sequence[Tried]
+    tried: Sequence[PlanRow]
     """All candidates in the order in which they were simulated."""
     seconds: float
     """Duration of the search."""
@@ -230,11 +230,11 @@ def _unique(counts: Iterator[int]) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def row_of(site: PlanContext, tried: Candidate) -> Tried:
+def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
     """Return the settings and results of a candidate as a row."""
     choice, outcome = tried.choice, tried.outcome
     account = outcome.account()
-    return Tried(
+    return PlanRow(
         generation=0 if choice.shared else choice.generation,
         training=site.trainers(choice),
         groups_per_step=choice.flow.groups_per_step,

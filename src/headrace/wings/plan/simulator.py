@@ -147,6 +147,7 @@ class Simulation:
         self.fleet.settle()
 
     def _admit(self) -> None:
+        """Start all groups that the flow admits now, and schedule the time at which it plans the next start."""
         self._may_admit = False
         groups: list[SimulatedGroup] = []
         while self.flow.starts_groups and (admissions := self.flow.admit()):
@@ -216,6 +217,7 @@ class Simulation:
             episode.cache_version = episode.cache_engine.version
 
     def _turn_ended(self, answer: SimulatedAnswer) -> None:
+        """Handle the end of an answer: the next turn of its episode begins, or the episode is scored."""
         assert isinstance(answer, SimulatedEpisode)
         if answer.status is not EpisodeStatus.RUNNING:
             return  # withdrawn by an event of the same time
@@ -303,6 +305,7 @@ class Simulation:
     # --- the learner
 
     def _take(self) -> None:
+        """Give the learner the next batch, if there is one."""
         taken = self.flow.take()
         if taken is None:
             self._may_take = False
@@ -324,6 +327,7 @@ class Simulation:
         self._engine_busy_s = self.fleet.counts().busy_s / len(self.fleet.engines)
 
     def _step_ends(self, batch: SimulatedBatch, waited_s: float) -> None:
+        """Record the step that trained ``batch``. ``waited_s`` is how long the learner had waited for it."""
         ages: dict[int, float] = defaultdict(float)
         for group in batch.groups:
             for version, tokens in group.trained.items():

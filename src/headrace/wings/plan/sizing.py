@@ -237,6 +237,8 @@ def _pass_too_large(request: SizingRequest, cluster: Cluster, instead: str = "")
 def _cluster_too_small(
     request: SizingRequest, cluster: Cluster, division: Fit, longest: float, also: str = ""
 ) -> ConfigError:
+    """Return the error for a cluster that cannot hold the model, with the smallest cluster, model or adapter that would
+    fit as its remedy."""
     name, usable = cluster.device.name, _usable(cluster)
     engine = division.engine_bytes + request.shape.kv_numbers * request.number_bytes * longest
     ways = 1

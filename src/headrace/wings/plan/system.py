@@ -142,6 +142,8 @@ class PlanContext:
         )
 
     def _learner_cost(self, trainers: int) -> LearnerCost:
+        """Return the cost of training on ``trainers`` accelerators: as measured, as given in the cluster file, or from
+        operations and bandwidth."""
         cluster, request = self.cluster, self.request
         if self.measured is not None:
             measured_trainers = max(1, cluster.count - self.measured.engines * self.fit.ways)

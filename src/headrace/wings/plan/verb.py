@@ -18,17 +18,15 @@ if TYPE_CHECKING:
 
 def plan(
     run_file: Path = typer.Argument(help="The run file (TOML)."),
-    cluster_file: Path = typer.Option(
-        ..., "--cluster", help="What there is: accelerators, and what is known of the work."
-    ),
+    cluster_file: Path = typer.Option(..., "--cluster", help="The cluster file (TOML): accelerators and workload."),
     overrides: list[str] = typer.Option(
         [], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the run."
     ),
-    like: str = typer.Option("", "--like", metavar="RECIPE", help="Take what the run file leaves open from a recipe."),
+    like: str = typer.Option("", "--like", metavar="RECIPE", help="Take open settings from a recipe."),
     calibrate: Path = typer.Option(None, metavar="RUN", help="Take costs and lengths from this run's directory."),
     generation: int = typer.Option(0, min=0, help="Fix how many accelerators generate; 0: searched."),
-    seed: int = typer.Option(0, min=0, help="Of every simulated run."),
-    picture: Path = typer.Option(None, metavar="FILE", help="Draw what was tried, as an SVG."),
+    seed: int = typer.Option(0, min=0, help="Seed of every simulated run."),
+    picture: Path = typer.Option(None, metavar="FILE", help="Draw the simulated runs as an SVG."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
 ) -> None:
     """Predict throughput, idle time, ages and memory of a run on a cluster, and search for better settings."""

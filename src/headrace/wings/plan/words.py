@@ -59,6 +59,7 @@ def _assumed(site: PlanContext) -> str:
 
 
 def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
+    """Return one candidate and its outcome in words."""
     choice, outcome = each.choice, each.outcome
     account = outcome.account()
     who = (
@@ -72,12 +73,13 @@ def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
         f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate(outcome.tok_s)} trained "
         f"tokens/s, a step every {_step(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
-        f"stands still for the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
+        f"is blocked by the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
         f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."
     )
 
 
 def _asynchrony(found: SearchResult, bound: Bound) -> str:
+    """Return in words what asynchronous training gains or loses, compared with the fastest synchronous run."""
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
     fresh, other = found.synchronous, found.requested

@@ -10,7 +10,7 @@ from headrace.run.cli.output import console, print_json
 
 
 def recipes(
-    name: str = typer.Argument("", help="One recipe, with its settings; all, a line each, without."),
+    name: str = typer.Argument("", help="The recipe to show with its settings; default: all recipes, one line each."),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
     """Show what each known system does, and the settings that make a run do the same (train --like NAME)."""

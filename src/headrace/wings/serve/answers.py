@@ -71,6 +71,7 @@ class AnswerHead:
         return self._choice(content, whole)
 
     def _choice(self, content: Json, piece: ChoicePiece) -> Json:
+        """Return the JSON of one choice, or of one piece of it."""
         tokens, reason = piece.tokens, piece.stop_reason
         choice = {
             "index": piece.index,
@@ -86,6 +87,7 @@ class AnswerHead:
         return choice
 
     def _logprobs(self, piece: ChoicePiece) -> Json:
+        """Return the log-probabilities of a piece in OpenAI's form, which differs between completions and chats."""
         spelled = [self.spell(token) for token in piece.tokens.ids_T.tolist()]
         logprobs = [value if math.isfinite(value) else None for value in piece.tokens.logprobs_T.tolist()]
         if not self.is_chat:

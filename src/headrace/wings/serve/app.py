@@ -119,6 +119,7 @@ class _CompletionHandler:
             self._metrics.requests.labels(path, status).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Answer a request, and return the status. Sampling stops if the client disconnects."""
         request = Request(scope, receive)
         try:
             service = self._state.ready()
@@ -145,6 +146,7 @@ class _CompletionHandler:
     async def _respond_stream(
         self, parsed: ParsedRequest, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
     ) -> int:  # fmt: skip
+        """Send the answer as a stream of events. A refusal before the first event is an ordinary response."""
         events = AnswerEventStream(parsed, meter, asgi[2])
         refusal = await _or_refusal(
             lambda: sample_all(service.engine, parsed.choices, parsed.text_options, events.write)

@@ -179,6 +179,7 @@ def _max_new_tokens(body: AnyBody, length: int, served: ServedModel) -> int:
 
 
 def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
+    """Return the sampling options of a request."""
     ends = () if body.ignore_eos else tokenizer.stop_ids
     return Sampling(
         max_new_tokens=max_new_tokens,

@@ -162,6 +162,8 @@ class _ServeServer:
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the address. Raises :class:`~headrace.base.errors.ConfigError` if it cannot be
+    used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as on_error:

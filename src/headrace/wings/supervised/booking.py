@@ -18,7 +18,7 @@ from headrace.base.types.batch import Batch
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.scored import Credit, Learned, paths
+from headrace.base.types.scored import Credit, TokenResults, paths
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED
 from headrace.flow.ledger import Ledger
@@ -109,7 +109,7 @@ class RowLedger:
     ) -> None:
         """Record that the optimizer has trained the rows, and that their weights are in use."""
         at_s = self._clock.wall()
-        learned = Learned.of([episode.key for episode in episodes], batch, report.log_pi_N)
+        learned = TokenResults.of([episode.key for episode in episodes], batch, report.log_pi_N)
         ended = EndStep(
             step=report.step,
             numbers=tuple(numbers),

@@ -165,6 +165,7 @@ def _held_out(
     render: Render,
     limits: RowLimits,
 ) -> RowSet | None:
+    """Return the held-out rows; ``None`` if there are none."""
     if data is None and not config.data.eval_path:
         if config.run.eval_every:
             raise ConfigError(

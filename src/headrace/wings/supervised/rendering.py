@@ -222,6 +222,7 @@ class RowRenderer:
         return ids[: ends[-1] + 1] if ends else ids
 
     def _render(self, messages: Messages, tools: Any, *, answer: bool) -> str:
+        """Return the conversation as text, by the chat template. With ``answer``, the opening of an answer follows."""
         if self._template is None:
             raise RowProblem(
                 "no_template",
@@ -265,6 +266,7 @@ def _checked(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int
 
 
 def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a row, and whether each carries loss."""
     ids = _ids(row["input_ids"], "input_ids")
     labels = _read(row["labels"]) if "labels" in row else ids
     if not isinstance(labels, list) or len(labels) != len(ids):

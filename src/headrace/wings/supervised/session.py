@@ -198,6 +198,7 @@ class TuningRun:
         return ledger
 
     def _open_learner(self, start: StartingPoint) -> LearnerCore:
+        """Load the model and restore the snapshot that the run starts from."""
         config = self._prepared.config
         device = use("learner.device", config.learner.device, only_cpu=config.model.deterministic)
         model = config.model if start.snapshot is None else config.model.at(str(start.snapshot))
@@ -213,6 +214,7 @@ class TuningRun:
         return core
 
     def _report_start(self, start: StartingPoint) -> None:
+        """Record the start of the run, and warn of changed settings and of rows that were left out."""
         self._write_status("running")
         self._rows.note("start", f"step {start.step}")
         if start.step:
@@ -270,6 +272,7 @@ class TuningRun:
         self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
 
     def _record(self, report: StepReport, num_tokens: int, *, epoch: float) -> None:
+        """Record the metrics of a step."""
         totals, now_s = self._totals, self._clock.now()
         totals.steps_done = report.step + 1
         totals.losses.append(report.metrics["loss"])

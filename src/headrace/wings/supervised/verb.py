@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 RUN_FILE = typer.Argument(help="The run file (TOML).")
 SET = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting: --set learner.lr=1e-5 (repeat).")
-RESUME = typer.Option(False, "--resume", help="Go on with the run in run.dir.")
+RESUME = typer.Option(False, "--resume", help="Continue the run in run.dir.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Check everything, rows too, and describe the run; start nothing.")
 AS_JSON = typer.Option(False, "--json", help="Print the summary (or the settings) as JSON.")
 

@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainResult:
-    """What a forward_backward has computed so far."""
+    """The results of a forward_backward, as far as they are computed."""
 
     logprobs: list[Array] = field(default_factory=list)
     """log π of the targets of each datum, ``[N]`` or ``[N, K]``."""
@@ -37,7 +37,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptScores:
-    """What a prompt's tokens, and others in their places, are worth under some weights."""
+    """The log-probabilities of a prompt's tokens, and of the likeliest tokens at their positions."""
 
     logprobs_N: Array
     """The log-probability of each token; NaN for the first."""

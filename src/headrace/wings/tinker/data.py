@@ -44,7 +44,7 @@ class Datum:
     input_spans: Sequence[ProvenanceSpan] = ()
     target_spans: Sequence[ProvenanceSpan] = ()
     foreign: str = ""
-    """What it holds beside tokens; empty for tokens alone."""
+    """The kind of content other than tokens in the datum; empty if there are only tokens."""
 
     @property
     def targets(self) -> Array:
@@ -68,7 +68,7 @@ class TrainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLimits:
-    """What the model can compute."""
+    """The limits of the model, which data must keep."""
 
     vocab_size: int
     """Token ids are below it."""
@@ -90,6 +90,7 @@ def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[
 def _problem(
     datum: Datum, needed: Sequence[str], optional: Sequence[str], limits: DataLimits
 ) -> tuple[str, str] | None:
+    """Return why a datum cannot be trained, and the remedy; ``None`` if it can."""
     count = len(datum.ids_N)
     if datum.foreign:
         return f"it holds {datum.foreign}", "give tokens: this server trains language models of text"

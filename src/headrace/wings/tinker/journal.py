@@ -55,7 +55,7 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a request."""
+    """The outcome of a request."""
 
     status: str
     """:data:`WAITING`, :data:`DONE` or :data:`FAILED`."""

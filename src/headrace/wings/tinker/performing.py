@@ -1,4 +1,4 @@
-"""What each request of a model does: create, train, step, save, load. All of it runs in the turns' thread."""
+"""The execution of requests: create, train, step, save and load a model. All of it runs in the thread of the turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Step = Iterator[Answer | Tenant | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a model of this server may be."""
+    """The limits of a model on this server."""
 
     max_rank: int
     """The largest rank of an adapter."""
@@ -73,7 +73,7 @@ def spec_of(body: CreateModelBody, limits: ModelLimits) -> dict[str, Any]:
 
 
 class Performer:
-    """What the requests of models do, with what it needs for it."""
+    """The object that carries out the requests of models."""
 
     def __init__(
         self,
@@ -160,6 +160,7 @@ class Performer:
         yield answer_of({"path": path, "type": "save_weights_external"}, write=write)
 
     def _save_for_sampler(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Save weights for sampling, under a path or for a sampling session."""
         assert tenant is not None
         body = parse(entry.body, SaveForSamplerBody)
         if body.kind not in ("snapshot", "inflight"):
@@ -193,6 +194,7 @@ class Performer:
         yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
     def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Replace the weights of a model by those of a training checkpoint."""
         body = parse(entry.body, LoadWeightsBody)
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind = 'weights'", body.path)
         if row is None or (row["expires_s"] or float("inf")) < self._clock.wall():

@@ -130,7 +130,7 @@ class TinkerServer:
 
 
 class _LoadedBase:
-    """What takes time to load."""
+    """The parts of a server that take time to load: model, engine and journal."""
 
     def __init__(self, config: TinkerConfig, clock: Clock) -> None:
         self.config, self._clock = config, clock

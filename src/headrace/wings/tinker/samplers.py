@@ -1,4 +1,4 @@
-"""What samples: each sampling session has weights of its own, fixed or in-flight, and all share one engine.
+"""The sampling sessions: each has weights of its own, fixed or in-flight, and all share one engine.
 
 The engine finds a session's weights by name in :class:`SamplerWeights`. A session of kind ``inflight`` takes the
 weights of its model's next in-flight save between two steps; its tokens carry the version that sampled each.

@@ -29,12 +29,12 @@ from headrace.wings.tinker.schema import PromptBody, SampleBody, SamplingBody, T
 Array = npt.NDArray[Any]
 MOST_TOP, MOST_SAMPLES = 100, 1024
 NO_LOGPROB = -99999.0
-"""What the client reads as an entry that is not there."""
+"""The value that the client reads as a missing entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLimits:
-    """What the engine can sample."""
+    """The limits of the engine, which requests must keep."""
 
     vocab_size: int
     """Token ids are below it."""
@@ -87,6 +87,7 @@ def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePl
 
 
 def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
+    """Return the tokens of a prompt. Raises :class:`~headrace.base.errors.DataError` if they cannot be served."""
     other = next((chunk.type for chunk in prompt.chunks if chunk.type != "encoded_text"), None)
     if other is not None:
         raise DataError(f"the prompt holds a chunk of type {other[:40]!r}", remedy="give tokens: only text is served")
@@ -103,6 +104,7 @@ def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
 
 
 def _refused(body: SampleBody, length: int) -> tuple[str, str] | None:
+    """Return why a sampling request is refused, and the remedy; ``None`` if it is accepted."""
     if not 1 <= body.num_samples <= MOST_SAMPLES:
         return f"num_samples={body.num_samples}", f"set 1 to {MOST_SAMPLES}"
     for name, value in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
@@ -119,6 +121,7 @@ def _refused(body: SampleBody, length: int) -> tuple[str, str] | None:
 
 
 def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Sampling:
+    """Return the sampling options for a prompt of ``length`` tokens."""
     stop = [given.stop] if isinstance(given.stop, str) else given.stop
     ids = tuple(one for one in stop or () if isinstance(one, int))
     texts = tuple(one for one in stop or () if isinstance(one, str))

@@ -170,13 +170,6 @@ class CreateSamplingSessionBody(TinkerBody, frozen=True):
     type: str = "create_sampling_session"
 
 
-class JoinBody(TinkerBody, frozen=True):
-    """The body of join_sampling_session."""
-
-    sampling_session_id: str
-    type: str = "join_sampling_session"
-
-
 class ChunkBody(TinkerBody, frozen=True):
     """A chunk of a prompt; only text is served."""
 

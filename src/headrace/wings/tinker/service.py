@@ -1,5 +1,5 @@
-"""What each endpoint does. Requests of models go through the journal; samples do not: after a restart their promise is
-unknown, and the client asks for them again."""
+"""The implementation of each endpoint. Requests of models go through the journal; samples do not: after a restart their
+promise is unknown, and the client asks for them again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SampleJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What a service works with."""
+    """The components of a service."""
 
     config: TinkerConfig
     journal: Journal
@@ -170,6 +170,8 @@ class TinkerService:
         return self._new_model(given.session_id, given.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
+        """Record a new model and the request that creates it. Raises :class:`Refusal` if the server holds as many as it
+        may."""
         model = f"{session}:train:{number}"
         per_session = self._journal.all("SELECT session, count(*) AS n FROM models GROUP BY session")
         held = sum(row["n"] for row in per_session if row["session"] in self._beats)
@@ -384,6 +386,7 @@ class TinkerService:
         return Found(body=found.result, media=PROTOBUF if protobuf else JSON)
 
     async def _retrieve_samples(self, name: str) -> Found:
+        """Return the samples that were promised under ``name``, or tell the client to ask again."""
         job = self._samples.get(name)
         gone = Refusal(
             f"the promise {shown(name)} is not known any more", remedy="ask for the samples again", status=410

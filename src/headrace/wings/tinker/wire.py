@@ -234,9 +234,3 @@ def write_samples(
     for field, part in ((3, top), (5, targets)):
         out += b"" if part is None else _bytes(field, part)
     return out
-
-
-def read_versions(body: bytes) -> list[Array]:
-    """Return the version of each token of each sequence of a SampleResponse of this server."""
-    sequences = [dict(_fields(value)) for number, value in _fields(body) if number == 1]
-    return [np.frombuffer(sequence[VERSIONS_FIELD], np.int32) for sequence in sequences]

@@ -22,7 +22,7 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeQuery, EpisodeRow
 from headrace.wings.view.credit import EpisodeAdvantages
 from headrace.wings.view.run import OpenRun
-from headrace.wings.view.taught import TaughtTokens, max_abs, no_teacher_reason
+from headrace.wings.view.teacher_columns import TeacherColumns, max_abs, no_teacher_reason
 
 PAGE = 50
 MOST_PAGE = 500
@@ -89,8 +89,8 @@ def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[s
     row = next(each for each in siblings if each.place == key.place)
     advantages, why = advantage_cache.of(run, episode, row)
     differing = routing_differences(episode)
-    recorded = TaughtTokens.of(run, episode)
-    if advantage_cache.has_teacher_term(run) and not recorded.taught:
+    recorded = TeacherColumns.of(run, episode)
+    if advantage_cache.has_teacher_term(run) and not recorded.teacher_scores:
         advantages, why = None, f"a teacher adds to it, and of that: {no_teacher_reason(run, row.step)}"
     turns = [
         _turn(run, index, turn, advantages, None if differing is None else differing[index])
@@ -103,23 +103,23 @@ def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[s
         "turns": turns,
         "siblings": [_row(each) for each in siblings],
         "advantage_why": why,
-        "teacher_why": "" if recorded.taught else no_teacher_reason(run, row.step),
+        "teacher_why": "" if recorded.teacher_scores else no_teacher_reason(run, row.step),
         "words_problem": run.words.problem,
         "agent_rewards": episode.agent_rewards,
     }
 
 
 def _teacher_summary(
-    advantage_cache: EpisodeAdvantages, run: OpenRun, episode: EpisodeGraph, recorded: TaughtTokens, turn: int
+    advantage_cache: EpisodeAdvantages, run: OpenRun, episode: EpisodeGraph, recorded: TeacherColumns, turn: int
 ) -> dict[str, Any]:
     """Return a summary of what teachers computed for one turn."""
-    taught, gaps_T = recorded.taught.get(turn), recorded.teacher_gaps(episode, turn)
+    teacher_scores, gaps_T = recorded.teacher_scores.get(turn), recorded.teacher_gaps(episode, turn)
     added_T = advantage_cache.teacher_term(run, gaps_T)
     return {
         "teacher": episode.turns[turn].teacher,
         "teacher_gap": max_abs(gaps_T),
-        "teacher_entries": 0 if taught is None else taught.ids_TK.shape[1],
-        "teacher_adds": None if taught is None or added_T is None else _range(added_T[taught.known_T]),
+        "teacher_entries": 0 if teacher_scores is None else teacher_scores.ids_TK.shape[1],
+        "teacher_adds": None if teacher_scores is None or added_T is None else _range(added_T[teacher_scores.known_T]),
     }
 
 
@@ -144,12 +144,12 @@ def window(
         columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
     if tokens.entropies_T is not None:
         columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
-    recorded = run.cached(f"recorded {name}", lambda: TaughtTokens.of(run, episode))
+    recorded = run.cached(f"recorded {name}", lambda: TeacherColumns.of(run, episode))
     if turn in recorded.gaps:
         columns["gap"] = [_finite(value) for value in recorded.gaps[turn][first:last].tolist()]
-    if (taught := recorded.taught.get(turn)) is not None:
-        columns["teacher"] = [_finite(value) for value in taught.logprobs_T[first:last].tolist()]
-        columns["teacher_version"] = taught.versions_T[first:last].tolist()
+    if (teacher_scores := recorded.teacher_scores.get(turn)) is not None:
+        columns["teacher"] = [_finite(value) for value in teacher_scores.logprobs_T[first:last].tolist()]
+        columns["teacher_version"] = teacher_scores.versions_T[first:last].tolist()
     if (added_T := advantage_cache.teacher_term(run, recorded.teacher_gaps(episode, turn))) is not None:
         columns["teacher_adds"] = added_T[first:last].tolist()
     differing = routing_differences(episode)
@@ -173,10 +173,13 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
         detail["kept_more"] = max(0, len(ids) - MOST_KEPT)
     if tokens.routing is not None and tokens.routing.known_T[place]:
         detail["experts"] = tokens.routing[place : place + 1].experts_RLK[0].tolist()
-    if tokens.taught is not None and tokens.taught.known_T[place]:
-        taught = zip(tokens.taught.ids_TK[place].tolist(), tokens.taught.logs_TK[place].tolist(), strict=True)
+    if tokens.teacher_scores is not None and tokens.teacher_scores.known_T[place]:
+        teacher_scores = zip(
+            tokens.teacher_scores.ids_TK[place].tolist(), tokens.teacher_scores.logs_TK[place].tolist(), strict=True
+        )
         detail["teacher"] = [
-            {"id": each, "text": run.words.pieces([each])[0], "logprob": log} for each, log in list(taught)[:MOST_KEPT]
+            {"id": each, "text": run.words.pieces([each])[0], "logprob": log}
+            for each, log in list(teacher_scores)[:MOST_KEPT]
         ]
     return detail
 
@@ -306,7 +309,7 @@ def _parse_number(parameters: dict[str, str], name: str, default: int) -> int:
     number = whole_number(text)
     if number is None:
         raise DataError(
-            f"{name}={text[:40]!r} is no number", remedy=f"give a whole number from 0 to {'9' * MOST_DIGITS}"
+            f"{name}={text[:40]!r} is not a number", remedy=f"give a whole number from 0 to {'9' * MOST_DIGITS}"
         )
     return number
 

@@ -54,7 +54,9 @@ class Tail(Generic[R]):
             return []
         whole = data[: data.rfind(b"\n") + 1]
         if not whole and len(data) == MOST_BYTES:
-            self.problem = f"{self._path.name} has a line of more than {MOST_BYTES >> 20} MiB: it is no file of a run"
+            self.problem = (
+                f"{self._path.name} has a line of more than {MOST_BYTES >> 20} MiB: it is not a file of a run"
+            )
             return []
         self._at += len(whole)
         return self._decode(whole)

@@ -123,7 +123,7 @@ class ViewConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port} is no port", remedy="give 0 (a free one) to 65535")
+            raise ConfigError(f"--port {self.port} is not a port", remedy="give 0 (a free one) to 65535")
         if not self.host:
             raise ConfigError("--host is empty", remedy="give an address, 127.0.0.1 for this machine only")
         refuse_incomplete_tls("view", self.tls_certificate, self.tls_key)

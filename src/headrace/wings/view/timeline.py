@@ -42,19 +42,19 @@ class RunClock:
         """Running time at the beginning of each life, in seconds."""
         self.length = sum(lengths)
         self._intervals = list(intervals)
-        self._of_spans = np.ravel(intervals)
+        self._span_times = np.ravel(intervals)
         ends = [start + length for start, length in zip(self.starts, lengths, strict=True)]
-        self._of_run = np.ravel(np.column_stack([[start + PAUSE_S for start in self.starts], ends]))
-        self._of_run[0] = 0.0
+        self._run_times = np.ravel(np.column_stack([[start + PAUSE_S for start in self.starts], ends]))
+        self._run_times[0] = 0.0
 
     def of(self, moments_s: Sequence[float]) -> list[float]:
         """Convert moments on the spans' clock to running time in seconds, rounded to a microsecond."""
-        found: list[float] = np.round(np.interp(moments_s, self._of_spans, self._of_run), 6).tolist()
+        found: list[float] = np.round(np.interp(moments_s, self._span_times, self._run_times), 6).tolist()
         return found
 
     def back(self, run_S: Column) -> Column:
         """Convert running time in seconds to moments on the spans' clock."""
-        moments: Column = np.interp(run_S, self._of_run, self._of_spans)
+        moments: Column = np.interp(run_S, self._run_times, self._span_times)
         return moments
 
     def pieces(self, start: float, end: float) -> list[tuple[float, float]]:
@@ -151,5 +151,5 @@ def _moment(text: str, default: float) -> float:
     except ValueError:
         found = float("nan")
     if not abs(found) < 1e9:
-        raise DataError(f"{text[:40]!r} is no number of seconds", remedy="give seconds since the first rollout")
+        raise DataError(f"{text[:40]!r} is not a number of seconds", remedy="give seconds since the first rollout")
     return found

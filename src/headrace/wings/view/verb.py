@@ -18,20 +18,21 @@ def view(
         None, help="Run directories, or one that holds some; default: runs.", metavar="[RUN_DIR]...",
         show_default=False,
     ),
-    live: bool = typer.Option(False, "--live", help="Only the run that wrote last: the one that is going on."),
+    live: bool = typer.Option(False, "--live", help="Only the run that wrote last: the one that is running."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(8321, help="Port to listen on; 0 for a free one."),
     token: str = typer.Option(
-        "", envvar=TOKEN_VARIABLE, help="What a browser must bring; default: a new one, printed.", show_default=False,
+        "", envvar=TOKEN_VARIABLE, show_default=False,
+        help="The token that a browser must send; default: a new one, which is printed.",
     ),
     tls_certificate: str = typer.Option("", help="PEM file with the server's certificate: https.", show_default=False),
-    tls_key: str = typer.Option("", help="PEM file with its key.", show_default=False),
+    tls_key: str = typer.Option("", help="PEM file with the key of the certificate.", show_default=False),
     export: bool = typer.Option(
         False, "--export", help="Write each run's dashboard as one file, report/report.html in its directory, and end."
     ),
     no_browser: bool = typer.Option(False, "--no-browser", help="Print the address and open nothing."),
 ) -> None:  # fmt: skip
-    """Show runs in a browser, while they go on or afterwards: verdict, timeline, flow, every token of every episode.
+    """Show runs in a browser, while they run or afterwards: verdict, timeline, flow, every token of every episode.
 
     Works from the run directories alone, without network. Several runs are compared.
     """

@@ -8,7 +8,7 @@ from headrace.base.config import Section
 from headrace.base.errors import NeedsFull
 from headrace.base.types.weights import WeightUpdate
 from headrace.extend import Transport
-from headrace.sync.base import Parcel, Sent
+from headrace.sync.base import SendRequest, Sent
 from headrace.sync.config import TransportCost
 from headrace.sync.manifest import private_memory
 
@@ -30,9 +30,9 @@ class FolderOutbox:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> Sent:
-        path = f"{self._name}-{parcel.version}"
-        (self._folder / path).write_bytes(parcel.payload)
+    def send(self, request: SendRequest) -> Sent:
+        path = f"{self._name}-{request.version}"
+        (self._folder / path).write_bytes(request.payload)
         return Sent(path=path)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class FolderInbox:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def lend(self, update: WeightUpdate) -> None:
+    def view(self, update: WeightUpdate) -> None:
         return None
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:

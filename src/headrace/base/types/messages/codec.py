@@ -30,6 +30,7 @@ def _decode_array(code: int, data: memoryview) -> Any:
 
 
 def _read_array(data: bytes) -> Any:
+    """Return the array in ``data``, which begins with its dtype and shape."""
     dtype, colon, rest = data.partition(b":")
     shape, bar, body = rest.partition(b"|")
     if not colon or not bar or dtype.decode("ascii", "replace") not in _DTYPES:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from headrace.base.types import chat
 from headrace.base.types.episode import TokenChunk
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import SwapReport, WeightUpdate
@@ -152,7 +152,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     log_pi_N: FloatColumn
     """log π of each token of the batch under the weights before the step; NaN for tokens that carried no loss."""
     seconds: float
-    taught_N: Taught | None = None
+    teacher_scores_N: TeacherScores | None = None
     """The scores of a teacher in the learner's process, for each token; ``None`` if no sampled token was scored."""
 
 

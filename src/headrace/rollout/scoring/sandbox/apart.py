@@ -66,6 +66,7 @@ def _write(process: str, texts: dict[str, str]) -> None:
 
 
 def _print_refusal() -> None:
+    """Print why the kernel refuses a user namespace, if it does."""
     try:
         enter()
     except OSError as error:

@@ -47,6 +47,7 @@ class Jail:
                 os.chown(".", self.user, -1)
 
     def _change_root(self) -> None:
+        """Build a file system with /tmp, /dev, /proc and the readable paths, and make it the root, read-only."""
         root, disk = self.order["scratch"], self.order["limits"]["disk_bytes"]
         plain = kernel.NO_SUID | kernel.NO_DEVICES
         own_mounts()

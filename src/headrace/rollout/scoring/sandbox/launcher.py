@@ -101,6 +101,7 @@ class CommandSupervisor:
             os._exit(0)
 
     def _be_init(self, isolation: jail.Jail) -> None:
+        """Start the command and reap processes as init of the PID namespace; record the exit status of the command."""
         if self.jailed:
             isolation.enter()
         elif self.has_pids:
@@ -152,6 +153,8 @@ class CommandSupervisor:
         self._read_records()
 
     def _watch(self, init_pid: int, others: dict[int, Callable[[], bool]]) -> None:
+        """Wait until the init process ends, a limit is exceeded, or the caller asks for the end, and note the
+        reason."""
         ended = os.pidfd_open(init_pid)
         poll = select.poll()
         for descriptor in (ended, *others):

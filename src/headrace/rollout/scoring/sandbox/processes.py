@@ -43,12 +43,12 @@ def leave_group(name: str) -> None:
 def _groups(name: str) -> list[str]:
     """Return the paths where a group could be: below this process's own in version 1 of control groups; beside it in
     version 2, where a group with processes cannot have subgroups."""
-    below = _group_folder(PIDS_V1, ":pids:")
-    beside = os.path.dirname(_group_folder(PIDS_V2, "0::"))
+    below = _cgroup_path(PIDS_V1, ":pids:")
+    beside = os.path.dirname(_cgroup_path(PIDS_V2, "0::"))
     return [f"{folder}/{name}" for folder in (below, beside) if os.path.exists(f"{folder}/cgroup.procs")]
 
 
-def _group_folder(root: str, mark: str) -> str:
+def _cgroup_path(root: str, mark: str) -> str:
     """Return the group of this process, in the hierarchy whose line contains ``mark``."""
     try:
         with open("/proc/self/cgroup", encoding="ascii") as file:

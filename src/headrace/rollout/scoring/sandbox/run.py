@@ -214,6 +214,7 @@ class _RunningLauncher:
         return report
 
     def _finished(self, stop_reason: Reason | None, report: dict[str, Any]) -> Finished:
+        """Return how the command ended, from the launcher's report and the output."""
         stdout, stderr = (bytes(kept).decode("utf-8", "replace") for kept in self._output.values())
         status, excess = report.get("status"), report.get("reason", "")
         finished = Finished(

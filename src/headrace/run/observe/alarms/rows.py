@@ -159,7 +159,7 @@ ALARMS: Mapping[str, AlarmRow] = {
     ),
     "rewards": AlarmRow(
         make=_rewards,
-        advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; mend what it "
+        advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; fix what it "
         "calls, or raise its retries or timeout_s.",
     ),
     "kl": AlarmRow(

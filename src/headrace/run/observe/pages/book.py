@@ -1,4 +1,4 @@
-"""The directory of an evaluation: a line and a page for each episode while it goes on, and an index at its end.
+"""The directory of an evaluation: a line and a page for each episode while it runs, and an index at its end.
 
 DIRECTORY/index.html               the figures, and every attempt
           episodes/3-1.html        the second attempt at the fourth task

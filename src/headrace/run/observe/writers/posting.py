@@ -65,7 +65,7 @@ class Posting:
         """Warn once where the writer fails."""
         if self._problem and not self._warned:
             self._warned = True
-            self._warn(f"the writer {self._kind} fails, the run goes on: {self._problem}")
+            self._warn(f"the writer {self._kind} fails, the run continues: {self._problem}")
 
     def _run(self) -> None:
         """Write the queued steps, until the queue ends."""

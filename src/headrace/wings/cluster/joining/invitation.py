@@ -41,10 +41,10 @@ def read_invitation(path: Path) -> Invitation:
         raise DataError(
             f"{path} cannot be read: {error.strerror}",
             remedy=f"copy {INVITATION_FILE} from the directory of the run; it is there while a run with launch.join "
-            "goes on",
+            "continues",
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
         raise DataError(
-            f"{path} is no invitation: {error}", remedy=f"name the {INVITATION_FILE} of a run's directory"
+            f"{path} is not an invitation: {error}", remedy=f"name the {INVITATION_FILE} of a run's directory"
         ) from None
     return found

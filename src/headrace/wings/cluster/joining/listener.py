@@ -149,7 +149,7 @@ class JoinListener:
 
     def _refusal(self, data: bytes) -> JoinRequest | JoinRefused:
         """Return the request in ``data``, or why it is refused."""
-        remedy = f"take the {INVITATION_FILE} of the run that goes on now, and the same version of headrace"
+        remedy = f"take the {INVITATION_FILE} of the run that is running now, and the same version of headrace"
         try:
             request = self._codec.decode(data)
         except msgspec.DecodeError:

@@ -126,6 +126,8 @@ class JoinedStarter:
     async def _started(
         self, supervisor: _MachineSupervisor, site: Rendezvous, spec: ProcessSpec, start: EnvironmentStart
     ) -> tuple[Peer, Process]:
+        """Start the process on the machine that has joined, and return the controller's end of its channel with a
+        handle of it."""
         found = await self._query_node(supervisor, start)
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=self.host_address)
         peer = spec.make_peer(channel)

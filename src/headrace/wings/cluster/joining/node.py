@@ -71,6 +71,7 @@ def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
+    """Join the run and serve it until it ends. If it cannot be reached, try again until ``offer.wait_s`` has passed."""
     clock, is_reported = RealClock(), False
     until_s = clock.now() + offer.wait_s
     while True:
@@ -88,6 +89,8 @@ async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
+    """Send the request to join, and return the run's answer. Raises :class:`~headrace.base.errors.RunError` if the run
+    refuses this machine."""
     request = JoinRequest(
         token=invitation.token,
         headrace=__version__,
@@ -112,7 +115,7 @@ async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
             raise RunUnreachable(
                 f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run admits machines there, or "
                 "it has another key than this invitation",
-                remedy="is the run still going on, is this its newest invitation, and may this machine open TCP "
+                remedy="is the run still running, is this its newest invitation, and may this machine open TCP "
                 "connections to that one?",
             ) from None
         answer = _decode(codec, data)
@@ -154,6 +157,7 @@ def _own_address(invitation: Invitation) -> str:
 
 
 async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
+    """Carry out the orders of the run until it ends, a signal arrives or the connection breaks."""
     loop = asyncio.get_running_loop()
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
@@ -167,7 +171,7 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
             )  # fmt: skip
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, dispatcher.leave)
-            dispatcher.tell(Ready(token=welcome.token, pid=os.getpid(), facts={}))
+            dispatcher.send(Ready(token=welcome.token, pid=os.getpid(), facts={}))
             say(f"joined the run at {invitation.address}; Ctrl-C leaves it")
             receiving, heartbeats = (
                 tasks.create_task(_receive_orders(dispatcher, receiver)),
@@ -184,12 +188,13 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
 
 
 async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecutor) -> None:
+    """Receive the run's orders in a thread and give them to the dispatcher, until the machine leaves."""
     loop = asyncio.get_running_loop()
     while not dispatcher.ended.done():
         try:
             messages = await loop.run_in_executor(receiver, dispatcher.channel.receive, WAIT_S)
         except msgspec.DecodeError as error:
-            words = f"the run says something that is no message: {error}"
+            words = f"the run says something that is not a message: {error}"
             _give_up(dispatcher.ended, RunError(words, remedy="use one version of headrace"))
             return
         for message in messages:
@@ -198,7 +203,7 @@ async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecu
 
 async def _send_heartbeats(dispatcher: _NodeDispatcher) -> None:
     while True:
-        dispatcher.tell(Alive())
+        dispatcher.send(Alive())
         await asyncio.sleep(ALIVE_S)
 
 
@@ -209,7 +214,7 @@ def _give_up(ended: asyncio.Future[None], error: RunError) -> None:
 
 _BROKEN = RunError(
     "the connection to the run is broken: what ran here has ended",
-    remedy="look at the run; where it goes on, join again",
+    remedy="look at the run; if it is still running, join again",
 )
 
 
@@ -227,7 +232,7 @@ class _NodeDispatcher:
     """Numbers of the supervisors whose process's end the run waits for."""
     asked_to_leave: bool = False
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Send ``message`` to the run; it is dropped if the run cannot be reached."""
         with contextlib.suppress(zmq.Again):
             self.channel.send(message)
@@ -239,11 +244,11 @@ class _NodeDispatcher:
             case Drop():
                 self.tasks.create_task(self._drop(message.supervisor))
             case JoinRefused():
-                self.tell(Left())
+                self.send(Left())
                 words = f"the run sends this machine away: {message.problem}"
                 _give_up(self.ended, RunError(words, remedy=message.remedy))
             case Farewell() if not self.ended.done():
-                self.tell(Left())
+                self.send(Left())
                 self.say("left: what ran here has ended" if self.asked_to_leave else "the run has ended")
                 self.ended.set_result(None)
 
@@ -252,7 +257,7 @@ class _NodeDispatcher:
         if not self.asked_to_leave:
             self.asked_to_leave = True
             self.say("leaving, when the episodes that run here have ended; Ctrl-C again: at once")
-            self.tell(Leaving())
+            self.send(Leaving())
         elif not self.ended.done():
             self.ended.set_result(None)
 
@@ -261,6 +266,7 @@ class _NodeDispatcher:
         await asyncio.gather(*(self._drop(number) for number in self.supervisors))
 
     async def _do(self, order: Do) -> None:
+        """Carry out one order and send its result."""
         answer: bytes | int | float = b""
         try:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
@@ -279,9 +285,9 @@ class _NodeDispatcher:
                     answer = await supervisor.ended()
                     self._forget(order.supervisor)
         except (OSError, RunError, msgspec.DecodeError) as error:
-            self.tell(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
+            self.send(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
         else:
-            self.tell(Done(call=order.call, answer=answer))
+            self.send(Done(call=order.call, answer=answer))
 
     async def _drop(self, number: int) -> None:
         supervisor = self.supervisors.get(number)

@@ -40,6 +40,7 @@ def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Device
 
 
 def _refuse_device(role: str, device: str, share: ResourceShare) -> None:
+    """Refuse a device that contradicts the GPUs that the role asks the cluster for."""
     wanted = "GPU" if device.startswith(CUDA) else "no GPU"
     if device == "auto" or (device.startswith(CUDA) and share.gpus and device in (CUDA, FIRST_GPU)):
         return

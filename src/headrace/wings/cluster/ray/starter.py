@@ -52,7 +52,7 @@ async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
     mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
     try:
         mark.touch()
-        parts = standing_parts(order)
+        parts = permanent_parts(order)
         reservation = await cluster.reserve(parts, launch.ray.placement, launch.start_timeout_s)
         starter = RayStarter(order, cluster, reservation, mark.name)
         starter.call(name for name, _ in parts)
@@ -62,7 +62,7 @@ async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
         await cluster.leave()
 
 
-def standing_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
+def permanent_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
     """Return the parts that run all the time, with their resources: ranks of the learner, engines, agents, teachers."""
     ranks = ["learner", *(f"learner-{rank}" for rank in range(1, len(order.devices.learner)))]
     engines = [
@@ -124,6 +124,8 @@ class RayStarter:
     async def _started(
         self, actor: Actor, site: Rendezvous, spec: ProcessSpec, deadline_s: float
     ) -> tuple[Peer, Process]:
+        """Start the process through an actor on its node, and return the controller's end of its channel with a handle
+        of it."""
         found = await self._query_node(actor, spec, deadline_s)
         _refuse_node(found, spec, self._order)
         host = LOOPBACK if found.address == self.host_address else self.host_address

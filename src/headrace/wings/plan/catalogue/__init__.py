@@ -77,7 +77,8 @@ def model(path: str) -> ModelShape:
             raise ConfigError(f"{file} does not say what the model is made of: {error}", remedy=_REMEDY) from None
     if name not in models():
         raise ConfigError(
-            f"model.path={path!r} is no directory with a config.json, and {Path(path).name!r} is not in the catalogue",
+            f"model.path={path!r} is not a directory with a config.json, and {Path(path).name!r} is not in "
+            "the catalogue",
             remedy=f"{nearest(name, models())}; or give a directory with the config.json of the model",
         )
     return models()[name]

@@ -90,6 +90,7 @@ def build_teacher(directory: Path, *, seed: int) -> Path:
 
 
 def _spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpec:
+    """Return the specification of a small model of this kind."""
     from headrace.models.tiny import TinySpec
 
     model_type, extra = KINDS[kind]

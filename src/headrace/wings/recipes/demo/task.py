@@ -14,8 +14,6 @@ CHAT_TEMPLATE = (
     "{%- if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
 """A template that joins the messages without role markers, and ends every answer with ``<eos>``."""
-MAX_NEW_TOKENS = 4
-"""Length of an answer in tokens: three digits and the end of the sequence."""
 NUM_WARM = 3000
 HELD_OUT_FRAC = 0.15
 

@@ -17,8 +17,8 @@ from headrace.run.cli.train import LIKE_HELP, SET_HELP
 def demo(
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     like: str = typer.Option("", "--like", metavar="RECIPE", help=LIKE_HELP),
-    seed: int = typer.Option(0, "--seed", help="Fixes model, split, and every draw."),
-    directory: Path = typer.Option(None, "--dir", help="Where to; default: runs/demo- and the time."),
+    seed: int = typer.Option(0, "--seed", help="Seed of the model, the split of the rows, and all sampling."),
+    directory: Path = typer.Option(None, "--dir", help="Directory of the demo; default: a new one in runs/."),
     mixture: bool = typer.Option(False, "--mixture", help="A mixture of experts (qwen3_moe) instead of a dense model."),
     hybrid: bool = typer.Option(False, "--hybrid", help="A hybrid with linear attention (qwen3_5_text) instead."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),

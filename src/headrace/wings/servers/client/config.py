@@ -54,7 +54,8 @@ class ServerConfig(EngineSettings):
             refuse_secret("engine.server.urls", url, remedy)
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(
-                    f"engine.server.urls holds {url!r}, which is no URL", remedy='write it as "http://127.0.0.1:8000"'
+                    f"engine.server.urls holds {url!r}, which is not a URL",
+                    remedy='write it as "http://127.0.0.1:8000"',
                 )
         return urls
 
@@ -73,7 +74,7 @@ class ServerConfig(EngineSettings):
             )
         if self.weights_host in EVERYWHERE:
             raise ConfigError(
-                f"engine.server.weights_host={self.weights_host!r} is no address that a server could reach",
+                f"engine.server.weights_host={self.weights_host!r} is not an address that a server could reach",
                 remedy="name the address of one interface of this machine",
             )
         away = next((url for url in self.urls if not is_loopback(urlsplit(url).hostname or "")), "")

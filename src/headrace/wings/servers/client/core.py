@@ -31,7 +31,7 @@ from headrace.base.types.columns import FloatColumn
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.config import EngineConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.base.errors import ComponentDied
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.wings.servers.client.answer import StreamPart
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ class ServedForm:
                 add_adapters(self._model, lora.model_copy(update={"adapter": None}), required.path)
         self.adapters: Mapping[str, str] = {"": DEFAULT, **{one: one for one in lora.agents}} if lora else {"": ""}
         """The server's name of each agent's adapter, and of the policy's under the empty name; ``{"": ""}`` if there
-        are no adapters."""
+        are not adapters."""
 
     @property
     def folders(self) -> Sequence[str]:

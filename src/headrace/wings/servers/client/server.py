@@ -137,12 +137,14 @@ class Server:
             raise
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"what answers at {self.address} is no {self.dialect.name}: asked who it is, it says nothing that "
+                f"what answers at {self.address} is not {self.dialect.name}: asked who it is, it says nothing that "
                 f"{self.dialect.name} would ({type(error).__name__}: {error})",
                 remedy="name a server of that kind in engine.server.urls, or its kind in engine.kind",
             ) from None
 
     async def _wait_until_serving(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> ServerInfo:
+        """Wait until the server answers, and return what it says about itself. Raises
+        :class:`~headrace.base.errors.ConfigError` after ``wait_s``, or if its process has ended."""
         import httpx
 
         until_s, last = clock.now() + wait_s, "nobody has answered"

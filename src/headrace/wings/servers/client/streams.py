@@ -224,6 +224,7 @@ class AnswerStreams:
                 self._chunk_queue.put(chunk)
 
     def _stop_admitting(self, *, later_only: bool = False) -> None:
+        """Hold back new answers until :meth:`_start_admitting`; also those that wait already, unless ``later_only``."""
         if self._held_back is None:
             self._held_back = []
         if not later_only:
@@ -262,6 +263,8 @@ class AnswerStreams:
     # -- one answer ---------------------------------------------------------------------------------------------------
 
     async def _run(self, answer: StreamedAnswer) -> None:
+        """Stream one answer to its end. If the server aborts it for a commit, wait until the server resumes, and
+        request the rest."""
         try:
             while (ended := await self._stream(answer)) == ABORT:
                 if self._resumed.is_set():
@@ -317,6 +320,7 @@ class AnswerStreams:
         return RequestError(problem, remedy="look at the request, and at the server's log")
 
     async def _read_stream(self, answer: StreamedAnswer, reply: httpx.Response) -> str:
+        """Read the events of one stream, and return why it ended."""
         async for line in reply.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -332,7 +336,8 @@ class AnswerStreams:
                     answer.experts_NLK = self._experts(answer, part)
             except ValueError as error:
                 raise SequenceFailed(
-                    f"{self._dialect.name} sent what is no part of an answer: {type(error).__name__}: {error}",
+                    f"{self._dialect.name} sent something that is not part of an answer: "
+                    f"{type(error).__name__}: {error}",
                     remedy="is it of a version that was tested? look at its log",
                 ) from None
             if part.ended:

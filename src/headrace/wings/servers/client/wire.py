@@ -128,6 +128,7 @@ class Wire:
             self._ready.set()
 
     async def _open(self) -> None:
+        """Keep the HTTP client open until the task is cancelled."""
         import httpx
 
         task = asyncio.current_task()

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.base.errors import ComponentDied
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.wings.servers.client.answer import StreamPart, TokenId
 from headrace.wings.servers.client.dialect import PauseMode, ServerInfo, StreamRequest, post
 from headrace.wings.servers.client.records import numbers
@@ -62,7 +62,7 @@ class SglangDialect:
         if sampling.truncated:
             return f"{self.name} tells logprobs from before top_k, top_p and min_p"
         penalised = sampling.presence_penalty or sampling.frequency_penalty
-        return f"{self.name} ends streams at a commit, and would count penalties anew" * bool(penalised)
+        return f"{self.name} ends streams at a commit, and would count penalties again" * bool(penalised)
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
         sampling = request.sampling

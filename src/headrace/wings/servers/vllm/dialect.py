@@ -7,7 +7,7 @@ pauses are the RL routes of its development mode (``VLLM_SERVER_DEV_MODE=1``).
 ``seed`` is never sent. A request with a seed has a generator of its own, and where its prompt is prefilled in pieces
 vLLM 0.32 takes back the draw that each piece but the last has made (``gpu_model_runner.py``:
 ``gen.set_offset(gen.get_offset() - 4)``). A generator on a CPU has no offset: it raises "CPU Generator does not use
-offset", and the engine dies. Nor would a seed fix the draws of an answer that goes on elsewhere.
+offset", and the engine dies. Nor would a seed fix the draws of an answer that continues elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from headrace.base.errors import ConfigError
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.taught import TopScores
+from headrace.base.types.teacher_scores import TopScores
 from headrace.wings.servers.client.answer import StreamPart, TokenId, VersionSpan
 from headrace.wings.servers.client.dialect import PauseMode, ServerInfo, StreamRequest, post
 from headrace.wings.servers.client.forms import FILE
@@ -35,8 +35,6 @@ NOT_FINITE = -9998.0
 """Logprobs below this are not finite: vLLM writes −9999 for NaN and −∞."""
 UNBOUNDED = 2**31 - 1
 """A top-k that keeps any vocabulary whole."""
-SCORE_S = 60.0
-"""Longest wait for the logprobs of given tokens, in seconds."""
 
 
 class _Logprob(msgspec.Struct):

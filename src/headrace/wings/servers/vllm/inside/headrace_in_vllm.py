@@ -90,7 +90,7 @@ class Extension:
     """The methods that are added to each worker. Importing this module registers :class:`SharedFile`.
 
     An adapter that is loaded in place through vLLM's own route is read from its files again in every step, as its
-    requests go on asking for that. So the route loads it once, and from then on the workers exchange it.
+    requests continue asking for that. So the route loads it once, and from then on the workers exchange it.
     """
 
     def register_adapter(self, name: str) -> None:

@@ -29,23 +29,23 @@ from tests.rollout.models import conversations
 
 
 @dataclass(slots=True, kw_only=True)
-class Crew:
-    """A pool, what it has started, and what it had to say."""
+class RunningPool:
+    """A running pool, the processes it has started, its warnings and events."""
 
     pool: EnvPool
     keeping: asyncio.Task[None]
-    """Keeps the workers."""
+    """The task that keeps the workers running."""
     limits: EpisodeLimits = UNLIMITED
     asked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Whether an episode has asked anything."""
+    """Set when an episode has made a request."""
     children: list[Child] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     talks: list[Conversations] = field(default_factory=list)
-    """Of the episodes, in the order they were asked for."""
+    """The conversations of the episodes, in the order of the calls."""
     events: list[str] = field(default_factory=list)
-    """What the listener had to say."""
+    """The events that the listener reported."""
     invitation: Path = Path()
-    """To join."""
+    """The invitation with which a machine joins."""
 
     async def run(self, *deeds: str, timeout_s: float | None = None) -> list[Any]:
         """One episode of each row ``{"deed": ...}``, all at once: its reward, or the reason for which it failed."""
@@ -91,9 +91,9 @@ async def _at_work(
 
 
 @asynccontextmanager
-async def crew(
+async def running_pool(
     directory: Path, code: str, entry: str, *, keep: ResourceLimits | None = None, **terms: Any
-) -> AsyncIterator[Crew]:
+) -> AsyncIterator[RunningPool]:
     """Workers of ``entry`` in a file with this ``code``; they do not outlive the body. ``join``: where others may bring
     more."""
     (directory / "my_env.py").write_text(textwrap.dedent(code))
@@ -134,7 +134,7 @@ async def crew(
                 listen_for_machines(order, site) as listener,
                 _at_work(pool, listener, start, start_worker) as keeping,
             ):
-                yield Crew(
+                yield RunningPool(
                     pool=pool, keeping=keeping, children=children, warnings=warnings, events=events,
                     invitation=directory / INVITATION_FILE,
                 )  # fmt: skip

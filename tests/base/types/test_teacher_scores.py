@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.base.types.batch import Batch, TrainSample
 from headrace.base.types.episode import EpisodeKey, Turn
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.control.loops.feeding import UNTAUGHT, without_untaught
@@ -19,19 +19,19 @@ from headrace.flow.ledger.turns import decode_turns, encode_turns
 def said(first: int, count: int, num: int = 2) -> Tokens:
     """Tokens ``first``, ``first + 1``, ..., of each of which the teacher says its id."""
     ids = np.arange(first, first + count, dtype=np.int32)
-    taught = Taught(
+    taught = TeacherScores(
         logprobs_T=-ids.astype(np.float32),
         versions_T=np.zeros(count, np.int32),
         ids_TK=np.repeat(ids[:, None], num, axis=1),
         logs_TK=-np.repeat(ids[:, None], num, axis=1).astype(np.float32),
     )
-    return Tokens(ids_T=ids, logprobs_T=-np.ones(count), versions_T=np.full(count, 3), taught=taught)
+    return Tokens(ids_T=ids, logprobs_T=-np.ones(count), versions_T=np.full(count, 3), teacher_scores=taught)
 
 
 def fits(tokens: Tokens) -> bool:
     """Whether every token that was taught has what was said of it."""
-    assert tokens.taught is not None
-    taught, known_T = tokens.taught, tokens.taught.known_T
+    assert tokens.teacher_scores is not None
+    taught, known_T = tokens.teacher_scores, tokens.teacher_scores.known_T
     return bool(
         (-taught.logprobs_T[known_T] == tokens.ids_T[known_T]).all()
         and (taught.ids_TK[known_T] == tokens.ids_T[known_T][:, None]).all()
@@ -49,42 +49,42 @@ def test_cutting_and_joining_keeps_every_token_with_its_teacher(
         first += count
     whole = Tokens.concat(parts)
     if not any(taught for _, taught in sizes):
-        assert whole.taught is None
+        assert whole.teacher_scores is None
         return
     at = data.draw(st.integers(0, len(whole)))
     assert fits(whole)
     assert fits(whole[at:])
     again = whole[:at] + whole[at:]
-    assert again.taught is not None
-    assert whole.taught is not None
-    np.testing.assert_array_equal(again.taught.logprobs_T, whole.taught.logprobs_T)
+    assert again.teacher_scores is not None
+    assert whole.teacher_scores is not None
+    np.testing.assert_array_equal(again.teacher_scores.logprobs_T, whole.teacher_scores.logprobs_T)
     num_taught = sum(count for count, taught in sizes if taught)
-    assert int(whole.taught.known_T.sum()) == num_taught
+    assert int(whole.teacher_scores.known_T.sum()) == num_taught
 
 
 def test_of_lessons_with_fewer_entries_the_likeliest_that_all_have_are_kept() -> None:
     whole = said(1, 2, num=4) + said(3, 2, num=2) + said(5, 1, num=0)
-    assert whole.taught is not None
-    assert whole.taught.ids_TK.shape == (5, 2)
-    assert whole.taught.known_T.tolist() == [True, True, True, True, False]
+    assert whole.teacher_scores is not None
+    assert whole.teacher_scores.ids_TK.shape == (5, 2)
+    assert whole.teacher_scores.known_T.tolist() == [True, True, True, True, False]
     assert fits(whole)
 
 
 def test_what_a_teacher_said_lies_in_the_ledger_and_goes_into_the_batch() -> None:
     turns = [Turn(author="task", tokens=Tokens.observed([1, 2])), Turn(author="policy", tokens=said(3, 3), parent=0)]
     back = decode_turns(encode_turns(turns))
-    assert back[0].tokens.taught is None
+    assert back[0].tokens.teacher_scores is None
     assert fits(back[1].tokens)
     tokens = back[0].tokens + back[1].tokens
     sample = TrainSample(key=EpisodeKey(0, 0), tokens=tokens, mask_T=tokens.sampled_T, advantage=1.0)
     batch = Batch.collate(0, [sample, sample])
-    assert batch.taught is not None
-    assert batch.taught.known_T.tolist() == [False, False, True, True, True] * 2
+    assert batch.teacher_scores is not None
+    assert batch.teacher_scores.known_T.tolist() == [False, False, True, True, True] * 2
 
 
 def test_lessons_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="a teacher's scores of 2 tokens for 3 tokens"):
-        Tokens(ids_T=[1, 2, 3], logprobs_T=[0, 0, 0], versions_T=[1, 1, 1], taught=said(1, 2).taught)
+        Tokens(ids_T=[1, 2, 3], logprobs_T=[0, 0, 0], versions_T=[1, 1, 1], teacher_scores=said(1, 2).teacher_scores)
 
 
 def test_tokens_that_were_scored_before_there_was_a_teacher_lose_their_loss_and_are_counted() -> None:

@@ -26,13 +26,13 @@ class TopScores(msgspec.Struct, frozen=True, kw_only=True):
     """The log-probabilities of those entries within the whole vocabulary."""
 
 
-class Taught(msgspec.Struct, frozen=True, kw_only=True):
-    """The scores of a teacher that does not run in the learner, aligned with the tokens that it scored.
+class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
+    """A teacher's log-probabilities of a span of tokens, one entry for each token.
 
-    >>> taught = Taught.none(1, 2) + Taught(
+    >>> scores = TeacherScores.none(1, 2) + TeacherScores(
     ...     logprobs_T=np.array([-0.5], np.float32), versions_T=np.array([0], np.int32),
     ...     ids_TK=np.array([[7, 3]], np.int32), logs_TK=np.array([[-0.5, -1.5]], np.float32))
-    >>> len(taught), taught.known_T.tolist(), taught[1:].ids_TK.tolist()
+    >>> len(scores), scores.known_T.tolist(), scores[1:].ids_TK.tolist()
     (2, [False, True], [[7, 3]])
     """
 
@@ -49,7 +49,7 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
     """The log-probabilities of those entries, under the temperature, within the whole vocabulary."""
 
     @classmethod
-    def none(cls, count: int, num_entries: int) -> Taught:
+    def none(cls, count: int, num_entries: int) -> TeacherScores:
         """Return the record of ``count`` tokens that no teacher scored."""
         return cls(
             logprobs_T=np.full(count, np.nan, np.float32),
@@ -59,7 +59,7 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def concat(cls, parts: Sequence[Taught]) -> Taught:
+    def concat(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
         """Return the concatenation of ``parts``, of which there is at least one. The number of entries K is the
         least of the parts that have some; a part without entries then counts as one without scores."""
         num = min((each.ids_TK.shape[1] for each in parts if each.ids_TK.shape[1]), default=0)
@@ -71,11 +71,11 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
             logs_TK=np.concatenate([each.logs_TK[:, :num] for each in alike]),
         )
 
-    def spread(self, places: npt.NDArray[np.int64], count: int) -> Taught:
-        """Return a record of ``count`` tokens with these scores at the indices ``places``, and no scores elsewhere."""
-        whole = Taught.none(count, self.ids_TK.shape[1])
-        whole.logprobs_T[places], whole.versions_T[places] = self.logprobs_T, self.versions_T
-        whole.ids_TK[places], whole.logs_TK[places] = self.ids_TK, self.logs_TK
+    def scatter(self, positions: npt.NDArray[np.int64], count: int) -> TeacherScores:
+        """Return a record of ``count`` tokens with these scores at ``positions``, and no scores elsewhere."""
+        whole = TeacherScores.none(count, self.ids_TK.shape[1])
+        whole.logprobs_T[positions], whole.versions_T[positions] = self.logprobs_T, self.versions_T
+        whole.ids_TK[positions], whole.logs_TK[positions] = self.ids_TK, self.logs_TK
         return whole
 
     @property
@@ -95,13 +95,13 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.logprobs_T)
 
-    def __getitem__(self, span: slice | npt.NDArray[np.bool_]) -> Taught:
-        return Taught(
+    def __getitem__(self, span: slice | npt.NDArray[np.bool_]) -> TeacherScores:
+        return TeacherScores(
             logprobs_T=self.logprobs_T[span],
             versions_T=self.versions_T[span],
             ids_TK=self.ids_TK[span],
             logs_TK=self.logs_TK[span],
         )
 
-    def __add__(self, other: Taught) -> Taught:
-        return Taught.concat([self, other])
+    def __add__(self, other: TeacherScores) -> TeacherScores:
+        return TeacherScores.concat([self, other])

@@ -1,5 +1,5 @@
-"""Without its token a server answers 401 and nothing else: every route of its own router, every method, and whatever is
-no route."""
+"""A server answers every request without its token with 401 and nothing else: for every route of its own router, every
+method, and paths that are no route."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SERVERS = {
     "wings/view/app.py": "tested here",
     "wings/view/serving.py": "the application of wings/view/app.py",
 }
-"""Whatever listens to HTTP in the library, and where its door is tested."""
+"""All modules of the library that listen to HTTP, and where their authentication is tested."""
 
 
 def paths_of(app: Any) -> Iterator[str]:

@@ -15,36 +15,38 @@ from typing import Any
 import numpy as np
 
 from headrace.base.types.episode import EpisodeGraph
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn
 from headrace.wings.view.run import OpenRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaughtTokens:
+class TeacherColumns:
     """The recorded values of one episode, by the index of the turn; turns without a record are left out."""
 
     gaps: Mapping[int, FloatColumn]
     """log π − log μ of each token that carried loss; NaN for the others."""
-    taught: Mapping[int, Taught]
+    teacher_scores: Mapping[int, TeacherScores]
     """The values that a teacher computed for the tokens, with an engine or beside the learner."""
 
     @classmethod
-    def of(cls, run: OpenRun, episode: EpisodeGraph) -> TaughtTokens:
+    def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
         """Read the recorded values of ``episode``."""
         learned = run.browser().learned(episode.key.group)
         served = {
-            index: turn.tokens.taught for index, turn in enumerate(episode.turns) if turn.tokens.taught is not None
+            index: turn.tokens.teacher_scores
+            for index, turn in enumerate(episode.turns)
+            if turn.tokens.teacher_scores is not None
         }
         if learned is None:
-            return cls(gaps={}, taught=served)
-        return cls(gaps=learned.gaps(episode), taught={**learned.taught(episode), **served})
+            return cls(gaps={}, teacher_scores=served)
+        return cls(gaps=learned.gaps(episode), teacher_scores={**learned.teacher_scores(episode), **served})
 
     def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
         """Return log ν − log μ of each token of a turn; NaN where the teacher computed nothing; ``None`` without a
         record."""
-        taught = self.taught.get(turn)
-        return None if taught is None else taught.logprobs_T - episode.turns[turn].tokens.logprobs_T
+        teacher_scores = self.teacher_scores.get(turn)
+        return None if teacher_scores is None else teacher_scores.logprobs_T - episode.turns[turn].tokens.logprobs_T
 
 
 def no_teacher_reason(run: OpenRun, step: int | None) -> str:
