@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.base.heap import gc_frozen
 from headrace.flow import FlowConfig
 from headrace.flow.pacing import Eager, JustInTime, JustInTimePacer, Pacer, lead_time
 from headrace.run.session import load_config
@@ -19,7 +20,7 @@ from headrace.wings.plan.outcome import SimulatedOutcome
 from headrace.wings.plan.spread import ConstantSpread, Lognormal, Pareto, Spread, Uniform
 from headrace.wings.plan.workload import Workload
 
-HISTORIES = 24
+HISTORIES = 240
 MANY_HISTORIES = 10_000
 BURN_IN = 12
 """First steps that are not judged: without history every group starts at once."""
@@ -40,8 +41,11 @@ def world(*, answers: Spread | int = 40, tok_s: float = 800, steps: int = 60, wo
 
 
 def mean_age(outcome: SimulatedOutcome) -> float:
-    late = outcome.steps[BURN_IN:]
-    return sum(age * tokens for step in late for age, tokens in step.ages.items()) / sum(step.tokens for step in late)
+    return mean_of(outcome.steps[BURN_IN:])
+
+
+def mean_of(steps: Any) -> float:
+    return sum(age * tokens for step in steps for age, tokens in step.ages.items()) / sum(step.tokens for step in steps)
 
 
 def both(given: World) -> tuple[SimulatedOutcome, SimulatedOutcome]:
@@ -81,6 +85,54 @@ def test_answers_a_hundred_times_as_long_end_the_holding_back() -> None:
     assert late.seconds < 1.03 * eager.seconds
 
 
+def test_times_that_become_a_hundred_times_as_long_and_short_again_leave_no_trace() -> None:
+    """The learner waits for little more than an eager run, and holds groups back as before when all is over."""
+    given = world(tok_s=400, max_age=3, steps=90)
+    work = given.workload.model_copy(update={"reward_s": Surge(value=0.01)})
+    eager, late = both(replace(given, workload=work))
+    assert late.seconds < 1.03 * eager.seconds
+    assert mean_of(late.steps[-20:]) < 1.15
+    assert mean_of(eager.steps[-20:]) > 2.5
+
+
+def test_environment_whose_times_have_no_mean_costs_little_more_than_eager() -> None:
+    given = world(answers=10, tok_s=800, max_age=4, steps=150)
+    work = given.workload.model_copy(update={"reward_s": NoMean(value=0.02)})
+    eager, late = both(replace(given, workload=work))
+    assert late.seconds < 1.05 * eager.seconds
+    assert mean_age(late) <= mean_age(eager)
+
+
+def test_learner_that_is_faster_than_the_engine_waits_no_longer_than_without_pacing() -> None:
+    eager, late = both(world(tok_s=1e6, max_age=4))
+    assert late.seconds == pytest.approx(eager.seconds, rel=0.001)
+
+
+@pytest.mark.parametrize("answers", [40, Lognormal(mean=40, cv=0.5)])
+def test_ages_and_waits_do_not_swing_where_durations_are_steady(answers: Any) -> None:
+    _, late = both(world(answers=answers, tok_s=400, max_age=4, steps=100))
+    for steps in (late.steps[40:70], late.steps[70:]):
+        assert 1.0 <= mean_of(steps) < 1.15
+    step_s = (late.steps[-1].end_s - late.steps[40].end_s) / len(late.steps[41:])
+    assert max(step.wait_s for step in late.steps[40:]) < 0.3 * step_s
+
+
+@pytest.mark.parametrize(("tok_s", "within"), [(400, 0.04), (1600, 0.04), (8000, 0.15)])
+@pytest.mark.parametrize("pacing", [Eager(), JustInTime()])
+def test_duration_of_a_synchronous_run_is_known_without_one(pacing: Any, tok_s: float, within: float) -> None:
+    given = world(answers=Lognormal(mean=40, cv=0.5), tok_s=tok_s, max_age=2, pacing=pacing)
+    run = Simulation(given, seed=0)
+    needs = Needs(run.flow._pacer)
+    run.flow._pacer = needs
+    run.run()
+    truth = Simulation(replace(given, flow=given.flow.model_copy(update={"max_age": 0})), seed=0).run()
+    step_s = truth.seconds / len(truth.steps)
+    least_s, most_s = (sum(each) / len(needs.found) for each in zip(*needs.found, strict=True))
+    assert (1 - within) * least_s < step_s < (1 + within) * most_s
+    if tok_s == 400:
+        assert least_s == pytest.approx(most_s, rel=0.02) == pytest.approx(step_s, rel=within)
+
+
 def test_first_groups_start_at_once_because_nothing_is_known() -> None:
     eager, late = both(world(steps=3))
     assert late.seconds == eager.seconds
@@ -106,6 +158,38 @@ class Wrong(JustInTimePacer):
     @property
     def experienced(self) -> bool:
         return True
+
+
+class Needs:
+    """A pacer's stand-in that keeps what every step would have taken if generation and training took turns."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self.found: list[tuple[float, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pacer, name)
+
+    def trained(self, step: int, now_s: float) -> None:
+        self._pacer.trained(step, now_s)
+        if self._pacer.need is not None and step >= BURN_IN:
+            self.found.append((self._pacer.need.turns_least_s, self._pacer.need.turns_s))
+
+
+class Surge(ConstantSpread):
+    """Times that are a hundred times as long from the twentieth step to the thirtieth."""
+
+    def draw(self, rng: Any, count: int) -> Any:
+        times = super().draw(rng, count)
+        times[20 * 16 : 30 * 16] *= 100
+        return times
+
+
+class NoMean(ConstantSpread):
+    """Times of a Pareto distribution without a mean."""
+
+    def draw(self, rng: Any, count: int) -> Any:
+        return self.value * (1 + rng.pareto(0.9, count))
 
 
 class Jump(ConstantSpread):
@@ -158,6 +242,7 @@ def _history(seed: int) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
+@gc_frozen()  # each simulation would look through all objects of the process otherwise
 def test_bound_books_and_the_last_step_hold_whatever_is_predicted(part: int) -> None:
     for seed in range(part * HISTORIES // 4, (part + 1) * HISTORIES // 4):
         _history(seed)
@@ -165,6 +250,7 @@ def test_bound_books_and_the_last_step_hold_whatever_is_predicted(part: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
+@gc_frozen()
 def test_bound_books_and_the_last_step_hold_in_ten_thousand_histories(part: int) -> None:
     for seed in range(part * MANY_HISTORIES // 8, (part + 1) * MANY_HISTORIES // 8):
         _history(seed)

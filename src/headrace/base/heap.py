@@ -33,8 +33,9 @@ def gc_disabled() -> Iterator[None]:
 @contextmanager
 def gc_frozen(young: int = YOUNG) -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection within this context. New objects are collected
-    after every ``young`` of them, which is more than are usually alive together."""
-    before = gc.get_threshold()
+    after every ``young`` of them, which is more than are usually alive together. Objects that were excluded before
+    stay excluded."""
+    before, excluded = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(young, RARELY, RARELY)
@@ -42,7 +43,8 @@ def gc_frozen(young: int = YOUNG) -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not excluded:
+            gc.unfreeze()
 
 
 def _let_go() -> None:

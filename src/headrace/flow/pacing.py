@@ -70,6 +70,12 @@ class AgeNeed:
     been ready in time."""
     less_s: float
     """Seconds that the learner would have waited for a batch that was begun one version later."""
+    turns_s: float
+    """Seconds that the step would have taken if generation and training took turns: its batch from the first group's
+    start to the last one's end, its training, and the commit of the weights before. Where batches share a busy engine,
+    each of them counts as long as it took beside the others."""
+    turns_least_s: float
+    """The same if a batch that shares the engine with those before it needs only the time after their end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +113,8 @@ class Pacer:
         self._free_s = 0.0
         """When the learner had trained the step before that one."""
         self._commits_s: dict[int, float] = {}
+        self._all_ready_s = 0.0
+        """When the last group of all trained batches was ready."""
         self._margin_s = 0.0
         """Added to the lead time because the learner has waited for more than its share."""
 
@@ -157,13 +165,15 @@ class Pacer:
         trained = self._open.pop(step)
         assert trained.ordered_s is not None
         self.need = None
-        self._steps_s.append(now_s - max(self._free_s, trained.ordered_s))
+        step_s = now_s - max(self._free_s, trained.ordered_s)
+        self._steps_s.append(step_s)
         self._adapt_margin(max(0.0, trained.ordered_s - self._free_s))
         if trained.begun_s is not None:
             took_s = trained.ready_s - trained.begun_s + trained.ordered_s - trained.taken_s
             late_s = 0.0 if trained.want_s is None else trained.want_s - self._free_s
             self._needed_s.append(took_s + late_s)
-            self.need = self._need_of(step, took_s)
+            self.need = self._need_of(step, took_s, step_s, trained)
+        self._all_ready_s = max(self._all_ready_s, trained.ready_s)
         self._next_step, self._free_s = step + 1, now_s
 
     def _adapt_margin(self, waited_s: float) -> None:
@@ -176,15 +186,23 @@ class Pacer:
         if self.experienced:
             self._margin_s = max(0.0, self._margin_s + GAIN * max(1.0, spanned) * over_s)
 
-    def _need_of(self, step: int, took_s: float) -> AgeNeed | None:
+    def _need_of(self, step: int, took_s: float, step_s: float, trained: _OpenStep) -> AgeNeed | None:
         """Return the age that a step needed whose batch took ``took_s``, and was wanted when the learner was free."""
+        assert trained.begun_s is not None
+        commit_s = max(0.0, self._commits_s.get(step, self._free_s) - self._free_s)
+        shared_s = max(0.0, self._all_ready_s - trained.begun_s)
         waits_s, before_s = 0.0, took_s
         for age in range(1, step + 1):
             if step - age not in self._commits_s:
                 return None
             waits_s = took_s - (self._free_s - self._commits_s[step - age])
             if waits_s <= self.learner_waits * self.step_s:
-                return AgeNeed(age=age, less_s=max(0.0, before_s))
+                return AgeNeed(
+                    age=age,
+                    less_s=max(0.0, before_s),
+                    turns_s=took_s + step_s + commit_s,
+                    turns_least_s=max(0.0, took_s - shared_s) + step_s + commit_s,
+                )
             before_s = waits_s
         return None
 

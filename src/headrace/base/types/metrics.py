@@ -125,6 +125,8 @@ _FLOW = _rows(
         "weights of that age were committed",
     ),
     ("age_less_s", "s", MEAN, "Time that the learner would have waited for a batch begun one version later than that"),
+    ("turns_s", "s", SUM, "Time that the step would have taken if generation and training took turns, at most"),
+    ("turns_least_s", "s", SUM, "The same, if batches that share the engine delay each other"),
     ("version_spread", "versions", MEAN, "Newest minus oldest version of the tokens that carried loss"),
     ("version_std", "versions", MEAN, "Standard deviation of their versions"),
     ("max_age", "versions", LAST, "The staleness bound, where the run tunes it"),

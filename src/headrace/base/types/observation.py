@@ -149,6 +149,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The sum of the ages that these tokens needed so that the learner would not wait."""
     less_s: float = 0.0
     """The time that the learner would have waited if these tokens had been begun one version later than needed."""
+    turns_s: float = 0.0
+    """The time that these steps would have taken if generation and training took turns, at most: as if batches that
+    share the engine did not delay each other."""
+    turns_least_s: float = 0.0
+    """The same, at least: as if a batch had the engine for itself only after the end of those before it."""
+    turned_s: float = 0.0
+    """The time that these steps took."""
 
     def __add__(self, later: Account) -> Account:
         """Return the account of both intervals together."""

@@ -265,9 +265,13 @@ class RunMetrics:
         )
 
     def _age_need(self) -> dict[str, float]:
-        """Return the age that the batch of the step needed; nothing where it is not known."""
+        """Return the age that the batch of the step needed, and the time that it would have taken without any; nothing
+        where they are not known."""
         need = self._flow.age_need
-        return {} if need is None else {"age_needed": float(need.age), "age_less_s": need.less_s}
+        if need is None:
+            return {}
+        turns = {"turns_s": need.turns_s, "turns_least_s": need.turns_least_s}
+        return {"age_needed": float(need.age), "age_less_s": need.less_s, **turns}
 
     def _limits(self) -> dict[str, float]:
         """Return the present values of the limits that the run tunes by itself."""

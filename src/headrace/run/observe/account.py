@@ -43,6 +43,9 @@ def account_of(
         trained_ages=sum(age * tokens for step in paced for age, tokens in step.ages.items()),
         needed_ages=sum((step.metrics["age_needed"] or 0.0) * sum(step.ages.values()) for step in paced),
         less_s=sum(step.metrics["age_less_s"] or 0.0 for step in paced),
+        turns_s=sum(step.metrics.get("turns_s") or 0.0 for step in paced),
+        turns_least_s=sum(step.metrics.get("turns_least_s") or 0.0 for step in paced),
+        turned_s=sum(step.seconds + step.wait_s for step in paced),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headrace.base.types.observation import Account, Bound, Cause
 from headrace.run.observe.advice import UNKNOWN, VerdictSettings, advise
-from headrace.run.observe.words import number, percent, percents
+from headrace.run.observe.words import duration, number, percent, percents
 
 
 class NextBound(enum.StrEnum):
@@ -58,6 +58,8 @@ SATURATED_SHARE = 0.8
 """The share of the time above which a part that works holds the run up."""
 MAX_PROMISED_GAIN = 10.0
 """A possible rate of more than this many times the present one is not promised, since no run would reach it."""
+CLOSE = 1.1
+"""Two times whose ratio is less than this are told as one."""
 NOTED_SHARE = 0.01
 """The share of time or tokens above which a loss is mentioned besides the bound."""
 
@@ -363,5 +365,21 @@ def _ages(a: Account) -> str:
         enough = f"{needed:.1f} was enough for the learner not to wait"
     return (
         f"Tokens are trained at a mean age of {mean:.1f}, {enough}; one version less would cost {percent(cost)} of the "
-        "time."
+        f"time. {_turns(a)}".rstrip()
     )
+
+
+def _turns(a: Account) -> str:
+    """Return how long the run would have taken if generation and training took turns, in words; empty where that is not
+    known.
+
+    >>> _turns(Account(seconds=22.0, turned_s=20.0, turns_s=30.0, turns_least_s=30.0))
+    'A synchronous run (flow.max_age = 0) would have taken about 33 s instead of 22 s.'
+    >>> _turns(Account(seconds=20.0, turned_s=20.0, turns_s=60.0, turns_least_s=30.0))
+    'A synchronous run (flow.max_age = 0) would have taken 30 s to 1 min 00 s instead of 20 s.'
+    """
+    if a.turned_s <= 0 or a.turns_s <= 0:
+        return ""
+    least_s, most_s = (part_s / a.turned_s * a.seconds for part_s in (a.turns_least_s, a.turns_s))
+    times = f"about {duration(most_s)}" if most_s < CLOSE * least_s else f"{duration(least_s)} to {duration(most_s)}"
+    return f"A synchronous run (flow.max_age = 0) would have taken {times} instead of {duration(a.seconds)}."
