@@ -98,3 +98,16 @@ def test_reference_divergence_is_told() -> None:
     rows = [t for s in sequences(batch(0)) for t in s]
     metrics = measured(loss={"kind": "grpo", "kl_coef": 0.1, "kl": "k1"})
     assert metrics["kl_ref"] == pytest.approx(sum(t["pi"] - t["ref"] for t in rows) / len(rows))
+
+
+def test_effective_sample_size_and_divergence_are_told_by_age_and_for_sequences() -> None:
+    metrics = measured()
+    rows = [t for s in sequences(batch(0)) for t in s]
+    for age in sorted({t["now"] - t["version"] for t in rows} & {0, 1, 2}):
+        x = torch.tensor([t["pi"] - t["mu"] for t in rows if t["now"] - t["version"] == age]).double()
+        w = x.exp()
+        assert metrics[f"ess/age_{age}"] == pytest.approx(float(w.sum() ** 2 / (len(w) * (w**2).sum())))
+        assert metrics[f"kl_mu_k3/age_{age}"] == pytest.approx(float((w - 1 - x).mean()), rel=1e-5)
+    sums = [sum(t["pi"] - t["mu"] for t in s) for s in sequences(batch(0)) if s]
+    w = torch.tensor(sums).double().clamp(-20, 20).exp()
+    assert metrics["ess_sequences"] == pytest.approx(float(w.sum() ** 2 / (len(w) * (w**2).sum())), rel=1e-5)

@@ -34,9 +34,9 @@ Column = Literal["log_old", "log_mu", "log_ref", "entropy", "versions", "selecte
 Anchor = Literal["old", "mu"]
 """The policy in the denominator of a ratio: π_old, or μ, which sampled the token."""
 
-Old = Literal["learner", "engine", "kept"]
-"""The policy that is π_old in a run: the learner before this step's update, μ, which sampled the token, or weights
-that the learner has kept."""
+Old = Literal["learner", "engine", "kept", "sampled"]
+"""The policy that is π_old in a run: the learner before this step's update, μ, which sampled the token, weights that
+the learner has kept, or the learner's weights of the version that sampled the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class LossInputs:
     """log π under the weights that are being trained; carries the gradient."""
     log_old_N: Tensor
     """log π_old, without gradient: of the learner's weights before this step's update, of μ if ``algo.old =
-    "engine"``, or of kept weights if it is ``"kept"``."""
+    "engine"``, of kept weights if it is ``"kept"``, or of each token's own version if it is ``"sampled"``."""
     log_mu_N: Tensor
     """log μ as the engine recorded it, without gradient."""
     advantages_N: Tensor

@@ -43,8 +43,10 @@ class AlgoConfig(Section):
     ratio π/π_old is 1 in value: no clip acts, and the correction weighs by π_old/μ. ``"engine"``: μ itself, so that
     the loss's own ratio π/μ and its clips account for older weights; corrections by π_old/μ are refused then.
     ``"kept"``: the weights that ``learner.old`` keeps, so that the loss's clips bound the distance of π from those;
-    the correction weighs by π_old/μ. Unset: ``"engine"`` in a run with ``flow.max_age`` above 0 that sets no correction
-    either, if the loss has a ratio to π_old; ``"learner"`` otherwise."""
+    the correction weighs by π_old/μ. ``"sampled"``: the learner's weights of the version that sampled each token, of
+    which a copy for each version up to ``flow.max_age`` is kept: the clips act on what age alone has changed, and the
+    correction weighs by the mismatch of engine and learner alone. Unset: ``"engine"`` in a run with ``flow.max_age``
+    above 0 that sets no correction either, if the loss has a ratio to π_old; ``"learner"`` otherwise."""
     reduction: ReductionConfig = TokenMean()
     """The rule that combines the losses of all tokens into one number. Unset: that of the loss's paper."""
     allow_uncorrected: bool = False
@@ -60,7 +62,7 @@ class AlgoConfig(Section):
     def _counts_once(self) -> AlgoConfig:
         if self.old == "engine":
             return self._leaves_rho_alone()
-        if self.old == "kept":
+        if self.old in ("kept", "sampled"):
             self._reads_old()
         weights = [f"correction {part.kind!r}" for part in self.correction if part.weighs]
         if self.loss.corrects():
@@ -81,7 +83,7 @@ class AlgoConfig(Section):
         why = "neither loss nor correction reads π_old"
         if replaced is not None:
             why = f"correction {replaced.kind!r} gives its own π_old"
-        raise ConfigError(f"algo.old='kept' has no effect: {why}", remedy="leave algo.old out")
+        raise ConfigError(f"algo.old={self.old!r} has no effect: {why}", remedy="leave algo.old out")
 
     def _leaves_rho_alone(self) -> AlgoConfig:
         """Refuse corrections by ρ = π_old/μ if μ is π_old: ρ is 1 then, and the loss's ratio already corrects."""
@@ -103,7 +105,7 @@ class AlgoConfig(Section):
     def corrected(self) -> bool:
         """Return whether tokens of older weights are corrected for, which an asynchronous run requires."""
         columns = self.loss.columns()
-        by_itself = self.loss.corrects() or (self.old == "engine" and "log_old" in columns)
+        by_itself = self.loss.corrects() or (self.old in ("engine", "sampled") and "log_old" in columns)
         return not columns & {"log_old", "log_mu"} or by_itself or any(part.corrects for part in self.correction)
 
     @property

@@ -38,6 +38,8 @@ of older weights (`flow.max_age` above 0), unless it sets a correction.
 `algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's update. A run makes
 one update of a batch, so that r is 1 in value: clips, caps on r, and pulls by (log r)² do not act, and the correction
 weighs by ρ. In a notebook π_old is the column `log_old`.
+`algo.old = "sampled"`: π_old of a token is the learner's weights of the version that sampled it, so that ρ is the
+mismatch of engine and learner alone, and r what the updates since then have changed.
 
 The objective is Σ weight · (correction · loss + penalty) over tokens; all normalisation lies in the weights, which are
 made from the masks of the whole batch.

@@ -21,8 +21,9 @@ AGE_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8))
 
 
 def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
-    """Return the distance of π from μ over the mask: KL(μ‖π) by k1 and k3, and moments of w = π/μ; and the distance
-    of the learner before this step (``log_learner_N``) from μ, separated by age 0 and higher ages.
+    """Return the distance of π from μ over the mask: KL(μ‖π) by k1 and k3, and moments of w = π/μ, of tokens (by age
+    too) and of sequences; and the distance of the learner before this step (``log_learner_N``) from μ, separated by age
+    0 and higher ages.
     """
     mask_N = inputs.mask_N
     x_N = log_ratio(inputs.log_pi_N.detach(), inputs.log_mu_N)
@@ -31,15 +32,19 @@ def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
     k3_N = rho_N.expm1() - rho_N
     fresh_N = mask_N & (inputs.ages_N() <= 0)
     stale_N = mask_N & ~fresh_N
+    sampled_S = inputs.sum_S(mask_N.to(x_N.dtype)) > 0
+    w_S = inputs.sum_S(x_N).clamp(-20.0, 20.0).exp()
     return {
         "kl_mu_k1": _mean(-x_N, mask_N),
-        "kl_mu_k3": _mean(x_N.expm1() - x_N, mask_N),
         "mismatch_k1": _mean(-rho_N, fresh_N),
         "mismatch_k3": _mean(k3_N, fresh_N),
         "stale_k1": _mean(-rho_N, stale_N),
         "stale_k3": _mean(k3_N, stale_N),
-        "ratio_mu": _mean(w_N, mask_N),
-        "ratio_mu_squared": _mean(w_N.square(), mask_N),
+        **by_age("kl_mu_k3", x_N.expm1() - x_N, inputs),
+        **by_age("ratio_mu", w_N, inputs),
+        **by_age("ratio_mu_squared", w_N.square(), inputs),
+        "sequence_ratio_mu": _mean(w_S, sampled_S),
+        "sequence_ratio_mu_squared": _mean(w_S.square(), sampled_S),
     }
 
 
@@ -50,15 +55,17 @@ def kl_ref(log_pi_N: Tensor, log_ref_N: Tensor, mask_N: Tensor) -> Ratio:
 
 def by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:
     """Return the mean of ``values_N`` over the mask, and over each bucket of ages: ``name``, ``name/age_3-4``, ..."""
-    values_N = values_N.to(inputs.log_pi_N.dtype)
-    out = {name: _mean(values_N, inputs.mask_N)}
+    kept_N = values_N.to(inputs.log_pi_N.dtype).masked_fill(~inputs.mask_N, 0.0)
+    counted_N = inputs.mask_N.to(kept_N.dtype)
     ages_N = inputs.ages_N()
-    for low, high in AGE_BUCKETS:
-        inside_N = inputs.mask_N & (ages_N >= low) & (ages_N <= high)
-        out[f"{name}/age_{low}" if low == high else f"{name}/age_{low}-{high}"] = _mean(values_N, inside_N)
-    last = AGE_BUCKETS[-1][1] + 1
-    out[f"{name}/age_{last}+"] = _mean(values_N, inputs.mask_N & (ages_N >= last))
-    return out
+    bucket_N = sum((ages_N > high).long() for _, high in AGE_BUCKETS)
+    sums_B, counts_B = (
+        kept_N.new_zeros(len(AGE_BUCKETS) + 1).index_add(0, bucket_N, column_N) for column_N in (kept_N, counted_N)
+    )
+    names = [f"age_{low}" if low == high else f"age_{low}-{high}" for low, high in AGE_BUCKETS]
+    buckets = zip([*names, f"age_{AGE_BUCKETS[-1][1] + 1}+"], sums_B, counts_B, strict=True)
+    whole = {name: Ratio(kept_N.sum(), inputs.mask_N.sum())}
+    return whole | {f"{name}/{bucket}": Ratio(total, count) for bucket, total, count in buckets}
 
 
 def add(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
@@ -79,16 +86,21 @@ def means(metrics: Mapping[str, Ratio]) -> dict[str, float]:
 
 
 def derived(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that follow from the means: ``ess``, the effective sample size as a fraction, E[w]²/E[w²];
-    ``chi2``, E[w²]/E[w]² − 1; ``staleness_k1`` and ``staleness_k3``, the excess of stale tokens over the mismatch of
-    fresh ones, if there are tokens of both kinds.
+    """Return the metrics that follow from the means: ``ess``, the effective sample size as a fraction, E[w]²/E[w²],
+    of all tokens and by age; ``ess_sequences``, that of whole sequences; ``chi2``, E[w²]/E[w]² − 1; ``staleness_k1``
+    and ``staleness_k3``, the excess of stale tokens over the mismatch of fresh ones, if there are tokens of both kinds.
 
     >>> derived({"ratio_mu": 1.0, "ratio_mu_squared": 1.25})
     {'ess': 0.8, 'chi2': 0.25}
     """
     out: dict[str, float] = {}
+    for name, squared in means.items():
+        stem, _, age = name.partition("/")
+        if stem == "ratio_mu_squared":
+            out[f"ess/{age}" if age else "ess"] = means[name.replace("_squared", "")] ** 2 / squared
+    if "sequence_ratio_mu_squared" in means:
+        out["ess_sequences"] = means["sequence_ratio_mu"] ** 2 / means["sequence_ratio_mu_squared"]
     if "ratio_mu_squared" in means:
-        out["ess"] = means["ratio_mu"] ** 2 / means["ratio_mu_squared"]
         out["chi2"] = means["ratio_mu_squared"] / means["ratio_mu"] ** 2 - 1
     for kind in ("k1", "k3"):
         if f"stale_{kind}" in means and f"mismatch_{kind}" in means:

@@ -12,12 +12,13 @@ from headrace.base.errors import ConfigError
 from headrace.learner.auxiliary.config import (
     CriticConfig,
     Frozen,
-    KeptConfig,
+    OldConfig,
     OwnEngine,
     PolicyConfig,
     ServedTeacher,
     TeacherConfig,
 )
+from headrace.learner.damping import EssDamping
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from headrace.models.devices import AUTO, DeviceName
 
@@ -28,6 +29,7 @@ SETTINGS = {
     "log_ref": "learner.reference",
     "baseline": "learner.reference",
     "log_old of kept weights": "learner.old",
+    "log_old of each token's version": "learner.old (kind 'sampled')",
     "top_k": "learner.teachers",
     "log_nu": "learner.teachers",
 }
@@ -65,6 +67,9 @@ class LearnerConfig(Section):
     """Learning rate at the end of a decaying schedule, as a fraction of ``lr``."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps in which the learning rate rises linearly from 0 to ``lr``."""
+    damping: EssDamping | None = None
+    """What lowers the learning rate of single steps: ``{ kind = "ess" }`` for the effective sample size of the batch,
+    which old tokens make smaller. Unset: nothing does."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
     """The decay rates β of AdamW, each below 1."""
     eps: float = Field(default=1e-8, gt=0)
@@ -95,8 +100,9 @@ class LearnerConfig(Section):
     """The policy to which KL penalties (``kl_coef`` of a loss) are computed. The metric ``kl_ref`` measures the
     distance to it, with a penalty or without. Unset: the initial weights of the run if the loss has a penalty,
     otherwise none."""
-    old: KeptConfig | None = None
-    """The policy that is π_old if ``algo.old = "kept"``. Unset: there is none."""
+    old: OldConfig | None = None
+    """The policy that is π_old if ``algo.old = "kept"``, or the copies for ``algo.old = "sampled"``. Unset: there is
+    none."""
     teachers: tuple[TeacherConfig, ...] = ()
     """The teachers of distillation, for ``algo.loss = "distill"`` or ``algo.advantage = "reverse_kl"``, one table
     ``[[learner.teachers]]`` each: either one that the learner computes, or any number with separate engines."""
@@ -109,7 +115,7 @@ class LearnerConfig(Section):
     """The critic of ``algo.advantage = "gae"``; it has no effect with another advantage."""
 
     @property
-    def policies(self) -> dict[str, PolicyConfig | TeacherConfig]:
+    def policies(self) -> dict[str, PolicyConfig | OldConfig | TeacherConfig]:
         """The policies that the learner computes, by the names of their settings."""
         named = {"reference": self.reference, "old": self.old, "teachers[0]": self.own_teacher}
         return {name: config for name, config in named.items() if config is not None}

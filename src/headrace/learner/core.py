@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,8 @@ class Update:
     lr: float
     """Learning rate of this update."""
     seconds: float
+    damped: dict[str, float] = field(default_factory=dict)
+    """The factor of the learning rate as a metric, if ``learner.damping`` is set."""
 
 
 class LearnerCore:
@@ -114,6 +116,8 @@ class LearnerCore:
         self._files = Snapshot(model, self._optimizer, self._ranks, self._auxiliary)
         self._memory = MemoryPlan.of(model, config)
         self._parts: StepSums | None = None
+        self._damping = 1.0
+        """Factor of the learning rate of the next update: the smallest of the batches in its gradient."""
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step = 0
 
@@ -147,7 +151,14 @@ class LearnerCore:
         seconds = {"forward_backward_s": gradient.seconds, "optim_s": update.seconds}
         return StepReport(
             step=batch.step,
-            metrics={**gradient.metrics, "grad_norm": update.grad_norm, "lr": update.lr, **update.norms, **seconds},
+            metrics={
+                **gradient.metrics,
+                "grad_norm": update.grad_norm,
+                "lr": update.lr,
+                **update.norms,
+                **update.damped,
+                **seconds,
+            },
             trained_tokens=gradient.trained_tokens,
             dropped_tokens=gradient.dropped_tokens,
             log_pi_N=gradient.log_pi_N,
@@ -192,7 +203,13 @@ class LearnerCore:
         tally = MicroBatchStats()
         self._backward(work, tally)
         tally.join(self._ranks)
-        return Gradient.of(tally, dropped, self._ended("forward_backward", start_s))
+        return self._damped_by(Gradient.of(tally, dropped, self._ended("forward_backward", start_s)))
+
+    def _damped_by(self, gradient: Gradient) -> Gradient:
+        """Note by how much the batch of ``gradient`` lowers the learning rate of the next update."""
+        if self._config.damping is not None:
+            self._damping = min(self._damping, self._config.damping.factor(gradient.metrics))
+        return gradient
 
     def add(self, part: Batch) -> None:
         """Compute the gradient of a part of this step's batch before the rest is available.
@@ -238,7 +255,7 @@ class LearnerCore:
         self._optimizer.scale(scale)
         for model in self._auxiliary:
             model.scale(scale)
-        return Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale)
+        return self._damped_by(Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale))
 
     def optim_step(self) -> Update:
         """Clip the gradient, update the weights at the schedule's rate, and increase the version by one.
@@ -260,7 +277,7 @@ class LearnerCore:
                 remedy="lower learner.lr or set model.dtype='float32'; log_ratio_abs_max shows how it came; "
                 "the run resumes from its last snapshot",
             )
-        lr = learning_rate(self._config, self._step, self._context.total_steps)
+        lr = learning_rate(self._config, self._step, self._context.total_steps) * self._damping
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._discard_gradients)
             for part in (*([self._optimizer] if lr > 0 else ()), *self._auxiliary):
@@ -279,7 +296,9 @@ class LearnerCore:
         self._step += 1
         named = self._forward.switch.agents[1:]
         own = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items() if agent in named}
-        return Update(grad_norm=grad_norm, norms=own, lr=lr, seconds=seconds)
+        damped = {} if self._config.damping is None else {"lr_damping": self._damping}
+        self._damping = 1.0
+        return Update(grad_norm=grad_norm, norms=own, lr=lr, seconds=seconds, damped=damped)
 
     def logprobs(self, batch: Batch) -> FloatColumn:
         """Return log π of every token in the batch's mask, ``[N]`` in float32, under the current weights and the
@@ -420,7 +439,7 @@ class LearnerCore:
         self._optimizer.zero_grad()
         for model in self._auxiliary:
             model.discard_gradient()
-        self._parts = None
+        self._parts, self._damping = None, 1.0
 
     def _select(self, work: StepWork) -> Tensor | None:
         """Return the tokens that formulas select from the whole batch under the current weights."""

@@ -44,7 +44,8 @@ class StepWork:
     selected_NP: Tensor | None = None
     """The tokens that parts of the objective selected from the whole batch, as bool; ``None`` if no part selects."""
     log_old_N: Tensor | None = None
-    """log π_old of kept weights, in host memory; ``None`` if π_old is another policy."""
+    """log π_old of kept weights, in host memory, NaN for tokens whose π_old is the learner before this step; ``None``
+    if it is for all of them, or if π_old is μ."""
     log_ref_N: Tensor | None = None
     """log π_ref, in host memory; ``None`` if there is no reference."""
     baseline: float | None = None
@@ -86,9 +87,11 @@ class StepWork:
         computed = {"log_old": self.log_old_N, "log_ref": self.log_ref_N}
         held = {name: None if column is None else column[places].to(device) for name, column in computed.items()}
         log_old_M = recorded["log_mu_N"] if self.old == "engine" else log_pi_M.detach()
+        if (kept_M := held["log_old"]) is not None:
+            log_old_M = torch.where(kept_M.isnan(), log_old_M, kept_M) if self.old == "sampled" else kept_M
         return LossInputs(
             log_pi_N=log_pi_M,
-            log_old_N=log_old_M if held["log_old"] is None else held["log_old"],
+            log_old_N=log_old_M,
             log_ref_N=held["log_ref"],
             num_samples=len(micro.lengths_K),
             groups_S=torch.from_numpy(self.batch.groups_S[micro.samples_K].astype(np.int64)).to(device),

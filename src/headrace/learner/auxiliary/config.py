@@ -10,6 +10,9 @@ from headrace.base.config import Section
 from headrace.base.config.filling import template_fields
 from headrace.base.errors import ConfigError
 
+MOST_VERSIONS = 256
+"""Greatest number of versions of which copies are kept."""
+
 
 class KeptSection(Section):
     """The settings of a copy of the trained weights, with which the model computes one pass without gradient."""
@@ -112,6 +115,23 @@ class Lagged(KeptSection):
         return f"the weights of {self.versions} version{'s' * (self.versions > 1)} before"
 
 
+class Sampled(KeptSection):
+    """The settings of the weights of the last ``versions`` updates, each for the tokens that its version sampled."""
+
+    kind: Literal["sampled"] = "sampled"
+    """Selects these weights."""
+    versions: int = Field(ge=1, le=MOST_VERSIONS)
+    """Number of versions of which a copy is kept: the greatest age of a token. A run takes it from ``flow.max_age``."""
+
+    @property
+    def num_copies(self) -> int:
+        """Return the number of copies, one for each version."""
+        return self.versions
+
+    def __str__(self) -> str:
+        return "the weights of the version that sampled each token"
+
+
 class OtherModel(Section):
     """The settings of another model with the same vocabulary, of any architecture and size, which is loaded beside the
     trained model and is frozen."""
@@ -177,6 +197,9 @@ _IN_ENGINE = ", in an engine of its own"
 
 KeptConfig = Annotated[Frozen | Ema | Refreshed | Lagged, Field(discriminator="kind")]
 """Any kind of kept weights of the trained model."""
+
+OldConfig = Annotated[Frozen | Ema | Refreshed | Lagged | Sampled, Field(discriminator="kind")]
+"""Any weights of the trained model that can be π_old."""
 
 PolicyConfig = Annotated[Frozen | Ema | Refreshed | Lagged | OtherModel, Field(discriminator="kind")]
 """Any policy that can compute log-probabilities of a batch."""

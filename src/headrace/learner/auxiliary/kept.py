@@ -202,6 +202,13 @@ class Ring:
     def swapped_in(self) -> AbstractContextManager[None]:
         return self._ring[0].swapped_in() if self._ring else nullcontext()  # at version 0: the weights themselves
 
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def lent_from(self, age: int) -> AbstractContextManager[None]:
+        """Let the model compute with the weights of ``age`` versions ago, between 1 and the number of copies."""
+        return self._ring[-age].lent()
+
     def before_update(self) -> None:
         copy = self._spare.pop() if self._spare else self._ring.popleft()
         copy.take()

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from headrace.algo.objective import Objective
 from headrace.base.errors import ConfigError
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
+from headrace.learner.auxiliary.config import Sampled
 from headrace.learner.auxiliary.critic import Critic
 from headrace.learner.auxiliary.external_teacher import ExternalTeacher
 from headrace.learner.auxiliary.policies import OldPolicy, Reference, TeacherModel
+from headrace.learner.auxiliary.sampled import SampledPolicies
 from headrace.learner.config import COLUMNS, SETTINGS
 
 
@@ -19,7 +21,9 @@ def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
     config, found = parts.config, list[AuxiliaryModel]()
     if config.reference is not None:
         found.append(Reference(parts, config.reference))
-    if config.old is not None:
+    if isinstance(config.old, Sampled):
+        found.append(SampledPolicies(parts, config.old))
+    elif config.old is not None:
         found.append(OldPolicy(parts, config.old))
     if (teacher := config.own_teacher) is not None:
         found.append(TeacherModel(parts, teacher))
@@ -38,6 +42,8 @@ def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> No
     missing: list[str] = sorted(objective.columns - held)
     if objective.old == "kept" and "old" not in names:
         missing.append("log_old of kept weights")
+    if objective.old == "sampled" and SampledPolicies.name not in names:
+        missing.append("log_old of each token's version")
     if objective.teaching is not None and "teacher" not in names:
         missing.append("log_nu")
     if missing:

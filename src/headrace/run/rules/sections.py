@@ -13,6 +13,7 @@ from headrace.engine.fleet import FleetConfig
 from headrace.flow import FlowConfig
 from headrace.launch.config import LaunchConfig
 from headrace.learner import LearnerConfig
+from headrace.learner.auxiliary.config import MOST_VERSIONS
 from headrace.models import ModelConfig
 from headrace.rollout.environments import DataConfig, EnvConfig
 from headrace.run.observe.config import ObserveConfig
@@ -47,8 +48,9 @@ class RunSections(Section):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _clip_acts(cls, tree: Any) -> Any:
-        """Make μ the π_old of a run that trains tokens of older weights, where the file leaves it open."""
+    def _old_policy_follows_the_ages(cls, tree: Any) -> Any:
+        """Make μ the π_old of a run that trains tokens of older weights, where the file leaves it open. Keep as
+        many versions as tokens may be old, where π_old is that of each token's version."""
         algo = tree.get("algo", {}) if isinstance(tree, dict) else None
         if not isinstance(algo, dict):
             return tree
@@ -56,4 +58,13 @@ class RunSections(Section):
             flow = FlowConfig.model_validate(tree.get("flow", {}))
         except pydantic.ValidationError:
             return tree  # validation of the section itself will report it
-        return tree if flow.greatest_age == 0 else {**tree, "algo": for_old_tokens(algo)}
+        if flow.greatest_age == 0:
+            return tree
+        tree = {**tree, "algo": for_old_tokens(algo)}
+        learner = tree.get("learner", {})
+        if algo.get("old") != "sampled" or not isinstance(learner, dict) or flow.greatest_age > MOST_VERSIONS:
+            return tree
+        kept = learner.get("old") or {}
+        if not isinstance(kept, dict) or kept.get("kind", "sampled") != "sampled":
+            return tree
+        return {**tree, "learner": {**learner, "old": {"kind": "sampled", "versions": flow.greatest_age, **kept}}}

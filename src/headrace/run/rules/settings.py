@@ -16,7 +16,7 @@ from headrace.algo.reductions import ConstantDivisor, SequenceMeanTokenSum, Toke
 from headrace.base.errors import DataError, nearest
 from headrace.flow.filters import LengthFilter
 from headrace.learner import LearnerConfig
-from headrace.learner.auxiliary.config import CriticConfig, Frozen, OtherModel
+from headrace.learner.auxiliary.config import MOST_VERSIONS, CriticConfig, Frozen, OtherModel, Sampled
 from headrace.learner.config import COLUMNS
 from headrace.rollout.environments.agents import RESERVED, TrainedAgent
 from headrace.run.rules import Broken, SettingsRule
@@ -155,6 +155,12 @@ def _distils(algo: AlgoConfig) -> bool:
     return "top_k" in algo.columns
 
 
+def _too_few_versions(c: RunSections) -> Broken:
+    """Find fewer kept versions than the ages of tokens that are trained against the weights of their own version."""
+    held = c.learner.old.versions if isinstance(c.learner.old, Sampled) else 0
+    return c.algo.old == "sampled" and held < c.flow.greatest_age and {"held": held, "age": c.flow.greatest_age}
+
+
 def _no_teacher(c: RunSections) -> Broken:
     """Find a loss or an advantage that learns from a teacher where none is set."""
     distils, algo = _distils(c.algo), c.algo
@@ -219,9 +225,28 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("algo.old", "learner.old"),
-        broken=lambda c: c.algo.old != "kept" and c.learner.old is not None,
+        broken=lambda c: c.algo.old not in ("kept", "sampled") and c.learner.old is not None,
         reason="learner.old.kind={learner.old.kind!r} has no effect with algo.old={algo.old!r}",
         remedy=_BOTH_OLD,
+    ),
+    SettingsRule(
+        keys=("algo.old", "learner.old"),
+        broken=lambda c: c.learner.old is not None and (c.algo.old == "sampled") != (c.learner.old.kind == "sampled"),
+        reason="algo.old={algo.old!r} with learner.old.kind={learner.old.kind!r}: the weights of each token's version "
+        "belong to 'sampled', and other kept weights to 'kept'",
+        remedy="set algo.old = 'sampled' and leave learner.old.kind out, or set algo.old = 'kept' and another kind",
+    ),
+    SettingsRule(
+        keys=("algo.old", "flow.max_age"),
+        broken=lambda c: c.algo.old == "sampled" and c.flow.greatest_age == 0,
+        reason="algo.old='sampled' has no effect with flow.max_age=0: the learner's weights sampled every token",
+        remedy="leave algo.old out, or set flow.max_age >= 1",
+    ),
+    SettingsRule(
+        keys=("algo.old", "learner.old.versions", "flow.max_age"),
+        broken=_too_few_versions,
+        reason="algo.old='sampled' needs a copy of the weights for each of {age} versions, and {held} are kept",
+        remedy=f"leave learner.old.versions out, and flow.max_age at {MOST_VERSIONS} or less",
     ),
 )
 

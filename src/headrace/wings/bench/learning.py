@@ -8,6 +8,7 @@ and not with runs that do not evaluate.
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -116,9 +117,10 @@ def measure(
     tasks: str = "demo,slow,long",
     parts: str = "default,eager",
     steps: int = 0,
+    directory: str = "",
 ) -> Report:
     """Measure the curve of every task, age and part over ``seeds``. ``steps`` shortens every run; ``quick`` makes one
-    of five steps."""
+    of five steps. Models and rows are kept in ``directory`` for later calls, where it is given."""
     if quick:
         seeds, ages, tasks, parts, steps = "0", "1", "demo", "default", 5
     chosen, variants = _listed("tasks", tasks, TASKS), _listed("parts", parts, PARTS)
@@ -126,13 +128,24 @@ def measure(
     runs = [(age, part) for age in _numbers("ages", ages) for part in variants if age or part == "default"]
     for task, seed in product(chosen, _numbers("seeds", seeds)):
         with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-            run_file = TASKS[task].build(Path(scratch) / "task", seed)
+            run_file = _built(TASKS[task], Path(directory or scratch), seed)
             for age, part in runs[:: 1 if seed % 2 else -1]:  # neither is always the first
                 tell(f"{task}, seed {seed}, max_age {age}, {part}")
                 into = Path(scratch) / f"{age}-{part.replace(' ', '-')}"
                 found = _measured(TASKS[task], run_file, into, seed=seed, age=age, part=part, steps=steps)
                 rows.append({"task": task, "seed": seed, "max_age": age, "part": part, **found})
     return report(rows, _targets(rows))
+
+
+def _built(task: LearningTask, directory: Path, seed: int) -> Path:
+    """Return the run file of a task, which is made unless ``directory`` holds it from before."""
+    made = directory / f"{task.build.__name__.strip('_')}-{seed}"
+    if not made.exists():
+        fresh = directory / f"{made.name}.part"
+        shutil.rmtree(fresh, ignore_errors=True)
+        task.build(fresh, seed)
+        fresh.rename(made)  # a call that is stopped leaves no half of a task
+    return next(made.glob("*.toml"))
 
 
 def _listed(option: str, text: str, known: Mapping[str, object]) -> list[str]:

@@ -32,6 +32,7 @@ def bench(
     tasks: str = typer.Option("", metavar="NAME,NAME", help="learning: demo, slow, long."),
     parts: str = typer.Option("", metavar="NAME,NAME", help="learning: default, eager, idle clip, former."),
     steps: int = typer.Option(0, min=0, help="learning: steps of a run; 0 for the task's own."),
+    directory: str = typer.Option("", metavar="DIR", help="learning: keeps models and rows for other calls."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""
     starting(f"loading what the benchmark {name} needs")
@@ -41,7 +42,7 @@ def bench(
     progress = console(stderr=True)
     given = {
         "threads": threads, "quick": quick, "vllm": vllm,
-        "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps,
+        "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps, "directory": directory,
     }  # fmt: skip
     result = run_benchmark(
         name,

@@ -1,0 +1,45 @@
+"""Damping: a smaller learning rate where the batch says little about the policy that is trained.
+
+    ρ = ESS/B = (Σ w)² / (B·Σ w²),  w = π/μ         rate = schedule · min(1, ρ/``reference``)^``power``
+
+Old tokens make the ratios w heavy-tailed: few samples decide the gradient, and its variance grows as 1/ρ. The square
+root is the scaling of AdamW's rate with a batch that is smaller by ρ. μ is the distribution that really sampled each
+token, and w is not truncated, whatever the loss and the corrections do.
+
+Source: VCPO, arXiv 2602.17616, eq. 5, where ``reference`` is the ρ of a batch of age 0; it is 1 here unless set, since
+engine and learner agree on such a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.base.config import Section
+
+_METRICS = {"sequences": "ess_sequences", "tokens": "ess"}
+
+
+class EssDamping(Section):
+    """The settings of a learning rate that follows the effective sample size of the batch."""
+
+    kind: Literal["ess"] = "ess"
+    """Selects this damping."""
+    of: Literal["sequences", "tokens"] = "sequences"
+    """Whether w is the ratio of a whole sequence, as in the paper, or of a single token. Ratios of long sequences are
+    far from 1 for small differences of their tokens."""
+    power: float = Field(default=0.5, gt=0)
+    """The power of ρ by which the rate is multiplied."""
+    reference: float = Field(default=1.0, gt=0, le=1)
+    """The ρ that leaves the rate as it is, and so does every larger one."""
+
+    def factor(self, metrics: Mapping[str, float]) -> float:
+        """Return the factor of the learning rate for a batch with these metrics; 1 if no ratio is known.
+
+        >>> EssDamping().factor({"ess_sequences": 0.25}), EssDamping(reference=0.5).factor({"ess_sequences": 0.6})
+        (0.5, 1.0)
+        """
+        share = metrics.get(_METRICS[self.of])
+        return 1.0 if share is None else min(1.0, share / self.reference) ** self.power
