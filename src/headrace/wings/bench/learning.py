@@ -17,7 +17,8 @@ from importlib.resources import as_file, files
 from itertools import pairwise, product
 from pathlib import Path
 
-from headrace.base.errors import ConfigError, nearest
+from headrace.base.errors import ConfigError, RunError, nearest
+from headrace.control.metrics.summary import Summary
 from headrace.run.observe import load_run
 from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
@@ -103,9 +104,11 @@ PARTS: Mapping[str, Sequence[str]] = {
     "eager": ("flow.pacing=eager",),
     "idle clip": ("algo.old=learner",),
     "former": ("flow.pacing=eager", "algo.old=learner"),
+    "sampled": ("algo.old=sampled",),
+    "ess": ("learner.damping.kind=ess",),
 }
-"""The variants of an asynchronous run: as it is, and without just-in-time pacing, the clip against μ, or both (as
-the defaults were before)."""
+"""The variants of an asynchronous run: as it is; without just-in-time pacing, the clip against μ, or both (as the
+defaults were before); with the exact π_old of every token, or a rate that follows the effective sample size."""
 
 
 def measure(
@@ -175,6 +178,11 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, a
             *(f"run.checkpoint_every={num_steps}", "observe.view=none", "observe.report=false"),
         ]
         summary = train(load_config(run_file, settings))
+    if summary.status != "finished" or summary.eval_after is None:
+        raise RunError(
+            f"{run_dir.name} of seed {seed} {summary.status} after {summary.steps} of {num_steps} steps",
+            remedy="let every run end: half a curve compares with nothing",
+        )
     run = load_run(run_dir)
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
@@ -182,7 +190,7 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, a
     ages = (step.metrics.get("age_needed") for step in late)
     needed = [age for age in ages if age is not None]
     curve = [(0, 0.0, summary.eval_before or 0.0), *_points(run.steps, run.loop[0])]
-    curve.append((summary.tokens_trained, run.steps[-1].clock_s - run.loop[0], summary.eval_after or 0.0))
+    curve.append((summary.tokens_trained, run.steps[-1].clock_s - run.loop[0], summary.eval_after))
     goal = curve[0][2] + MARK * (1 - curve[0][2])
     reached = next((point for point in curve if point[2] >= goal), None)
     return {
@@ -191,6 +199,8 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, a
         "tok_s": tokens / max(1e-9, late[-1].clock_s - first_s),
         "learner_waits": sum(step.wait_s for step in late) / max(1e-9, late[-1].clock_s - first_s),
         "engine_idle": summary.engine_idle_frac,
+        "seconds": run.steps[-1].clock_s - run.loop[0],
+        "synchronous_s": _of_turns(summary),
         "area": _area(curve),
         "end": curve[-1][2],
         "lowest_late": min(reward for _, _, reward in curve[len(curve) // 2 :]),
@@ -198,6 +208,15 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, a
         "goal_s": reached and reached[1],
         "curve": curve,
     }
+
+
+def _of_turns(summary: Summary) -> tuple[float, float] | None:
+    """Return between which times a synchronous run would have taken as long, in seconds, by the run's own account."""
+    spent = summary.account
+    if spent is None or not spent.turned_s:
+        return None
+    scale = spent.seconds / spent.turned_s
+    return spent.turns_least_s * scale, spent.turns_s * scale
 
 
 def _points(steps: Sequence[object], begin_s: float) -> list[tuple[int, float, float]]:

@@ -30,7 +30,9 @@ def bench(
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),
     ages: str = typer.Option("", metavar="N,N", help="learning: flow.max_age of the runs; 0,1,2,4,8 by default."),
     tasks: str = typer.Option("", metavar="NAME,NAME", help="learning: demo, slow, long."),
-    parts: str = typer.Option("", metavar="NAME,NAME", help="learning: default, eager, idle clip, former."),
+    parts: str = typer.Option(
+        "", metavar="NAME,NAME", help="learning: default, eager, idle clip, former, sampled, ess"
+    ),
     steps: int = typer.Option(0, min=0, help="learning: steps of a run; 0 for the task's own."),
     directory: str = typer.Option("", metavar="DIR", help="learning: keeps models and rows for other calls."),
 ) -> None:
