@@ -1,13 +1,15 @@
 """Learning curves over seeds: held-out reward over trained tokens and over seconds, by staleness and by its settings.
 
-    task × variant × seed ──▶ one run with evaluations on the way ──▶ curve ──▶ area, seconds and tokens to the goal
+    task × variant × seed ──▶ one run that writes snapshots ──▶ held-out rows answered by each ──▶ curve
+    curve ──▶ area, seconds and tokens to the goal
 
-Evaluations take the engine's time in every variant alike, so seconds are comparable between the variants of one report
-and not with runs that do not evaluate.
+Snapshots are judged when the run is over: evaluations on the way would take as much of the engine as training does, and
+the ages would be those of another run. Writing the snapshots is part of the seconds.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import tempfile
@@ -16,13 +18,16 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 from headrace.base.errors import ConfigError, RunError, nearest
 from headrace.control.metrics.summary import Summary
-from headrace.run.observe import load_run
+from headrace.run.observe import RunData, load_run
 from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.user_code import odd
 from headrace.wings.recipes.demo import build_demo
+from headrace.wings.recipes.demo.reward import reward
 
 FIRST = 12
 """First steps that count for no mean age: without history every group starts at once."""
@@ -40,7 +45,11 @@ class LearningTask:
     """Overrides of the run file."""
     steps: int
     every: int
-    """Number of steps between two evaluations."""
+    """Number of steps between two snapshots."""
+    reward: Callable[[str, Mapping[str, Any]], float]
+    """The reward of an answer to a row, without any delay."""
+    new_tokens: int
+    """Greatest number of tokens of an answer."""
 
 
 def _demo(directory: Path, seed: int) -> Path:
@@ -50,8 +59,6 @@ def _demo(directory: Path, seed: int) -> Path:
 def _long(directory: Path, seed: int) -> Path:
     """Make a model without training, whose answers have geometric lengths, and rows whose reward is the share of
     characters with odd codes."""
-    import json
-
     import numpy as np
 
     from headrace.models.tiny import TinySpec, make_tiny
@@ -70,6 +77,10 @@ def _long(directory: Path, seed: int) -> Path:
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
         (directory / "run.toml").write_text(LONG.format(reward=f"{user_code}:odd"), encoding="utf-8")
     return directory / "run.toml"
+
+
+def _right(completion: str, row: Mapping[str, Any]) -> float:
+    return reward(completion, row["answer"])
 
 
 LONG = """
@@ -92,11 +103,16 @@ betas = [0.9, 0.99]
 """
 
 TASKS: Mapping[str, LearningTask] = {
-    "demo": LearningTask(build=_demo, steps=150, every=10),
+    "demo": LearningTask(build=_demo, steps=150, every=10, reward=_right, new_tokens=4),
     "slow": LearningTask(
-        build=_demo, settings=("flow.groups_per_step=16", "env.reward={code}:slow_sum"), steps=60, every=10
+        build=_demo,
+        settings=("flow.groups_per_step=16", "env.reward={code}:slow_sum"),
+        steps=60,
+        every=10,
+        reward=_right,
+        new_tokens=4,
     ),
-    "long": LearningTask(build=_long, steps=60, every=5),
+    "long": LearningTask(build=_long, steps=60, every=5, reward=lambda text, row: odd(text), new_tokens=128),
 }
 """The tasks: the demo, the demo with rewards that take 300 ms, and answers of geometric lengths."""
 PARTS: Mapping[str, Sequence[str]] = {
@@ -174,11 +190,12 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, a
         settings = [
             *(text.format(code=code) for text in task.settings),
             *(f"flow.max_age={age}", *(PARTS[part] if age else ())),
-            *(f"run.seed={seed}", f"run.steps={num_steps}", f"run.eval_every={task.every}", f"run.dir={run_dir}"),
-            *(f"run.checkpoint_every={num_steps}", "observe.view=none", "observe.report=false"),
+            *(f"run.seed={seed}", f"run.steps={num_steps}", f"run.dir={run_dir}", "data.eval_path="),
+            *(f"run.checkpoint_every={task.every}", f"run.keep_checkpoints={num_steps}"),
+            *("observe.view=none", "observe.report=false"),
         ]
         summary = train(load_config(run_file, settings))
-    if summary.status != "finished" or summary.eval_after is None:
+    if summary.status != "finished":
         raise RunError(
             f"{run_dir.name} of seed {seed} {summary.status} after {summary.steps} of {num_steps} steps",
             remedy="let every run end: half a curve compares with nothing",
@@ -189,8 +206,7 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, a
     first_s = late[0].clock_s - late[0].seconds - late[0].wait_s
     ages = (step.metrics.get("age_needed") for step in late)
     needed = [age for age in ages if age is not None]
-    curve = [(0, 0.0, summary.eval_before or 0.0), *_points(run.steps, run.loop[0])]
-    curve.append((summary.tokens_trained, run.steps[-1].clock_s - run.loop[0], summary.eval_after))
+    curve = _curve(task, run_file.parent, run_dir, run)
     goal = curve[0][2] + MARK * (1 - curve[0][2])
     reached = next((point for point in curve if point[2] >= goal), None)
     return {
@@ -219,19 +235,33 @@ def _of_turns(summary: Summary) -> tuple[float, float] | None:
     return spent.turns_least_s * scale, spent.turns_s * scale
 
 
-def _points(steps: Sequence[object], begin_s: float) -> list[tuple[int, float, float]]:
-    """Return trained tokens, seconds and held-out reward of the versions that were evaluated on the way."""
-    from headrace.base.types.observation import StepRecord
-
-    done: dict[int, tuple[int, float]] = {}
-    points, total = [], 0
-    for step in steps:
-        assert isinstance(step, StepRecord)
+def _curve(task: LearningTask, directory: Path, run_dir: Path, run: RunData) -> list[tuple[int, float, float]]:
+    """Return trained tokens, seconds and held-out reward of the model that the run began with and of every snapshot."""
+    ended, total = {0: (0, 0.0)}, 0
+    for step in run.steps:
         total += step.trained_tokens
-        done[step.version] = (total, step.clock_s - begin_s)
-        if step.eval_version in done and step.eval_accuracy is not None:
-            points.append((*done[step.eval_version], step.eval_accuracy))
-    return points
+        ended[step.version] = (total, step.clock_s - run.loop[0])
+    snapshots = {int(path.name.removeprefix("step-")): path for path in run_dir.glob("checkpoints/step-*")}
+    judged = {0: directory / "model", **snapshots}
+    return [(*ended[version], _judge(task, directory, judged[version])) for version in sorted(judged)]
+
+
+def _judge(task: LearningTask, directory: Path, model_dir: Path) -> float:
+    """Return the mean reward of one answer to each held-out row, sampled from a seed that is always the same."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) for line in (directory / "held_out.jsonl").read_text("utf-8").splitlines()]
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory / "model", padding_side="left")
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    torch.manual_seed(0)  # noqa: TID251  # transformers samples from the global state alone
+    ids = model.generate(
+        input_ids=asked.input_ids, attention_mask=asked.attention_mask, max_new_tokens=task.new_tokens,
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+    )  # fmt: skip
+    texts = tokenizer.batch_decode(ids[:, asked.input_ids.shape[1] :], skip_special_tokens=True)
+    return statistics.fmean(task.reward(text, row) for text, row in zip(texts, rows, strict=True))
 
 
 def _area(curve: Sequence[tuple[int, float, float]]) -> float:
