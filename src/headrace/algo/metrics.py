@@ -58,7 +58,9 @@ def by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:
     kept_N = values_N.to(inputs.log_pi_N.dtype).masked_fill(~inputs.mask_N, 0.0)
     counted_N = inputs.mask_N.to(kept_N.dtype)
     ages_N = inputs.ages_N()
-    bucket_N = sum((ages_N > high).long() for _, high in AGE_BUCKETS)
+    bucket_N = ages_N.new_zeros(ages_N.shape)
+    for _, high in AGE_BUCKETS:
+        bucket_N = bucket_N + (ages_N > high)
     sums_B, counts_B = (
         kept_N.new_zeros(len(AGE_BUCKETS) + 1).index_add(0, bucket_N, column_N) for column_N in (kept_N, counted_N)
     )

@@ -12,6 +12,7 @@ engine and learner agree on such a batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -42,4 +43,4 @@ class EssDamping(Section):
         (0.5, 1.0)
         """
         share = metrics.get(_METRICS[self.of])
-        return 1.0 if share is None else min(1.0, share / self.reference) ** self.power
+        return 1.0 if share is None else math.pow(min(1.0, share / self.reference), self.power)
