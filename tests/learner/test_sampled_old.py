@@ -122,3 +122,7 @@ def test_run_keeps_as_many_versions_as_tokens_may_be_old():
     }.items():
         with pytest.raises(ConfigError, match=found):
             load_config(run, [settings])
+
+
+def test_learner_says_that_the_model_holds_other_weights_for_a_while(model_dir):
+    assert learner_of(model_dir).swaps_weights

@@ -205,9 +205,9 @@ class Ring:
     def __len__(self) -> int:
         return len(self._ring)
 
-    def lent_from(self, age: int) -> AbstractContextManager[None]:
+    def swapped_in_from(self, age: int) -> AbstractContextManager[None]:
         """Let the model compute with the weights of ``age`` versions ago, between 1 and the number of copies."""
-        return self._ring[-age].lent()
+        return self._ring[-age].swapped_in()
 
     def before_update(self) -> None:
         copy = self._spare.pop() if self._spare else self._ring.popleft()

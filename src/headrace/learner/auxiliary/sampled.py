@@ -38,7 +38,7 @@ class SampledPolicies(AuxiliaryModel):
         self._ring = Ring([Copy(parts.model, trained, config.device) for _ in range(config.versions)])
 
     @property
-    def lends_weights(self) -> bool:
+    def swaps_weights(self) -> bool:
         return True
 
     def prepare(self, work: StepWork) -> StepWork:
@@ -54,7 +54,7 @@ class SampledPolicies(AuxiliaryModel):
                     remedy="set learner.old.versions to the greatest age of a token (flow.max_age)",
                 )
             mask_N = old_N & (ages_N == age)
-            with self._ring.lent_from(age):
+            with self._ring.swapped_in_from(age):
                 log_old_N[mask_N] = self._forward.logprobs(batch, mask_N)[mask_N]
         return replace(work, log_old_N=torch.from_numpy(log_old_N))
 
