@@ -130,5 +130,5 @@ def page(rows: Mapping[str, Row]) -> str:
 
 def _short(text: str) -> str:
     """Return the first line of ``text`` without what differs between two runs or breaks a table."""
-    line = " ".join(text.split("\n", 1)[0].replace("|", "/").split())
+    line = " ".join(text.strip().split("\n", 1)[0].replace("|", "/").split())
     return line if len(line) <= 240 else f"{line[:237]}..."

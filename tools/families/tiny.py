@@ -83,11 +83,35 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     "falcon": {"new_decoder_architecture": False, "multi_query": True},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            "sliding_attention": None,
+        },
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cosmos3_edge_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    },
+    "cwm": {"bos_token_id": 2},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 1},
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 16,
+        },
+    ),
 }
 """Settings that one architecture needs beside the sizes."""
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}}
@@ -111,8 +135,13 @@ _VISION = {
 def settings_of(kind: str) -> dict[str, Any]:
     """Return small settings for the model type ``kind``, under the names that its config class has."""
     drawn = CONFIG_MAPPING[kind]()
+    drawn.allow_global_per_layer_attribute_access = True  # for a look at the defaults
+    fixed = {name for name, found in vars(type(drawn)).items() if isinstance(found, property)}
     known = {name: value for name, value in {**SMALL, **_SPECIAL_IDS}.items() if hasattr(drawn, name)}
     known = {name: value for name, value in known.items() if name in _SPECIAL_IDS or getattr(drawn, name) is not None}
+    if "kv_lora_rank" in known:  # keys and values of all heads come from the same latent numbers
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    known = {name: value for name, value in known.items() if name not in fixed}
     return {**known, **(_MROPE if kind in MROPE else {}), **EXTRA.get(kind, {})}
 
 

@@ -7,8 +7,6 @@
 Shape legend: T tokens of a sequence, N tokens of a pass.
 """
 
-# gate: getattr - the settings of a foreign config differ from model to model
-
 from __future__ import annotations
 
 import asyncio
@@ -30,7 +28,8 @@ from headrace.models import LoraConfig, ModelConfig, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.gap import Gap, largest_gap
 from headrace.models.mixtures import is_mixture, routes
-from headrace.models.settings import limit_of, read_config, read_whole_config
+from headrace.models.rope import rope_types
+from headrace.models.settings import by_layer, limit_of, read_config, read_whole_config
 from headrace.models.text_part import causal_class
 from headrace.policy.policy import Policy
 from headrace.run.session.exporting import export
@@ -96,10 +95,13 @@ def check_model(
         report.kind = read_config(path).model_type
         config = ModelConfig(path=path, dtype=dtype, lora=LoraConfig(rank=4) if lora else None)
         _Check(config, report, longest).run(whole=whole)
-    except HeadraceError as error:
+    except Exception as error:  # noqa: BLE001 - a foreign architecture may raise anything
+        known = isinstance(error, HeadraceError)
         began = any(each.part != "load" for each in report.findings)
-        report.verdict = "fails" if began else "refused"
-        report.reason = error.problem.removeprefix(f"model.path={path!r} ")
+        report.verdict = "refused" if known and not began else "fails"
+        words = error.problem if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
+        last = report.findings[-1].part if report.findings else "start"
+        report.reason = words.removeprefix(f"model.path={path!r} ") if known else f"after {last}: {words}"
         return report
     failed = [each for each in report.findings if not each.ok]
     report.verdict = "fails" if failed else "works"
@@ -225,9 +227,8 @@ def _replays(config: Any) -> bool:
 def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
     """Return the lengths of the compared sequences: :data:`LENGTHS`, and one beyond every window and original context
     that ``longest`` and the model's ``limit`` allow."""
-    beyond = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    parameters = getattr(config, "rope_parameters", None) or {}
-    beyond.append(parameters.get("original_max_position_embeddings"))
+    beyond = [each for name in ("sliding_window", "attention_chunk_size") for each in by_layer(config, name)]
+    beyond += [parameters.get("original_max_position_embeddings") for _, parameters in rope_types(config)]
     wanted = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}
     most = min(limit, longest)
     return sorted({min(length, most) for length in wanted})
