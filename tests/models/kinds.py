@@ -22,6 +22,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma4_text": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "final_logit_softcapping": 30.0,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
     "llama4_text": {
         "attention_chunk_size": 7,

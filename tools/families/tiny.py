@@ -78,6 +78,12 @@ SMALL: dict[str, Any] = {
 }
 """Sizes by the names that architectures give them."""
 _SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 1}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 16,
+}
 EXTRA: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_heads": 4},
     "gemma2": {"attn_logit_softcapping": 2.0},
@@ -103,15 +109,8 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 1},
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"),
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "global_head_dim": 16,
-        },
-    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
 }
 """Settings that one architecture needs beside the sizes."""
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}}

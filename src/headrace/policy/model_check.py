@@ -95,17 +95,17 @@ def check_model(
         report.kind = read_config(path).model_type
         config = ModelConfig(path=path, dtype=dtype, lora=LoraConfig(rank=4) if lora else None)
         _Check(config, report, longest).run(whole=whole)
-    except Exception as error:  # noqa: BLE001 - a foreign architecture may raise anything
-        known = isinstance(error, HeadraceError)
+    except HeadraceError as error:
         began = any(each.part != "load" for each in report.findings)
-        report.verdict = "refused" if known and not began else "fails"
-        words = error.problem if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
-        last = report.findings[-1].part if report.findings else "start"
-        report.reason = words.removeprefix(f"model.path={path!r} ") if known else f"after {last}: {words}"
-        return report
-    failed = [each for each in report.findings if not each.ok]
-    report.verdict = "fails" if failed else "works"
-    report.reason = failed[0].detail if failed else ""
+        report.verdict = "fails" if began else "refused"
+        report.reason = error.problem.removeprefix(f"model.path={path!r} ")
+    except Exception as error:  # noqa: BLE001 - a foreign architecture may raise anything
+        last = report.findings[-1].part if report.findings else "the start"
+        report.verdict, report.reason = "fails", f"after {last}: {type(error).__name__}: {error}"
+    failed = next((each for each in report.findings if not each.ok), None)
+    if failed is not None:
+        report.verdict, report.reason = "fails", failed.detail
+    report.verdict = report.verdict or "works"
     return report
 
 
