@@ -37,7 +37,17 @@ FAMILIES = (
     *FAST,
     *(name for name in kinds.HYBRIDS if name not in FAST),
     *("gemma3", "gemma4", "qwen3_vl", "mistral3"),
-    *("llama4_text", "gemma4_text", "gemma4_moe", "gemma3_text", "deepseek_v3", "gpt_oss", "qwen3_moe"),
+    *(
+        "llama4_text",
+        "gemma4_text",
+        "gemma4_moe",
+        "gemma3_text",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "qwen3_moe",
+    ),
 )
 """All families that the slow tests cover."""
 

@@ -10,7 +10,7 @@ from headrace.models.settings import by_layer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NAMES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+NAMES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
 """The model types of the supported families."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -227,7 +227,9 @@ def _replays(config: Any) -> bool:
 def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
     """Return the lengths of the compared sequences: :data:`LENGTHS`, and one beyond every window and original context
     that ``longest`` and the model's ``limit`` allow."""
-    beyond = [each for name in ("sliding_window", "attention_chunk_size") for each in by_layer(config, name)]
+    beyond = [
+        each for name in ("sliding_window", "attention_chunk_size", "index_topk") for each in by_layer(config, name)
+    ]
     beyond += [parameters.get("original_max_position_embeddings") for _, parameters in rope_types(config)]
     wanted = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}
     most = min(limit, longest)
