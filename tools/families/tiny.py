@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "index_head_dim": 16,
     "index_topk": 8,
     "attention_chunk_size": 8,

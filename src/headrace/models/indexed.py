@@ -28,6 +28,8 @@ from headrace.models.attention import NO_MASK, PLAN, Choice, Choose
 
 KINDS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """The types of models whose indexers are supported."""
+LEAST_HEADS = 8
+"""Smallest number of heads of an indexer that is supported. A score is exactly 0 where all heads see a negative one."""
 
 
 class KeyExchange:
