@@ -90,7 +90,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "smollm3": {"no_rope_layers": [1, 0]},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16, "max_position_embeddings": 256},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "ministral": {"head_dim": 8},
+    "modernbert-decoder": {"bos_token_id": 2},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "falcon": {"new_decoder_architecture": False, "multi_query": True},
     "cohere_compass_text": {
         "rope_parameters": {
@@ -166,6 +172,9 @@ def write(directory: Path, kind: str) -> Path:
     if chosen is None:
         raise ValueError("transformers knows no causal language model of that type")
     torch.manual_seed(0)  # noqa: TID251 - transformers initialises from the global generator
-    chosen._from_config(config).save_pretrained(directory)
+    made = chosen._from_config(config)
+    if made.generation_config is not None:
+        made.generation_config.eos_token_id = _SPECIAL_IDS["eos_token_id"]
+    made.save_pretrained(directory)
     char_tokenizer(VOCAB).save_pretrained(directory)
     return directory

@@ -120,7 +120,7 @@ class _Check:
         self._largest = largest_gap(config.dtype, rerouted=is_mixture(read))
         self._lengths = compared_lengths(read, limit_of(config.path).length, longest)
         rng = np.random.default_rng(0)
-        vocab = load_tokenizer(config.path).vocab_size  # ids that stand for text
+        self._vocab = vocab = load_tokenizer(config.path).vocab_size  # ids that stand for text
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
 
     def run(self, *, whole: bool) -> None:
@@ -172,8 +172,13 @@ class _Check:
         prompts = [Tokens.observed(ids_T[: room - 16]) for ids_T in self._sequences[-2:]]
         groups = await policy.sample(prompts, n=2, max_new_tokens=12, temperature=1.0)
         samples = [sample for group in groups for sample in group]
-        found = [sample.full.logprobs_T[len(sample.prompt) :] for sample in samples]
-        wanted = [_alone(reference, sample.full.ids_T)[len(sample.prompt) - 1 :] for sample in samples]
+        found, wanted = [], []
+        for sample in samples:
+            begin, ids_T = len(sample.prompt), sample.full.ids_T
+            others = np.flatnonzero(ids_T[begin:] >= self._vocab)  # an image's id means more to the whole model
+            end = begin + int(others[0]) + 1 if len(others) else len(ids_T)
+            found.append(sample.full.logprobs_T[begin:end])
+            wanted.append(_alone(reference, ids_T[:end])[begin - 1 :])
         self._compare("decode", found, wanted)
 
     async def _trained(self, policy: Policy) -> None:
