@@ -8,14 +8,53 @@ from typing import Literal
 
 import pytest
 
+from headrace.engine.capabilities import Capabilities
 from headrace.engine.config import ENGINES
 from headrace.testing.engine_contract import CLAUSES, SUITES, Suite, run_clause
-from headrace.testing.engine_rig import native_rig, served_rig
+from headrace.testing.engine_rig import MAX_CONTEXT, native_rig, served_rig
 from headrace.testing.servers import fake_server
 from headrace.wings.servers.client.config import ServerConfig
+from headrace.wings.servers.client.launching import ServeRequirements
+from tests.models.wrapped import tiny_wrapper
+
+ROOM = 2 * MAX_CONTEXT
+"""The longest sequence whose positions are not scaled, in the suite of a model that scales them."""
+
+
+class TextPartSuite(Suite):
+    """A suite over the text part of a multimodal checkpoint."""
+
+    def requirements(self, directory: Path, can: Capabilities) -> ServeRequirements:
+        """Make the checkpoint in ``directory``, of the sizes of all suites."""
+        sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "initializer_range": 0.05}
+        return ServeRequirements(
+            path=str(tiny_wrapper(directory, self.kind, **sizes)),
+            dtype="float32",
+            max_context=MAX_CONTEXT,
+            record_kept=can.kept_sets,
+            sleeps=can.releases,
+        )
+
 
 SUITES_HERE = {
     **SUITES,
+    "wrapper": TextPartSuite(kind="gemma3", clauses=CLAUSES, has=lambda can: can.embedded),
+    "longrope": Suite(
+        kind="llama",
+        extra={
+            "max_position_embeddings": 4 * ROOM,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "short_factor": [1.0 + place / 16 for place in range(16)],
+                "long_factor": [4.0] * 16,
+                "original_max_position_embeddings": ROOM,
+            },
+        },
+        clauses=CLAUSES,
+        has=lambda can: can.embedded,
+    ),
     "hybrid": Suite(
         kind="qwen3_5_text",
         extra={

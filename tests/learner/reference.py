@@ -6,14 +6,20 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headrace.base.types.batch import Batch
+from headrace.models import ModelConfig, load_model
 
 TIS_CAP = 2.0
 
 
 def double(model_dir: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(model_dir)
+    if config.get_text_config() is not config:  # the text part, which is held against the whole elsewhere
+        text = load_model(ModelConfig(path=str(model_dir))).double()
+        text.set_attn_implementation("eager")
+        return text
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager").eval()
 
 

@@ -41,7 +41,7 @@ def test_packed_gradient_is_the_formulas_one_sample_at_a_time_in_float64(setup, 
     model = reference.double(setup.model_dir)
     loss = reference.grpo_loss(model, batch, temperature)
     loss.backward()
-    assert gradient.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert gradient.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     assert gradient.trained_tokens == batch.mask_N.sum()
     assert_close(gradients(learner), {name: p.grad for name, p in model.named_parameters()})
 

@@ -1,4 +1,5 @@
-"""The learner's suites over a model whose first layer keeps a state: packing, shared prefixes, gradients, updates."""
+"""The learner's suites over a model whose first layer keeps a state, over the text of a multimodal checkpoint, and over
+position embeddings that are scaled by length: packing, shared prefixes, gradients, updates."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.learner.builders import Setup, assert_close, gradients, random_batch, tiny
+from tests.learner.builders import Setup, assert_close, gradients, random_batch
 from tests.learner.test_core import (  # noqa: F401 - tests, which run here with the setup below
     test_a_step_tells_log_pi_of_every_token_that_carried_loss,
     test_entropy_bonus_has_the_gradient_of_the_entropy,
@@ -19,24 +20,19 @@ from tests.learner.test_core import (  # noqa: F401 - tests, which run here with
     test_training_moves_the_weights_and_raises_the_probability_of_what_was_good,
 )
 from tests.learner.test_prefixes import alike
+from tests.models.families import family
 
-EXTRA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+NAMES = ("qwen3_5_text", "gemma3", "longrope")
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("hybrid") / "model", kind="qwen3_5_text", init_std=0.1, extra=EXTRA)
+@pytest.fixture(scope="module", params=NAMES)
+def directory(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return family(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
 @pytest.fixture
-def setup(hybrid: Path) -> Setup:
-    return Setup(model_dir=hybrid)
+def setup(directory: Path) -> Setup:
+    return Setup(model_dir=directory)
 
 
 @pytest.mark.parametrize("budget", [45, 10_000])

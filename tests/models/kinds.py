@@ -12,6 +12,22 @@ from headrace.models.tiny import TinySpec, make_tiny
 VOCAB = "abcdefghijklmnopqrstuvwxyz 0123456789"
 WINDOW = 5
 
+_MLA = {
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_INDEXED = {**_MLA, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -21,6 +37,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma4_text": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "final_logit_softcapping": 30.0,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
     "llama4_text": {
@@ -42,21 +68,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "deepseek_v3": {
-        "head_dim": 8,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": _MLA,
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": {**_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
 }
 
 _LINEAR = {

@@ -49,7 +49,7 @@ def changed(path: Path, **settings: object) -> torch.nn.Module:
 @each
 def test_text_part_computes_what_the_multimodal_model_computes_for_text(wrapper: Path) -> None:
     model = load_model(ModelConfig(path=str(wrapper)))
-    torch.testing.assert_close(logprobs(model), logprobs(whole(wrapper), packed=False), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs(model), logprobs(whole(wrapper), packed=False), atol=2e-5, rtol=0)
     assert context_length(str(wrapper)) == 512
 
 
@@ -64,7 +64,7 @@ def test_trained_text_goes_back_and_everything_else_stays_bit_for_bit(wrapper: P
     save_file({**tensors, **extra}, base / "model.safetensors", metadata={"format": "pt"})
     model = changed(base)
     write_whole(base, model, tmp_path / "out")
-    torch.testing.assert_close(logprobs(whole(tmp_path / "out"), packed=False), logprobs(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs(whole(tmp_path / "out"), packed=False), logprobs(model), atol=2e-5, rtol=0)
     before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert list(before) == list(after)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -80,7 +80,7 @@ def test_snapshot_is_a_text_model_that_export_puts_back(wrapper: Path, tmp_path:
     torch.testing.assert_close(logprobs(again), logprobs(model), atol=0, rtol=0)
     done = export(tmp_path / "snapshot", tmp_path / "out")
     assert done.whole == str(wrapper)
-    torch.testing.assert_close(logprobs(whole(tmp_path / "out"), packed=False), logprobs(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs(whole(tmp_path / "out"), packed=False), logprobs(model), atol=2e-5, rtol=0)
 
 
 @one
@@ -90,7 +90,7 @@ def test_adapter_of_the_text_part_is_merged_into_the_whole(wrapper: Path, tmp_pa
     save_adapter(model, tmp_path / "adapter")
     export_merged(wrapper, tmp_path / "adapter", tmp_path / "out")
     merged = logprobs(whole(tmp_path / "out"), packed=False)
-    torch.testing.assert_close(merged, logprobs(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(merged, logprobs(model), atol=2e-5, rtol=0)
     assert (merged - logprobs(whole(wrapper), packed=False)).abs().max() > 1e-3
 
 

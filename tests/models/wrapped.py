@@ -11,9 +11,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from headrace.models.tiny import char_tokenizer
-from tests.models.kinds import VOCAB, WINDOW
+from tests.models.kinds import HYBRIDS, KINDS, VOCAB, WINDOW
 
-SPECIAL = 39
+SPECIAL = 40
 """The id that stands for images, beyond the characters of the tokenizer."""
 
 _TEXT = {
@@ -47,9 +47,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_vl": _MROPE,
     "mistral3": {},
+    "gemma4": KINDS["gemma4_text"],
+    "qwen3_5": {**HYBRIDS["qwen3_5_text"], "initializer_range": 0.1},
 }
-"""The text settings of each tested kind: a text model that has a causal model of its own, one that has none, and one
-of another family."""
+"""The text settings of each tested kind: text models that have a causal model of their own, one that has none, and
+one of another family."""
 
 
 def tiny_wrapper(directory: Path, kind: str, **extra: Any) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from tools.families.page import PAGE, Row, kinds, page, refused_by_settings
 
-LIMIT_S = 60
+LIMIT_S = 120
 """Longest time that one architecture may take, in seconds."""
 
 

@@ -53,7 +53,7 @@ def row_of(kind: str, directory: Path) -> dict[str, str]:
     except Exception as error:  # noqa: BLE001 - as above
         return {"verdict": "fails", "reason": _short(f"{type(error).__name__}: {error}")}
     gaps = [each.gap for each in report.findings if each.gap is not None and each.part != "pack"]
-    reason = _short(report.reason) or limits(str(directory), report.facts)
+    reason = _short(report.reason.replace(str(directory), "DIR")) or limits(str(directory), report.facts)
     return {"verdict": report.verdict, "reason": reason, "gap": f"{max(gaps):.0e}" if gaps else ""}
 
 
@@ -93,6 +93,8 @@ def limits(path: str, facts: Mapping[str, str]) -> str:
             found.append("routing is not replayed")
     if any(kind in BY_LENGTH for kind, _ in rope_types(config)):
         found.append("up to the original context")
+    if not hasattr(type(config)(), "max_position_embeddings"):
+        found.append("config.json must say max_position_embeddings")
     if "deterministic" in facts.get("kernels", ""):
         found.append(facts["kernels"])
     return "; ".join(found)
@@ -130,5 +132,5 @@ def page(rows: Mapping[str, Row]) -> str:
 
 def _short(text: str) -> str:
     """Return the first line of ``text`` without what differs between two runs or breaks a table."""
-    line = " ".join(text.split("\n", 1)[0].replace("|", "/").split())
+    line = " ".join(text.strip().split("\n", 1)[0].replace("|", "/").split())
     return line if len(line) <= 240 else f"{line[:237]}..."

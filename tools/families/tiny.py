@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "index_head_dim": 16,
     "index_topk": 8,
     "attention_chunk_size": 8,
@@ -78,16 +78,45 @@ SMALL: dict[str, Any] = {
 }
 """Sizes by the names that architectures give them."""
 _SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 1}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 16,
+}
 EXTRA: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_heads": 4},
     "gemma2": {"attn_logit_softcapping": 2.0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16, "max_position_embeddings": 256},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "ministral": {"head_dim": 8},
+    "modernbert-decoder": {"bos_token_id": 2},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "falcon": {"new_decoder_architecture": False, "multi_query": True},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            "sliding_attention": None,
+        },
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cosmos3_edge_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    },
+    "cwm": {"bos_token_id": 2},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 1},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
 }
 """Settings that one architecture needs beside the sizes."""
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}}
@@ -111,8 +140,13 @@ _VISION = {
 def settings_of(kind: str) -> dict[str, Any]:
     """Return small settings for the model type ``kind``, under the names that its config class has."""
     drawn = CONFIG_MAPPING[kind]()
+    drawn.allow_global_per_layer_attribute_access = True  # for a look at the defaults
+    fixed = {name for name, found in vars(type(drawn)).items() if isinstance(found, property)}
     known = {name: value for name, value in {**SMALL, **_SPECIAL_IDS}.items() if hasattr(drawn, name)}
     known = {name: value for name, value in known.items() if name in _SPECIAL_IDS or getattr(drawn, name) is not None}
+    if "kv_lora_rank" in known:  # keys and values of all heads come from the same latent numbers
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    known = {name: value for name, value in known.items() if name not in fixed}
     return {**known, **(_MROPE if kind in MROPE else {}), **EXTRA.get(kind, {})}
 
 
@@ -138,6 +172,9 @@ def write(directory: Path, kind: str) -> Path:
     if chosen is None:
         raise ValueError("transformers knows no causal language model of that type")
     torch.manual_seed(0)  # noqa: TID251 - transformers initialises from the global generator
-    chosen._from_config(config).save_pretrained(directory)
+    made = chosen._from_config(config)
+    if made.generation_config is not None:
+        made.generation_config.eos_token_id = _SPECIAL_IDS["eos_token_id"]
+    made.save_pretrained(directory)
     char_tokenizer(VOCAB).save_pretrained(directory)
     return directory

@@ -1,7 +1,5 @@
 """The cost of a token for a model, which balances micro-batches."""
 
-# gate: getattr - the settings of a foreign config differ from model to model
-
 from __future__ import annotations
 
 from torch.distributed.tensor import DTensor
@@ -9,6 +7,7 @@ from transformers import PreTrainedModel
 
 from headrace.learner.packing import Cost
 from headrace.models.routing import RoutedModel
+from headrace.models.settings import by_layer
 
 CACHED_NUMBERS = 2**21
 """Number of elements of a layer's widest activation that fits into the cache of a CPU. With a feed-forward size of
@@ -35,8 +34,8 @@ def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
         if tied or parameter is not embedding
     )
     config = model.config
-    heads = int(config.num_attention_heads)
-    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = max(by_layer(config, "num_attention_heads"), default=0)
+    head_size = max(by_layer(config, "head_dim"), default=config.hidden_size // max(heads, 1))
     per_pair = int(config.num_hidden_layers) * heads * head_size / parameters
     return Cost(per_pair=per_pair, best_rows=best_rows(model))
 
@@ -44,8 +43,8 @@ def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
 def best_rows(model: PreTrainedModel) -> int | None:
     """Return the number of tokens of the largest pass of a dense model that stays in the cache of a CPU; ``None`` for
     other devices and for parameters that are sharded over ranks."""
-    inner = getattr(model.config, "intermediate_size", None)
-    mixture = getattr(model.config, "num_experts_per_tok", None)
+    inner = max(by_layer(model.config, "intermediate_size"), default=0)
+    mixture = by_layer(model.config, "num_experts_per_tok")
     if not inner or mixture or model.device.type != "cpu" or isinstance(model.get_input_embeddings().weight, DTensor):
         return None
-    return max(1, CACHED_NUMBERS // int(inner))
+    return max(1, CACHED_NUMBERS // inner)

@@ -4,8 +4,6 @@ The numbers are estimates from the model's configuration: good for choosing a se
 limit.
 """
 
-# gate: getattr - the settings of a foreign config differ from model to model
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from headrace.base.errors import RunError
 from headrace.learner.auxiliary.config import KeptSection
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import best_rows
+from headrace.models.settings import by_layer
 from headrace.models.weights import is_adapted
 
 MOMENTS_BYTES = 8
@@ -55,10 +54,10 @@ class MemoryPlan:
         """
         read = model.config
         hidden, itemsize = int(read.hidden_size), model.dtype.itemsize
-        inner = int(getattr(read, "intermediate_size", None) or 4 * hidden)
-        experts = getattr(read, "num_experts_per_tok", None)
+        inner = max(by_layer(read, "intermediate_size"), default=4 * hidden)
+        experts = max(by_layer(read, "num_experts_per_tok"), default=0)
         if experts:
-            inner = int(getattr(read, "moe_intermediate_size", None) or inner) * int(experts)
+            inner = max(by_layer(read, "moe_intermediate_size"), default=inner) * experts
         return cls(
             config=config,
             tokens=min(config.tokens_per_microbatch, best_rows(model) or config.tokens_per_microbatch),

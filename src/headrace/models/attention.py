@@ -12,7 +12,7 @@ one bucket, L padded length of a bucket, H query heads, K key-value heads, D hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,7 +39,23 @@ MAX_WASTE = 0.75
 ROW_STEP = 16
 """The largest number of tokens by which a shorter sequence may also fall short of the longest one of its bucket."""
 
-_UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
+NO_MASK = torch.zeros(1, 1, 1, 1)
+"""The mask that is handed to attention modules that need one: it says nothing, since the plan does."""
+
+_UNSUPPORTED = ("position_bias", "block_indices", "sinks")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens that an indexer has chosen for each token of a pass: a mask ``[B, L, C]`` for each bucket of the plan
+    that made it, where C counts the positions of a sequence."""
+
+    masks: tuple[Tensor, ...]
+
+
+Choose = Callable[[tuple[Tensor, ...], Tensor, object], Tensor]
+"""A function ``choose(inputs_BL, seen_BLC, cache)`` that returns the mask ``[B, L, C]`` of what an indexer chooses of
+the tokens that are seen; ``cache`` replaces the keys of the pass by those of whole sequences (:mod:`.indexed`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +75,8 @@ class Rule:
     """The soft cap: scores are limited to ±softcap by tanh; ``None`` for no cap."""
     sinks_H: Tensor | None = None
     """A learned score per head that takes part in the softmax and has no value; ``None`` for none."""
+    choice: Choice | None = None
+    """The tokens that an indexer has chosen; ``None`` for all."""
 
     @property
     def plain(self) -> bool:
@@ -93,6 +111,10 @@ class Plan(Protocol):
         """Compute a recurrence of one layer within each sequence: ``[N, ...]``. ``key`` names its state."""
         ...
 
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Choice:
+        """Let the indexer of a layer choose the tokens that each token attends to, within its sequence."""
+        ...
+
 
 def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None = None) -> Tensor:
     """Return the logits ``[N, V]`` of flattened tokens, or ``[len(keep_K), V]`` of the tokens at the indices
@@ -119,8 +141,11 @@ def attention(
             remedy="call headrace.models.attention.forward(model, ids_N, plan), "
             "or model.set_attn_implementation('sdpa') to use the model on its own",
         )
+    choice = kwargs.get("indices")
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if unknown or attention_mask is not None or kwargs.get("is_causal") is False:
+    unknown += ["indices"] if not isinstance(choice, Choice | None) else []
+    masked = attention_mask is not None and attention_mask is not NO_MASK
+    if unknown or masked or kwargs.get("is_causal") is False:
         raise ModelError(
             f"{type(module).__name__} wants attention with {', '.join(unknown) or 'a mask that is not causal'}",
             remedy="use a decoder whose attention is causal, optionally with a sliding window, soft cap or sinks",
@@ -134,6 +159,7 @@ def attention(
         chunk=_chunk_of(module),
         softcap=kwargs.get("softcap"),
         sinks_H=kwargs.get("s_aux"),
+        choice=choice,
     )
     return plan.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)[None], None
 
@@ -226,7 +252,15 @@ class PackedPlan:
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        return self._join([self._attend(bucket, (query_NHD, key_NKD, value_NKD), rule) for bucket in self._buckets])
+        tensors = query_NHD, key_NKD, value_NKD
+        chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
+        return self._join(
+            [self._attend(each, tensors, rule, mask) for each, mask in zip(self._buckets, chosen, strict=True)]
+        )
+
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Choice:
+        """Let an indexer choose among the tokens before each token of its sequence."""
+        return Choice(tuple(self._choose(bucket, choose, inputs_N) for bucket in self._buckets))
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence from the beginning of each sequence."""
@@ -237,18 +271,25 @@ class PackedPlan:
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._place_N is None else joined.index_select(0, self._place_N)
 
-    def _attend(self, bucket: _Bucket, tensors: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
+    def _attend(
+        self, bucket: _Bucket, tensors: tuple[Tensor, Tensor, Tensor], rule: Rule, chosen_BLL: Tensor | None
+    ) -> Tensor:
         query, key, value = (_rows(tensor, bucket) for tensor in tensors)
         masked = rule.limits(bucket.length) or not rule.plain
         mask = self._mask(bucket.length, rule, query.device) if masked else None
+        if chosen_BLL is not None:
+            mask = chosen_BLL[:, None] if mask is None else chosen_BLL[:, None] & mask
         out_BHLD = attend_masked(query, key, value, mask, rule)
         return out_BHLD.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
+    def _choose(bucket: _Bucket, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Tensor:
+        whole = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=inputs_N[0].device)
+        return choose(_padded(bucket, inputs_N), whole.tril().expand(bucket.num_rows, -1, -1), None)
+
+    @staticmethod
     def _recur(bucket: _Bucket, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        gather = bucket.gather_BL
-        flat = inputs_N if gather is None else tuple(each.index_select(0, gather) for each in inputs_N)
-        inputs_BL = tuple(each.unflatten(0, (bucket.num_rows, bucket.length)) for each in flat)
+        inputs_BL = _padded(bucket, inputs_N)
         return recurrence.chunk(inputs_BL, bucket.lengths_B, None)[0].flatten(0, 1)
 
     def _mask(self, length: int, rule: Rule, device: torch.device) -> Tensor:
@@ -278,6 +319,13 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return torch.matmul(weights[..., : key.shape[2]], value[:, :, None]).flatten(1, 2)
+
+
+def _padded(bucket: _Bucket, inputs_N: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the rows of the bucket: ``[B, L, ...]``."""
+    gather = bucket.gather_BL
+    flat = inputs_N if gather is None else tuple(each.index_select(0, gather) for each in inputs_N)
+    return tuple(each.unflatten(0, (bucket.num_rows, bucket.length)) for each in flat)
 
 
 def _rows(tensor_NHD: Tensor, bucket: _Bucket) -> Tensor:

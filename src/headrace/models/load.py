@@ -33,7 +33,7 @@ CACHE_LINE = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 LAYER_TYPES = frozenset(
     {
-        *("full_attention", "sliding_attention", "chunked_attention"),
+        *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
         *("linear_attention", "conv", "hybrid"),
         *("mlp", "moe"),
     }
@@ -51,7 +51,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     import torch
     from transformers.utils import logging
 
-    from headrace.models import check, recurrent
+    from headrace.models import check, indexed, recurrent
 
     directory = model_directory(config.path)
     read = read_config(config.path)
@@ -78,6 +78,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
         add_adapters(model, config.lora, config.path)  # drawn on the CPU: the same on every device
     model = model.to(device).eval()
     recurrent.install(model)
+    indexed.install(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -174,6 +175,7 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
 
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
     """Refuse an architecture that engine and learner cannot compute."""
+    from headrace.models import indexed
     from headrace.models.recurrent import foreign_mixer
     from headrace.models.text_part import causal_class
 
@@ -184,6 +186,13 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
         "transformers knows no causal language model of that type": causal_class(config) is None,
         f"it has layers of type {', '.join(strange)}": strange,
     }
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()) and kind not in indexed.KINDS:
+        reasons["it has layers of type indexed_attention, with another indexer than a deepseek_v32's"] = True
+    heads = getattr(config, "index_n_heads", None)
+    if kind in indexed.KINDS and heads < indexed.LEAST_HEADS:
+        reasons[f"the scores of an indexer with index_n_heads={heads} tie, so that its choice depends on the call"] = (
+            True
+        )
     foreign = "" if any(reasons.values()) else foreign_mixer(config)
     reasons[f"it has layers of type linear_attention, computed by {foreign}, whose state cannot be kept"] = foreign
     if strange_rope := unknown_rope(config):

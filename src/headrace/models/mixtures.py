@@ -1,17 +1,16 @@
 """The types of mixture-of-experts models whose routing can be recorded and replayed. Reads a config only."""
 
-# gate: getattr - the settings of a foreign config differ from model to model
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from headrace.base.errors import ModelError
+from headrace.models.settings import by_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NAMES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+NAMES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
 """The model types of the supported families."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -40,5 +39,6 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 
 def _experts(config: PreTrainedConfig) -> dict[str, int]:
-    counts = {name: getattr(config, name, None) for name in _EXPERTS}
-    return {name: count for name, count in counts.items() if isinstance(count, int) and count > 1}
+    read = config.ffn_config if config.model_type == "dbrx" else config
+    counts = {name: max(by_layer(read, name), default=0) for name in _EXPERTS}
+    return {name: count for name, count in counts.items() if count > 1}

@@ -3,6 +3,8 @@
 Importing this module imports neither torch nor transformers, and reading settings imports transformers without torch.
 """
 
+# gate: getattr - the settings of a foreign config differ from model to model
+
 from __future__ import annotations
 
 import importlib
@@ -80,6 +82,15 @@ def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:
         raise ModelError(
             f"model.path={path!r} is a {whole.model_type}: its text part is ambiguous: {error}", remedy=SUPPORTED
         ) from None
+
+
+def by_layer(config: PreTrainedConfig, name: str) -> list[Any]:
+    """Return the different values that a setting has in the layers of a model: one in most, several where layers
+    differ, such as the head sizes of Gemma 4; ``[]`` if the model has no such setting."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    found = [getattr(layer, name, None) for layer in layers]
+    flat = [each for value in found for each in (value if isinstance(value, (list, tuple)) else [value])]
+    return [value for place, value in enumerate(flat) if value is not None and value not in flat[:place]]
 
 
 def limit_of(path: str) -> ContextLimit:

@@ -7,8 +7,6 @@
 Shape legend: T tokens of a sequence, N tokens of a pass.
 """
 
-# gate: getattr - the settings of a foreign config differ from model to model
-
 from __future__ import annotations
 
 import asyncio
@@ -30,7 +28,8 @@ from headrace.models import LoraConfig, ModelConfig, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.gap import Gap, largest_gap
 from headrace.models.mixtures import is_mixture, routes
-from headrace.models.settings import limit_of, read_config, read_whole_config
+from headrace.models.rope import rope_types
+from headrace.models.settings import by_layer, limit_of, read_config, read_whole_config
 from headrace.models.text_part import causal_class
 from headrace.policy.policy import Policy
 from headrace.run.session.exporting import export
@@ -100,10 +99,13 @@ def check_model(
         began = any(each.part != "load" for each in report.findings)
         report.verdict = "fails" if began else "refused"
         report.reason = error.problem.removeprefix(f"model.path={path!r} ")
-        return report
-    failed = [each for each in report.findings if not each.ok]
-    report.verdict = "fails" if failed else "works"
-    report.reason = failed[0].detail if failed else ""
+    except Exception as error:  # noqa: BLE001 - a foreign architecture may raise anything
+        last = report.findings[-1].part if report.findings else "the start"
+        report.verdict, report.reason = "fails", f"after {last}: {type(error).__name__}: {error}"
+    failed = next((each for each in report.findings if not each.ok), None)
+    if failed is not None:
+        report.verdict, report.reason = "fails", failed.detail
+    report.verdict = report.verdict or "works"
     return report
 
 
@@ -118,7 +120,7 @@ class _Check:
         self._largest = largest_gap(config.dtype, rerouted=is_mixture(read))
         self._lengths = compared_lengths(read, limit_of(config.path).length, longest)
         rng = np.random.default_rng(0)
-        vocab = load_tokenizer(config.path).vocab_size  # ids that stand for text
+        self._vocab = vocab = load_tokenizer(config.path).vocab_size  # ids that stand for text
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
 
     def run(self, *, whole: bool) -> None:
@@ -170,8 +172,13 @@ class _Check:
         prompts = [Tokens.observed(ids_T[: room - 16]) for ids_T in self._sequences[-2:]]
         groups = await policy.sample(prompts, n=2, max_new_tokens=12, temperature=1.0)
         samples = [sample for group in groups for sample in group]
-        found = [sample.full.logprobs_T[len(sample.prompt) :] for sample in samples]
-        wanted = [_alone(reference, sample.full.ids_T)[len(sample.prompt) - 1 :] for sample in samples]
+        found, wanted = [], []
+        for sample in samples:
+            begin, ids_T = len(sample.prompt), sample.full.ids_T
+            others = np.flatnonzero(ids_T[begin:] >= self._vocab)  # an image's id means more to the whole model
+            end = begin + int(others[0]) + 1 if len(others) else len(ids_T)
+            found.append(sample.full.logprobs_T[begin:end])
+            wanted.append(_alone(reference, ids_T[:end])[begin - 1 :])
         self._compare("decode", found, wanted)
 
     async def _trained(self, policy: Policy) -> None:
@@ -225,9 +232,10 @@ def _replays(config: Any) -> bool:
 def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
     """Return the lengths of the compared sequences: :data:`LENGTHS`, and one beyond every window and original context
     that ``longest`` and the model's ``limit`` allow."""
-    beyond = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    parameters = getattr(config, "rope_parameters", None) or {}
-    beyond.append(parameters.get("original_max_position_embeddings"))
+    beyond = [
+        each for name in ("sliding_window", "attention_chunk_size", "index_topk") for each in by_layer(config, name)
+    ]
+    beyond += [parameters.get("original_max_position_embeddings") for _, parameters in rope_types(config)]
     wanted = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}
     most = min(limit, longest)
     return sorted({min(length, most) for length in wanted})

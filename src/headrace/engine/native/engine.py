@@ -53,6 +53,7 @@ from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.engine.native.waiting import Deadlines
 from headrace.models.attention import forward
+from headrace.models.indexed import is_indexed
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
 from headrace.models.kernels.fuse import fits, fuse
@@ -131,7 +132,8 @@ class NativeEngine:
         self._forks_checked_at = self._swaps.stamp  # what the forks that wait have last been held against
         self._paused_s: float | None = None
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
-        self._names = {"attention": attention, "kernels": kernels, **_fallback(model, config)}
+        indexed = {"indexed_attention": "torch"} if is_indexed(model) else {}
+        self._names = {"attention": attention, "kernels": kernels, **indexed, **_fallback(model, config)}
 
     def facts(self) -> dict[str, str | int | float]:
         """Return facts for the run's record: the implementations in use, and where the memory goes."""

@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import reshard
-from headrace.models import attention, check, load, recurrent, settings
+from headrace.models import attention, check, indexed, load, recurrent, settings
 from headrace.models.config import ModelConfig
 
 
@@ -66,6 +66,7 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
         ) from error
     load._refuse_incomplete(config.path, info)
     model = model.eval()
+    indexed.install(model)
     if recurrent.install(model) and ranks.config.context > 1:
         raise ConfigError(
             f"learner.parallel.context={ranks.config.context} with model.path={config.path!r}, a "

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import ModelError
 from headrace.models.attention import PLAN, PackedPlan, Rule, forward
+from headrace.models.indexed import is_indexed
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.fuse import FuseReport, fuse
 from headrace.models.kernels.fused import Fused, FusedAttention, rotate_halves
@@ -234,6 +235,11 @@ def make_deterministic(model: nn.Module) -> FuseReport:
         raise ModelError(
             f"no kernel computes the recurrences of layers {layers} alike in batches and alone",
             remedy="leave model.deterministic out, or use a model whose layers only attend",
+        )
+    if is_indexed(model):
+        raise ModelError(
+            "no kernel computes the choices of its indexers alike in batches and alone",
+            remedy="leave model.deterministic out, or use a model that attends to all tokens",
         )
     report = fuse(model, loaded, layers=False)
     remedy = "leave model.deterministic out, or use an architecture whose layers the kernels cover: qwen3, llama, ..."

@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +27,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.buffers import zeros
-from headrace.models.attention import PackedPlan, Rule, forward
+from headrace.models.attention import Choice, Choose, PackedPlan, Rule, forward
+from headrace.models.indexed import keys_of
 from headrace.models.recurrent.base import Key, Recurrence, Tensors
 from headrace.models.recurrent.states import StatePass
+
+if TYPE_CHECKING:
+    from headrace.models.paged.indexed import IndexedPass
 
 BLOCK = 16
 """The number of tokens in a block; a prefix is shared in whole blocks."""
@@ -169,6 +174,8 @@ class PagedPlan:
     ) -> None:
         self._cache = cache
         self._states = states
+        self._make_indexed = partial(_indexed_pass, geometry, device)
+        self._indexed: IndexedPass | None = None
         if states is not None:
             states.begin(geometry.starts_R, geometry.counts_R, geometry.num_decode, device)
         self._attention = make(geometry, device)
@@ -177,7 +184,13 @@ class PagedPlan:
         """The index in the pass of each row's last token, whose logits are needed."""
 
     def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
-        return self._attention.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
+        by = self._attention if rule.choice is None or self._indexed is None else self._indexed
+        return by.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
+
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Choice:
+        if self._indexed is None:
+            self._indexed = self._make_indexed()
+        return self._indexed.choose(choose, inputs_N, self._cache.layers[len(self._cache.layers) // 2 + layer][0])
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         assert self._states is not None, "a pass over a model with recurrent layers needs their states"
@@ -193,6 +206,12 @@ NUM_TOKENS = 2
 """The number of tokens of the pass that :func:`cache_shapes` runs; enough for every layer to be called."""
 
 
+def _indexed_pass(geometry: Geometry, device: torch.device) -> IndexedPass:
+    from headrace.models.paged.indexed import IndexedPass  # it needs the geometry
+
+    return IndexedPass(geometry, device)
+
+
 _NO_CACHE = LayerShape(heads=0, key_size=0, value_size=0)
 """The shape of a layer that does not attend."""
 
@@ -203,6 +222,12 @@ class _ShapeRecorder(PackedPlan):
     def __init__(self, device: torch.device) -> None:
         super().__init__([NUM_TOKENS], device)
         self.shapes: dict[int, LayerShape] = {}
+        self.indexers: dict[int, LayerShape] = {}
+
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Choice:
+        size = keys_of(choose, inputs_N).shape[-1]
+        self.indexers[layer] = LayerShape(heads=1, key_size=size, value_size=0)
+        return super().choose(layer, choose, inputs_N)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         self.shapes[rule.layer] = LayerShape(
@@ -215,7 +240,10 @@ class _ShapeRecorder(PackedPlan):
 def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     """Return the shape of every layer's keys and values, in the order of the layers, up to the last one that attends.
     A layer that does not attend has none; that it may leave it out is checked at load (:mod:`headrace.models.check`).
+    If layers have indexers, as many shapes follow: those of each layer's indexer.
     """
     watch = _ShapeRecorder(model.device)
     forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)
-    return tuple(watch.shapes.get(layer, _NO_CACHE) for layer in range(max(watch.shapes, default=-1) + 1))
+    layers = range(max(watch.shapes, default=-1) + 1)
+    shapes = tuple(watch.shapes.get(layer, _NO_CACHE) for layer in layers)
+    return shapes + (tuple(watch.indexers.get(layer, _NO_CACHE) for layer in layers) if watch.indexers else ())

@@ -72,7 +72,7 @@ class Prompts:
         place_F = np.empty(int(counts_R[rows].sum()), np.int64)
         place_F[fresh_F] = np.arange(len(fresh_F))
         filled = len(fresh_F)
-        for bucket in _buckets(geometry, resumed):
+        for bucket in row_buckets(geometry, resumed):
             part = _Gathered(geometry, bucket, device)
             column_Q = np.arange(int(counts_R[bucket].max()))
             inside_RQ = column_Q < counts_R[bucket][:, None]
@@ -189,7 +189,7 @@ def _runs(begins_R: Index, counts_R: Index) -> Index:
     return numbers
 
 
-def _buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
+def row_buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
     """Yield groups of rows with similar numbers of queries and similar lengths."""
     for few in cut(geometry.counts_R[rows]):
         alike = rows[few]

@@ -56,6 +56,8 @@ FAMILIES: dict[str, Gates] = {
     "MixtralTopKRouter": mixtral_gates,
     "GptOssTopKRouter": gpt_oss_gates,
     "DeepseekV3TopkRouter": sigmoid_gates,
+    "DeepseekV32TopkRouter": sigmoid_gates,
+    "GlmMoeDsaTopkRouter": sigmoid_gates,
     "Glm4MoeTopkRouter": sigmoid_gates,
 }
 """The gates of each family, by the class of its router in transformers."""

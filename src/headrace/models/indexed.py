@@ -1,0 +1,116 @@
+"""Attention to chosen tokens: an indexer scores all earlier tokens for every token, and the layer attends to the best.
+
+    hidden states ──▶ indexer: queries, weights, one key a token ──▶ scores within the sequence ──▶ the best k: a Choice
+    queries, keys, values ───────────────────────────────────────────────────────────────────▶ attention ◀──┘
+
+This is the sparse attention of DeepSeek-V3.2 (2025, section 2.1), and of GLM-5, where layers share a choice. The
+indexer of transformers computes whole sequences of one length under a mask. In a call with a plan its own code runs on
+the rows of the plan, with their masks, and an engine's pass gives it the keys of the cache. It has no gradient, in
+transformers too.
+
+A choice is a function of the sequence as far as no two scores around the k-th are equal. An indexer with a few heads
+has many scores of exactly 0; there transformers itself chooses otherwise in a longer call.
+
+Shape legend: B rows of a bucket, L padded length, C positions, N tokens of the pass, D size of an indexer's key.
+"""
+
+# gate: getattr - attention modules of transformers differ from family to family
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.models.attention import NO_MASK, PLAN, Choice, Choose
+
+KINDS = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""The types of models whose indexers are supported."""
+LEAST_HEADS = 8
+"""Smallest number of heads of an indexer that is supported. A score is exactly 0 where all heads see a negative one."""
+
+
+class KeyExchange:
+    """The part of transformers' cache that an indexer uses: it gives its keys and gets those to score."""
+
+    def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
+        self._exchange = exchange
+
+    def update_indexer(self, key_BLD: Tensor, layer: int) -> Tensor:
+        """Return the keys that are scored, given those of the pass."""
+        return self._exchange(key_BLD)
+
+
+class _KeysKnown(Exception):
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+def keys_of(choose: Choose, inputs_N: tuple[Tensor, ...]) -> Tensor:
+    """Return the indexer's keys ``[N, D]`` of the tokens of a pass, and score nothing."""
+
+    def stop(key_BLD: Tensor) -> Tensor:
+        raise _KeysKnown(key_BLD[0])
+
+    nothing = torch.ones(1, 1, 1, dtype=torch.bool, device=inputs_N[0].device)
+    try:
+        choose(tuple(each[None] for each in inputs_N), nothing, KeyExchange(stop))
+    except _KeysKnown as known:
+        return known.keys
+    raise AssertionError("an indexer that keeps no keys")
+
+
+class IndexerForward:
+    """The forward of an indexer: over the rows of the plan in a call with a plan, else its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.layer: int = module.layer_idx  # type: ignore[assignment]
+        self.plan: Any = None
+        self._own = module.forward
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> Tensor | Choice:
+        if self.plan is None:
+            return self._own(  # type: ignore[no-any-return]
+                hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values
+            )
+        inputs_N = hidden_states[0], q_resid[0], *(each[0] for each in position_embeddings)
+        found: Choice = self.plan.choose(self.layer, self.choose, inputs_N)
+        return found
+
+    @torch.no_grad()
+    def choose(self, inputs_BL: tuple[Tensor, ...], seen_BLC: Tensor, cache: object) -> Tensor:
+        """Return the mask of the chosen tokens (see :data:`headrace.models.attention.Choose`)."""
+        hidden, resid, cos, sin = inputs_BL
+        places_BLk = self._own(hidden, resid, (cos, sin), seen_BLC, None, cache).long()
+        return torch.zeros_like(seen_BLC).scatter_(-1, places_BLk, True) & seen_BLC
+
+
+def install(model: nn.Module) -> None:
+    """Let the indexers of a loaded model choose among the tokens that a plan shows them."""
+    for module in model.modules():
+        indexer = getattr(module, "indexer", None)
+        if isinstance(indexer, nn.Module):
+            indexer.forward = IndexerForward(indexer)
+            module.register_forward_pre_hook(_hand_over, with_kwargs=True)
+
+
+def is_indexed(model: nn.Module) -> bool:
+    """Return whether a layer of the model has an indexer."""
+    return any(isinstance(module.__dict__.get("forward"), IndexerForward) for module in model.modules())
+
+
+def _hand_over(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give the plan of the call to the indexer of an attention module."""
+    plan = kwargs.get(PLAN)
+    module.indexer.forward.plan = plan  # type: ignore[union-attr]
+    return None if plan is None else (args, {**kwargs, "attention_mask": NO_MASK})

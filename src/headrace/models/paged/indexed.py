@@ -1,0 +1,99 @@
+"""Attention to chosen tokens over a cache in blocks, in plain torch (:mod:`headrace.models.indexed`).
+
+The keys of an indexer lie in blocks too, beside those of its layer, so that prefixes, forks and preemption share, copy
+and drop both alike. All keys of a pass are written before a row of it chooses: a block may be filled by another row.
+
+Shape legend: N tokens of the pass, B rows of a bucket, L their padded number of new tokens, M blocks of the longest, S
+tokens of a block, C = M · S positions, P blocks of the pool, K key-value heads, H query heads, E head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.models.attention import Choice, Choose, Rule, attend_masked
+from headrace.models.indexed import KeyExchange, keys_of
+from headrace.models.paged.base import BLOCK, Geometry, Index
+from headrace.models.paged.reference import Writer, row_buckets
+
+Pools = tuple[Tensor, Tensor]
+"""The keys and the values of a layer: ``[P, K, S, E]`` each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows of similar lengths."""
+
+    gather_BL: Tensor
+    """The index in the pass of each new token; padding repeats the first of its row."""
+    blocks_BM: Tensor
+    """The blocks of each row; a shorter row repeats its last one."""
+    seen_BLC: Tensor
+    """Which positions each new token sees."""
+
+    def gathered(self, pool_PKSE: Tensor) -> Tensor:
+        """Return the keys or values of all positions: ``[B, K, C, E]``."""
+        return pool_PKSE[self.blocks_BM].transpose(1, 2).flatten(2, 3)
+
+
+class IndexedPass:
+    """The choices of one engine pass, and the attention to what is chosen."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._write = Writer(geometry, device)
+        rows = np.arange(len(geometry.counts_R))
+        decode, others = rows[: geometry.num_decode], rows[geometry.num_decode :]
+        parts = [*([decode] if len(decode) else []), *row_buckets(geometry, others)]
+        begins_R = np.cumsum(geometry.counts_R) - geometry.counts_R
+        place_N, filled = np.empty(int(geometry.counts_R.sum()), np.int64), 0
+        self._buckets: list[_Rows] = []
+        for members in parts:
+            column_L = np.arange(int(geometry.counts_R[members].max()))
+            inside_BL = column_L < geometry.counts_R[members][:, None]
+            gather_BL = begins_R[members][:, None] + np.where(inside_BL, column_L, 0)
+            place_N[gather_BL[inside_BL]] = filled + np.flatnonzero(inside_BL)
+            filled += gather_BL.size
+            self._buckets.append(_rows_of(geometry, members, gather_BL, device))
+        self._place_N = torch.from_numpy(place_N).to(device)
+
+    def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> Choice:
+        """Write the indexer's keys of the pass, and let it choose among all positions of each row."""
+        pool_P1SE[self._write.blocks_N, :, self._write.places_N] = keys_of(choose, inputs_N)[:, None]
+        masks = []
+        for rows in self._buckets:
+            keys_BCE = rows.gathered(pool_P1SE)[:, 0]
+            inputs_BL = tuple(each[rows.gather_BL] for each in inputs_N)
+            masks.append(choose(inputs_BL, rows.seen_BLC, KeyExchange(lambda _, keys=keys_BCE: keys)))
+        return Choice(tuple(masks))
+
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: Pools, rule: Rule) -> Tensor:
+        """Write keys and values, and attend to what is chosen: ``[N, H, E]``."""
+        assert rule.choice is not None
+        self._write(qkv[1], qkv[2], layer)
+        parts = []
+        for rows, chosen_BLC in zip(self._buckets, rule.choice.masks, strict=True):
+            query_BHLE = qkv[0][rows.gather_BL].transpose(1, 2)
+            keys, values = (rows.gathered(pool) for pool in layer)
+            parts.append(
+                attend_masked(query_BHLE, keys, values, chosen_BLC[:, None], rule).transpose(1, 2).flatten(0, 1)
+            )
+        return torch.cat(parts).index_select(0, self._place_N)
+
+
+def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _Rows:
+    starts_B, counts_B = geometry.starts_R[members], geometry.counts_R[members]
+    final_B = (starts_B + counts_B - 1) // BLOCK
+    places_BM = np.minimum(np.arange(int(final_B.max()) + 1), final_B[:, None])
+    blocks_BM = np.take_along_axis(geometry.tables_RB[members], places_BM, axis=1).astype(np.int64)
+    own_BL = np.minimum(np.arange(gather_BL.shape[1]), counts_B[:, None] - 1)
+    positions_BL = torch.from_numpy(starts_B[:, None] + own_BL)
+    columns_C = torch.arange(places_BM.shape[1] * BLOCK)
+    return _Rows(
+        gather_BL=torch.from_numpy(gather_BL).to(device),
+        blocks_BM=torch.from_numpy(blocks_BM).to(device),
+        seen_BLC=(columns_C <= positions_BL[..., None]).to(device),
+    )
