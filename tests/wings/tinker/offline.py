@@ -1,4 +1,4 @@
-"""The compute and the journal of a server without HTTP, for tests of numbers, order and kills."""
+"""The compute and the journal of a server without HTTP, for tests of numbers and order."""
 
 import json
 import sys
@@ -98,20 +98,3 @@ def script(num_steps: int, model=MODEL) -> list[tuple[str, int, bytes]]:
         seq = len(requests) + 1
         requests.append(("optim_step", seq, step_body(seq, model)))
     return requests
-
-
-def main() -> None:
-    """Send a script of requests to the server in a directory, as a process that a test kills; say what was done."""
-    model, state, num_steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    server = Offline(compute_of(model), state)
-    server.create()
-    for request in script(num_steps):
-        server.send(*request)
-        print("sent", flush=True)
-    server.wait()
-    np.savez(state / "weights.npz", **server.weights())
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,6 @@
-"""Order, repetition, kills, eviction and fairness of the models of a server."""
+"""Order, repetition, restarts, eviction and fairness of the models of a server."""
 
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,38 +70,6 @@ def test_repeats_reordering_and_restarts_change_no_weight(seeds, compute, expect
 @pytest.mark.parametrize("seeds", schedules(1000))
 def test_a_thousand_schedules_change_no_weight(seeds, compute, expected, tmp_path):
     run_schedules(seeds, compute, expected, tmp_path)
-
-
-def killed(small: Path, state: Path, after: int, rng: random.Random) -> bool:
-    """Start the server in a process and kill it after it has sent some requests; return whether it had ended."""
-    command = [sys.executable, "-m", "tests.wings.tinker.offline", str(small), str(state), str(STEPS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for _, line in zip(range(after), process.stdout, strict=False):
-            if line.startswith("done"):
-                process.wait()
-                return True
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    return False
-
-
-def kill_and_go_on(small, directory, expected, count):
-    for seed in range(count):
-        rng, state = random.Random(seed), directory / str(seed)
-        assert not killed(small, state, rng.randrange(1, 9), rng)
-        assert killed(small, state, 99, rng)
-        assert_equal(dict(np.load(state / "weights.npz")), expected)
-
-
-def test_kill_9_loses_and_doubles_no_gradient(small, expected, tmp_path):
-    kill_and_go_on(small, tmp_path, expected, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_fifty_kills_lose_and_double_no_gradient(small, expected, tmp_path):
-    kill_and_go_on(small, tmp_path, expected, 50)
 
 
 def test_an_idle_model_moves_to_the_disk_with_its_gradient_and_comes_back(compute, expected, tmp_path):
