@@ -87,8 +87,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraStack:
-    """The tensors of several adapters in one piece, with those of smaller rank padded with zeros. It is a copy: training
-    an adapter does not change it."""
+    """The tensors of several adapters in one piece, with those of smaller rank padded with zeros. It is a copy, which
+    training an adapter does not change."""
 
     num_adapters: int
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -263,6 +263,7 @@ def to_peft(lora: LoraTensors, base: str) -> tuple[dict[str, Any], dict[str, Ten
         "target_modules": names,
         "bias": "none",
         "lora_dropout": 0.0,
+        "use_dora": False,
         "inference_mode": True,
     }
     tensors = {f"base_model.model.{key}.weight": value.detach().contiguous() for key, value in lora.tensors.items()}

@@ -35,12 +35,12 @@ class Offline:
         )
         self.tenants.resume()
 
-    def create(self, model: str = MODEL, rank: int = 4, **lora) -> None:
+    def create(self, model: str = MODEL, rank: int = 4, base: str = "b", **lora) -> None:
         self.journal.run(
             "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s) VALUES (?, 's', 0, 0, 0)", model
         )
         config = {"rank": rank, "seed": 1, **lora}
-        body = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": config}
+        body = {"session_id": "s", "model_seq_id": 0, "base_model": base, "lora_config": config}
         self.send("create_model", 0, json.dumps(body).encode(), model)
 
     def send(self, kind: str, seq: int, body: bytes, model: str = MODEL) -> None:

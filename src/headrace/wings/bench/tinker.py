@@ -6,12 +6,10 @@ adapters are measured in turn, with the same rows in all, and a ratio is the med
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
@@ -30,6 +29,7 @@ from headrace.wings.bench.engine import LARGE, SMALL
 NAME = "bench/model"
 RANK = 16
 ADAPTERS, TENANTS = 4, 32
+CLOCK = RealClock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class TinkerSizes:
     models: tuple[tuple[str, TinySpec], ...]
     samples: int = 64
     """The number of sequences that are sampled at once, of all adapters."""
-    new_tokens: int = 128
-    requests: int = 16
+    new_tokens: int = 64
+    requests: int = 8
     """The number of forward_backward requests in flight, of all adapters."""
-    rounds: int = 5
+    rounds: int = 3
     trips: int = 30
     """The number of round trips of a latency."""
     tenants: int = TENANTS
@@ -86,10 +86,9 @@ def _server(model: Path, state: Path) -> Iterator[_Server]:
         import tinker
     except ImportError:
         raise ConfigError("the benchmark tinker needs the client", remedy="pip install tinker") from None
-    os.environ["TINKER_TELEMETRY"] = "0"
     program = [sys.executable, "-c", "from headrace.run.cli import main; main()"]
     command = [*program, "tinker", str(model), "--name", NAME, "--port", "0"]
-    began_s = time.perf_counter()
+    began_s = CLOCK.now()
     with subprocess.Popen([*command, "--state", str(state)], stdout=subprocess.PIPE, text=True) as process:
         try:
             found = {}
@@ -101,7 +100,7 @@ def _server(model: Path, state: Path) -> Iterator[_Server]:
             client = tinker.ServiceClient(base_url=found["TINKER_BASE_URL"], api_key=found["TINKER_API_KEY"])
             sampler = client.create_sampling_client(base_model=NAME).result()
             _sampled([sampler], 1, 1)
-            took_s = time.perf_counter() - began_s
+            took_s = CLOCK.now() - began_s
             yield _Server(client=client, process=psutil.Process(process.pid), started_s=took_s)
         finally:
             process.terminate()
@@ -124,22 +123,22 @@ def _sampled(samplers: Sequence[Any], each: int, new_tokens: int) -> float:
     from tinker import types
 
     params = types.SamplingParams(max_tokens=new_tokens, stop=[], seed=1)
-    prompt, began_s = types.ModelInput.from_ints(_prompt(8)), time.perf_counter()
+    prompt, began_s = types.ModelInput.from_ints(_prompt(8)), CLOCK.now()
     asked = [one.sample(prompt=prompt, num_samples=each, sampling_params=params) for one in samplers]
     count = sum(len(sequence.tokens) for one in asked for sequence in one.result().sequences)
-    return count / (time.perf_counter() - began_s)
+    return count / (CLOCK.now() - began_s)
 
 
 def _trained(models: Sequence[Any], each: int, length: int = 128) -> tuple[float, list[float]]:
     """Send ``each`` requests of four sequences for every model at once; return the tokens per second, and the seconds
     until each model had all its results."""
     data = [_datum(length, place) for place in range(4)]
-    began_s = time.perf_counter()
+    began_s = CLOCK.now()
 
     def wait(promised: Sequence[Any]) -> float:
         for one in promised:
             one.result()
-        return time.perf_counter() - began_s
+        return CLOCK.now() - began_s
 
     with ThreadPoolExecutor(len(models)) as pool:
         promised = [[model.forward_backward(data, "cross_entropy") for _ in range(each)] for model in models]
@@ -186,13 +185,13 @@ class _TinkerBench:
         data, sampler = [_datum(64, 0)], model.save_weights_and_get_sampling_client().result()
         found: dict[str, list[float]] = {"forward_backward of 64 tokens": [], "sample of 16 tokens": []}
         for _ in range(self._sizes.trips):
-            began_s = time.perf_counter()
+            began_s = CLOCK.now()
             model.forward_backward(data, "cross_entropy").result()
-            found["forward_backward of 64 tokens"].append(time.perf_counter() - began_s)
+            found["forward_backward of 64 tokens"].append(CLOCK.now() - began_s)
             model.optim_step(_adam()).result()
-            began_s = time.perf_counter()
+            began_s = CLOCK.now()
             _sampled([sampler], 1, 16)
-            found["sample of 16 tokens"].append(time.perf_counter() - began_s)
+            found["sample of 16 tokens"].append(CLOCK.now() - began_s)
         for (what, times_s), limit_ms in zip(found.items(), (100.0, 150.0), strict=True):
             times_ms = sorted(1000 * each for each in times_s)
             middle = statistics.median(times_ms)
