@@ -1,12 +1,13 @@
 """Order, repetition, restarts, eviction and fairness of the models of a server."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
 
 from headrace.wings.tinker.turns import Turns
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, script
+from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, train_body
 from tests.wings.tinker.serving import tiny
 
 STEPS = 3
@@ -100,6 +101,23 @@ def test_a_request_that_fails_leaves_the_gradient_before_it(compute, expected, t
         server.send(kind, seq + shifted, body)
     assert_equal(server.weights(), expected)
     assert server.journal.outcome(MODEL, 2).status == "failed"
+    server.close()
+
+
+def test_thirty_two_tenants_share_the_computer_fairly(compute, tmp_path):
+    server, ended, begin = Offline(compute, tmp_path, max_resident=32), [], threading.Event()
+    server.tenants.ended = lambda entry: ended.append(entry.model)
+    server.turns.submit("nobody", lambda: iter([begin.wait(60)]))  # nothing runs before all are there
+    models = [f"s:train:{number}" for number in range(32)]
+    for model in models:
+        server.create(model, rank=2)
+        for seq in range(1, 6):
+            server.send("forward_backward", seq, train_body([[5, 6, 7, 8]], seq, model=model), model)
+    begin.set()
+    server.wait()
+    first = next(place for place in range(len(ended)) if ended[: place + 1].count(ended[place]) == 6)
+    assert min(ended[: first + 1].count(model) for model in models) >= 0.8 * 6
+    assert len(ended) == 32 * 6
     server.close()
 
 
