@@ -16,6 +16,7 @@ from tests.wings.tinker.lives import living
 from tests.wings.tinker.network import FAULTS, bad_network
 from tests.wings.tinker.serving import KEY, NAME, client, datum, served, tiny
 
+pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")  # clients of today still load so
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
@@ -129,7 +130,7 @@ def survive_kills(small, directory, kills):
         trainer = Trainer(trained)
         training = pool.submit(trainer.train)
         for _ in range(kills):
-            assert trainer.wait_for(rng.randrange(1, 12))
+            assert trainer.wait_for(rng.randrange(1, 12)) or training.result(0)
             trainer.wait_for(99, rng.uniform(0, 0.03))  # a moment of a request
             server.kill()
             server.begin()
