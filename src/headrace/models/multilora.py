@@ -4,10 +4,14 @@
                    └──▶ tokens of adapter a ──▶ A_a ──▶ B_a ──▶ · scale ──▶ ┘
                    └──▶ tokens of adapter b ──▶ A_b ──▶ B_b ──▶ · scale ──▶ ┘
 
+With :class:`Segment` these are products of their own, in their own sizes; with :class:`LoraStack` one batched product
+for all adapters of a pass, whose cost hardly depends on how many there are.
+
 :mod:`.lora` wraps layers by peft, with one shape for all adapters, fixed when the model is loaded. Here every adapter
 is a record of tensors with a rank and layers of its own, and the model only gets a hook on each layer.
 
-Shape legend: N tokens of a pass, K tokens whose logits are computed, I inputs and O outputs of a layer, R the rank.
+Shape legend: N tokens of a pass, K tokens whose logits are computed, I inputs and O outputs of a layer, R the rank, G
+adapters of a pass, M places for tokens of each of them.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -79,6 +85,56 @@ class Segment:
     """The indices of its tokens among those whose logits are computed; ``None`` for all of them."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraStack:
+    """The tensors of several adapters in one piece, with those of smaller rank padded with zeros. It is a copy, which
+    training an adapter does not change."""
+
+    num_adapters: int
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    """A ``[G, I, R]`` and scaled B ``[G, R, O]`` of each layer that any of them adapts."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, loras: Sequence[LoraTensors]) -> LoraStack:
+        """Return the stack of ``loras``, in their order."""
+        rank, pairs = max(each.rank for each in loras), dict[str, tuple[Tensor, Tensor]]()
+        for name in sorted({key for each in loras for key in each._pairs}):
+            known = next(pair for each in loras if (pair := each.pair(name)) is not None)
+            a_GIR = known[0].new_zeros(len(loras), known[0].shape[1], rank)
+            b_GRO = known[1].new_zeros(len(loras), rank, known[1].shape[0])
+            for place, each in enumerate(loras):
+                if (pair := each.pair(name)) is not None:
+                    a_GIR[place, :, : each.rank] = pair[0].T
+                    b_GRO[place, : each.rank] = pair[1].T * each.scale
+            pairs[name] = a_GIR, b_GRO
+        return cls(len(loras), pairs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedRows:
+    """Which tokens of a pass each adapter of a stack computes, laid out in G x M places."""
+
+    gather_GM: Tensor
+    """The token at each place; a place that is not used holds any."""
+    rows: Tensor
+    """The tokens of all adapters, one adapter after the other."""
+    places: Tensor | None
+    """The place of each of ``rows``; ``None`` if every place is used."""
+
+    @classmethod
+    def of(cls, adapter_N: npt.NDArray[np.int64], adapters: Sequence[int], device: torch.device) -> GroupedRows:
+        """Return the rows of ``adapters`` in a pass whose tokens belong to ``adapter_N``."""
+        of_each = [np.flatnonzero(adapter_N == adapter) for adapter in adapters]
+        most = max(map(len, of_each))
+        gather_GM, used_GM = np.zeros((len(adapters), most), np.int64), np.zeros((len(adapters), most), bool)
+        for place, rows in enumerate(of_each):
+            gather_GM[place, : len(rows)], used_GM[place, : len(rows)] = rows, True
+        places = None if used_GM.all() else torch.from_numpy(np.flatnonzero(used_GM)).to(device)
+        rows = torch.from_numpy(np.concatenate(of_each)).to(device)
+        return cls(torch.from_numpy(gather_GM).to(device), rows, places)
+
+
 class MultiLora:
     """The hooks on the linear layers of one model, and what they compute now. It is not thread-safe: a model is used by
     one thread at a time. Weights of the base are frozen.
@@ -97,7 +153,8 @@ class MultiLora:
         """Freeze ``model`` and add the hooks. Raises :class:`~headrace.base.errors.ModelError` for a model without
         linear layers."""
         model.requires_grad_(requires_grad=False)
-        self._device, self._segments = model.device, list[Segment]()
+        self.device, self._segments = model.device, list[Segment]()
+        self._stack: tuple[LoraStack, GroupedRows, GroupedRows] | None = None
         head: Any = model.get_output_embeddings()
         self.layers: dict[str, AdaptableLayer] = {}
         """Every layer that can be adapted, by name."""
@@ -126,8 +183,8 @@ class MultiLora:
             if layer.part in parts:
                 bound = 1.0 / math.sqrt(layer.num_inputs)
                 drawn = torch.empty(rank, layer.num_inputs).uniform_(-bound, bound, generator=generator)
-                tensors[f"{name}.lora_A"] = drawn.to(self._device).requires_grad_()
-                tensors[f"{name}.lora_B"] = torch.zeros(layer.num_outputs, rank, device=self._device).requires_grad_()
+                tensors[f"{name}.lora_A"] = drawn.to(self.device).requires_grad_()
+                tensors[f"{name}.lora_B"] = torch.zeros(layer.num_outputs, rank, device=self.device).requires_grad_()
         return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
 
     @contextmanager
@@ -139,10 +196,25 @@ class MultiLora:
         finally:
             self._segments = before
 
+    @contextmanager
+    def on_stack(self, stack: LoraStack, of_tokens: GroupedRows, of_logits: GroupedRows) -> Iterator[None]:
+        """Compute the tokens of all adapters of ``stack`` with them within this context, for forward passes without
+        gradients; ``of_logits`` lays out those whose logits are computed."""
+        before, self._stack = self._stack, (stack, of_tokens, of_logits)
+        try:
+            yield
+        finally:
+            self._stack = before
+
     def _hook(self, name: str, is_head: bool) -> Any:
         """Return the forward hook of a module, which adds the adapters of all segments to its output."""
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if self._stack is not None:
+                stack, of_tokens, of_logits = self._stack
+                products = stack.pairs.get(name)
+                rows = of_logits if is_head else of_tokens
+                return output if products is None else _plus_stack(output, inputs[0], products, rows)
             for segment in self._segments:
                 assert segment.lora is not None
                 pair = segment.lora.pair(name)
@@ -157,11 +229,25 @@ class MultiLora:
 def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None) -> Tensor:
     """Return ``output`` with the product of the adapter added to ``rows``."""
     a_RI, b_OR = pair
+    flat_NO = output.view(-1, output.shape[-1])
+    given_NI = given.reshape(-1, given.shape[-1])
+    if rows is None and output.dtype == a_RI.dtype:
+        return torch.addmm(flat_NO, given_NI @ a_RI.T, b_OR.T, alpha=scale).view(output.shape)
     if rows is None:
         return output + ((given.to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale).to(output.dtype)
-    flat = given.reshape(-1, given.shape[-1]).index_select(0, rows).to(a_RI.dtype)
-    added = (flat @ a_RI.T) @ b_OR.T * scale
-    return output.view(-1, output.shape[-1]).index_add(0, rows, added.to(output.dtype)).view(output.shape)
+    added = (given_NI.index_select(0, rows).to(a_RI.dtype) @ a_RI.T) @ b_OR.T * scale
+    return flat_NO.index_add(0, rows, added.to(output.dtype)).view(output.shape)
+
+
+def _plus_stack(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: GroupedRows) -> Tensor:
+    """Return ``output`` with the products of all adapters added to their ``rows``."""
+    a_GIR, b_GRO = pair
+    picked = given.reshape(-1, given.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)
+    added = torch.bmm(torch.bmm(picked.view(*rows.gather_GM.shape, -1), a_GIR), b_GRO).flatten(0, 1)
+    if rows.places is not None:
+        added = added.index_select(0, rows.places)
+    # in place: the output of a linear layer is its own tensor, and nothing is differentiated here
+    return output.view(-1, output.shape[-1]).index_add_(0, rows.rows, added.to(output.dtype)).view(output.shape)
 
 
 def to_peft(lora: LoraTensors, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -177,6 +263,7 @@ def to_peft(lora: LoraTensors, base: str) -> tuple[dict[str, Any], dict[str, Ten
         "target_modules": names,
         "bias": "none",
         "lora_dropout": 0.0,
+        "use_dora": False,
         "inference_mode": True,
     }
     tensors = {f"base_model.model.{key}.weight": value.detach().contiguous() for key, value in lora.tensors.items()}

@@ -1,4 +1,4 @@
-"""The compute and the journal of a server without HTTP, for tests of numbers, order and kills."""
+"""The compute and the journal of a server without HTTP, for tests of numbers and order."""
 
 import json
 import sys
@@ -35,12 +35,12 @@ class Offline:
         )
         self.tenants.resume()
 
-    def create(self, model: str = MODEL, rank: int = 4, **lora) -> None:
+    def create(self, model: str = MODEL, rank: int = 4, base: str = "b", **lora) -> None:
         self.journal.run(
             "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s) VALUES (?, 's', 0, 0, 0)", model
         )
         config = {"rank": rank, "seed": 1, **lora}
-        body = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": config}
+        body = {"session_id": "s", "model_seq_id": 0, "base_model": base, "lora_config": config}
         self.send("create_model", 0, json.dumps(body).encode(), model)
 
     def send(self, kind: str, seq: int, body: bytes, model: str = MODEL) -> None:
@@ -98,20 +98,3 @@ def script(num_steps: int, model=MODEL) -> list[tuple[str, int, bytes]]:
         seq = len(requests) + 1
         requests.append(("optim_step", seq, step_body(seq, model)))
     return requests
-
-
-def main() -> None:
-    """Send a script of requests to the server in a directory, as a process that a test kills; say what was done."""
-    model, state, num_steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    server = Offline(compute_of(model), state)
-    server.create()
-    for request in script(num_steps):
-        server.send(*request)
-        print("sent", flush=True)
-    server.wait()
-    np.savez(state / "weights.npz", **server.weights())
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main()

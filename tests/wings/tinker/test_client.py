@@ -1,5 +1,6 @@
 """The unmodified client of the protocol against a server."""
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from headrace.models.attention import PackedPlan, forward
 from tests.wings.tinker.serving import NAME, client, datum, served
 
 IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
+ONES = np.ones(11, np.float32)
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
@@ -212,6 +214,9 @@ def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
         ({"weights": np.full(11, np.nan, np.float32)}, "cross_entropy", "not finite"),
         ({"advantages": np.ones(11, np.float32)}, "ppo", "lacks logprobs"),
         ({"weights": np.ones(11, np.float32)}, "stable_reinforce", "loss_fn=importance_sampling"),
+        ({"logprobs": ONES, "advantages": np.full(11, np.nan, np.float32)}, "ppo", "advantages is not finite"),
+        ({"logprobs": ONES[:4], "advantages": ONES}, "ppo", "logprobs has shape"),
+        ({"logprobs": ONES, "advantages": ONES}, "dro", "needs beta"),
     ],
 )
 def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how, loss, words):
@@ -228,6 +233,55 @@ def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how
 def test_a_model_that_cannot_be_made_is_refused(service, how, words):
     with pytest.raises(APIStatusError, match=words):
         service.create_lora_training_client(**{"base_model": NAME, "rank": 4, **how}).result()
+
+
+def test_a_datum_that_does_not_fit_fails_by_name_and_the_model_goes_on(service):
+    trained = new(service)
+    with pytest.raises(RequestFailedError, match="300 tokens; give 1 to 256"):
+        trained.forward_backward([datum([5] * 301)], "cross_entropy").result()
+    assert step(trained).metrics["loss:sum"] > 0
+
+
+FOREIGN = ["tinker://nobody:train:0/weights/x", "tinker://../../key/weights/x"]
+
+
+@pytest.mark.parametrize("path", FOREIGN)
+def test_a_foreign_path_is_refused(service, path):
+    for ask in (service.create_training_client_from_state, service.create_sampling_client):
+        with pytest.raises(APIStatusError, match="there is no checkpoint"):
+            ask(path).result()
+    assert step(new(service)).metrics["loss:sum"] > 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "words"),
+    [
+        ("create_session", {"tags": [], "sdk_version": "9.9", "quota": 1}, "unknown field `quota`"),
+        ("optim_step", {"model_id": "m"}, "missing required field `seq_id`"),
+        ("asample", [1], "Expected `object`"),
+        ("forward_backward", {}, "no forward_backward request"),
+        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": NAME}, "there is no session"),
+        ("create_custom_loss", {}, "forward_backward_custom"),
+        ("no/such/thing", {}, "is not served"),
+    ],
+)
+def test_a_request_of_another_protocol_is_refused_by_name(server, endpoint, body, words):
+    url, key = server
+    found = httpx.post(f"{url}/api/v1/{endpoint}", json=body, headers={"x-api-key": key})
+    assert 400 <= found.status_code < 500
+    assert words in found.json()["error"]
+    assert found.json()["category"] == "user"
+
+
+def test_an_adapter_that_trains_nothing_is_refused(server):
+    url, key = server
+    ask = {"headers": {"x-api-key": key}}
+    session = httpx.post(f"{url}/api/v1/create_session", json={}, **ask).json()["session_id"]
+    lora = {"rank": 4, "train_attn": False, "train_mlp": False, "train_unembed": False}
+    body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": lora}
+    found = httpx.post(f"{url}/api/v1/create_model", json=body, **ask)
+    assert (found.status_code, found.json()["category"]) == (400, "user")
+    assert "trains nothing" in found.json()["error"]
 
 
 def test_a_prompt_that_does_not_fit_fails_by_name(service):

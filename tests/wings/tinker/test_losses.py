@@ -7,11 +7,15 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.flow.ledger.opening import open_ledger
 from headrace.models.multilora import to_peft
+from headrace.wings.supervised.session import sft
 from headrace.wings.tinker.losses import LOSSES
 from headrace.wings.tinker.wire import read_train_request, write_train_result
+from tests.wings.supervised.material import settings
 from tests.wings.tinker.offline import MODEL, Offline, compute_of, step_body, train_body
 
 PARTS = ("attention", "mlp", "head")
@@ -218,3 +222,49 @@ def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(compute, tmp_
     assert json.loads(server.journal.outcome(MODEL, 2).result)["category"] == "user"
     assert all(np.array_equal(before[name], after[name]) for name in before)
     server.close()
+
+
+def test_the_same_rows_through_headrace_sft_give_the_same_weights(compute, model, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(4, 30, length).tolist() for length in (5, 9, 12, 7, 16, 11)]
+    server = Offline(compute, tmp_path / "state")
+    server.create(rank=4, base=str(model), train_unembed=False)
+    server.send("save_weights_external", 1, external_body(1, "begin"))
+    server.wait()
+    (begin,) = (tmp_path / "state").glob("runs/*/external_weights/begin@1")
+    lora = {"rank": 4, "alpha": 32.0, "adapter": str(begin)}
+    tree = settings(
+        model,
+        tmp_path / "run",
+        model={"lora": lora},
+        learner={"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        run={"rows_per_step": 2},
+    )
+    sft(tree, data=[{"input_ids": each} for each in rows])
+    ledger = open_ledger(tmp_path / "run")
+    of_step = [[ledger.attempts(0)[number].row for number in numbers] for _, numbers in sorted(ledger.steps().items())]
+    ledger.close()
+    seq = 1
+    for places in of_step:
+        share = np.float32(1.0 / sum(len(rows[place]) - 1 for place in places))
+        for place in places:
+            weights = np.full(len(rows[place]) - 1, share)
+            server.send("forward_backward", seq := seq + 1, train_body([rows[place]], seq, weights=weights))
+        adam = {"eps": 1e-8, "grad_clip_norm": 0.5, "weight_decay": 0.1}
+        server.send("optim_step", seq := seq + 1, step_body(seq, **adam))
+    found = server.weights()
+    server.close()
+    (end,) = sorted((tmp_path / "run" / "checkpoints").glob("step-000003/adapter_model.safetensors"))
+    expected = {
+        name.removeprefix("base_model.model.").removesuffix(".weight"): each.numpy()
+        for name, each in load_file(end).items()
+    }
+    assert found.keys() == expected.keys()
+    assert max(np.abs(found[name] - expected[name]).max() for name in found) < 1e-5
+    before = load_file(begin / "adapter_model.safetensors")
+    assert max(float((before[name] - each).abs().max()) for name, each in load_file(end).items()) > 1e-2
+
+
+def external_body(seq, path):
+    given = {"model_id": MODEL, "seq_id": seq, "path": path, "type": "save_weights_external"}
+    return json.dumps(given).encode()

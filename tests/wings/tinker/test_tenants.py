@@ -1,16 +1,13 @@
-"""Order, repetition, kills, eviction and fairness of the models of a server."""
+"""Order, repetition, restarts, eviction and fairness of the models of a server."""
 
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import threading
 
 import numpy as np
 import pytest
 
 from headrace.wings.tinker.turns import Turns
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, script
+from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, train_body
 from tests.wings.tinker.serving import tiny
 
 STEPS = 3
@@ -76,38 +73,6 @@ def test_a_thousand_schedules_change_no_weight(seeds, compute, expected, tmp_pat
     run_schedules(seeds, compute, expected, tmp_path)
 
 
-def killed(small: Path, state: Path, after: int, rng: random.Random) -> bool:
-    """Start the server in a process and kill it after it has sent some requests; return whether it had ended."""
-    command = [sys.executable, "-m", "tests.wings.tinker.offline", str(small), str(state), str(STEPS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for _, line in zip(range(after), process.stdout, strict=False):
-            if line.startswith("done"):
-                process.wait()
-                return True
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    return False
-
-
-def kill_and_go_on(small, directory, expected, count):
-    for seed in range(count):
-        rng, state = random.Random(seed), directory / str(seed)
-        assert not killed(small, state, rng.randrange(1, 9), rng)
-        assert killed(small, state, 99, rng)
-        assert_equal(dict(np.load(state / "weights.npz")), expected)
-
-
-def test_kill_9_loses_and_doubles_no_gradient(small, expected, tmp_path):
-    kill_and_go_on(small, tmp_path, expected, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_fifty_kills_lose_and_double_no_gradient(small, expected, tmp_path):
-    kill_and_go_on(small, tmp_path, expected, 50)
-
-
 def test_an_idle_model_moves_to_the_disk_with_its_gradient_and_comes_back(compute, expected, tmp_path):
     server = Offline(compute, tmp_path, max_resident=1)
     server.create()
@@ -136,6 +101,23 @@ def test_a_request_that_fails_leaves_the_gradient_before_it(compute, expected, t
         server.send(kind, seq + shifted, body)
     assert_equal(server.weights(), expected)
     assert server.journal.outcome(MODEL, 2).status == "failed"
+    server.close()
+
+
+def test_thirty_two_tenants_share_the_computer_fairly(compute, tmp_path):
+    server, ended, begin = Offline(compute, tmp_path, max_resident=32), [], threading.Event()
+    server.tenants.ended = lambda entry: ended.append(entry.model)
+    server.turns.submit("nobody", lambda: iter([begin.wait(60)]))  # nothing runs before all are there
+    models = [f"s:train:{number}" for number in range(32)]
+    for model in models:
+        server.create(model, rank=2)
+        for seq in range(1, 6):
+            server.send("forward_backward", seq, train_body([[5, 6, 7, 8]], seq, model=model), model)
+    begin.set()
+    server.wait()
+    first = next(place for place in range(len(ended)) if ended[: place + 1].count(ended[place]) == 6)
+    assert min(ended[: first + 1].count(model) for model in models) >= 0.8 * 6
+    assert len(ended) == 32 * 6
     server.close()
 
 

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "plan": "how large a run the planner simulates in a minute, and how well it predicts runs of this machine",
     "scoring": "what a slow judge, a process reward and the sandbox cost the learner",
     "sync": "transports and codecs of weights: how long the learner and the engine stand still",
+    "tinker": "the client of the Tinker protocol: start, round trips, several adapters beside one",
 }
 """Name of every benchmark, which is that of its module, and what it measures."""
 

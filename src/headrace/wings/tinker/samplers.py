@@ -9,10 +9,11 @@ Shape legend: T sampled tokens, K likeliest entries, R rows of a pass, D rows th
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,13 @@ import numpy.typing as npt
 import torch
 
 from headrace.engine.native.adapters import PassRows
-from headrace.models.multilora import LoraTensors, MultiLora, Segment
+from headrace.models.multilora import GroupedRows, LoraStack, LoraTensors, MultiLora, Segment
 
 Index = npt.NDArray[np.int64]
+MOST_PADDING = 3
+"""The most places of a grouped product for each token in it; beyond that each adapter's product is made by itself."""
+KEPT_STACKS = 2
+"""How many stacks of adapters are kept for the next passes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,7 +57,8 @@ class SamplerWeights:
         self._by_place: dict[int, SamplerSlot] = {}
         self._lock = threading.Lock()
         self._count = 0
-        self._device = torch.device("cpu")
+        self._device = multi.device
+        self._stacks: deque[tuple[list[LoraTensors], LoraStack]] = deque(maxlen=KEPT_STACKS)
 
     def put(self, name: str, lora: LoraTensors | None, version: int) -> None:
         """Set the weights of ``name``. A new name gets a number of its own; one that is there changes its weights."""
@@ -104,26 +110,35 @@ class SamplerWeights:
         return 0 if not name else None if slot is None else slot.place
 
     def on(self, rows: PassRows) -> AbstractContextManager[None]:
-        return self._multi.on(self._segments(rows))
+        places = np.unique(rows.adapter_R).tolist()
+        adapted = [place for place in places if self._of(place) is not None]
+        if len(places) == 1:
+            return self._multi.on([Segment(lora=self._of(places[0]))])
+        of_tokens = np.repeat(rows.adapter_R, rows.counts_R)
+        of_logits = rows.adapter_R[rows.completes_R]
+        counts = [int((of_tokens == place).sum()) for place in adapted]
+        if len(adapted) < 2 or max(counts) * len(adapted) > MOST_PADDING * sum(counts):
+            return self._multi.on([self._segment(place, of_tokens, of_logits) for place in adapted])
+        token_rows, logit_rows = (GroupedRows.of(each, adapted, self._device) for each in (of_tokens, of_logits))
+        return self._multi.on_stack(self._stack_of(adapted), token_rows, logit_rows)
 
     def versions(self, adapter_D: Index, version: int) -> int | Index:
         known = {place: self._by_place[place].version for place in np.unique(adapter_D).tolist() if place}
         return np.array([known.get(place, version) for place in adapter_D.tolist()], np.int64)
 
-    def _segments(self, rows: PassRows) -> list[Segment]:
-        places = np.unique(rows.adapter_R).tolist()
-        if len(places) == 1:
-            return [Segment(lora=self._of(places[0]))]
-        of_tokens = np.repeat(rows.adapter_R, rows.counts_R)
-        of_logits = rows.adapter_R[rows.completes_R]
-        return [
-            Segment(
-                lora=self._of(place),
-                rows_N=torch.from_numpy(np.flatnonzero(of_tokens == place)).to(self._device),
-                rows_K=torch.from_numpy(np.flatnonzero(of_logits == place)).to(self._device),
-            )
-            for place in places
-        ]
+    def _segment(self, place: int, of_tokens: Index, of_logits: Index) -> Segment:
+        tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (of_tokens, of_logits))
+        return Segment(lora=self._of(place), rows_N=tokens.to(self._device), rows_K=logits.to(self._device))
+
+    def _stack_of(self, places: Sequence[int]) -> LoraStack:
+        """Return the stack of the present weights of ``places``; the last ones are kept, since passes repeat."""
+        loras = [lora for place in places if (lora := self._of(place)) is not None]
+        for known, stack in self._stacks:
+            if len(known) == len(loras) and all(map(is_, known, loras)):
+                return stack
+        stack = LoraStack.of(loras)
+        self._stacks.append((loras, stack))
+        return stack
 
     def _of(self, place: int) -> LoraTensors | None:
         return self._by_place[place].lora if place else None

@@ -222,10 +222,12 @@ class Tenants:
         tenant = self._live.get(model)
         if tenant is None:
             return
-        copied = self._copy(model, tenant)
-        with self._journal.transaction():
-            self._point(model, copied, tenant.seq)
-        self._clean(model, copied, tenant.seq)
+        row = self._journal.one("SELECT copied_seq FROM models WHERE id = ?", model)
+        if row is None or row["copied_seq"] != tenant.seq:  # a copy in use is never written anew: a kill would lose it
+            copied = self._copy(model, tenant)
+            with self._journal.transaction():
+                self._point(model, copied, tenant.seq)
+            self._clean(model, copied, tenant.seq)
         del self._live[model]
 
     def _copy(self, model: str, tenant: Tenant) -> str:

@@ -1,0 +1,230 @@
+"""``headrace tinker`` as its client sees it: start, round trips, and what several adapters cost beside one.
+
+The server is a process of its own; the unmodified client of the protocol asks it over HTTP. Rates of one and of several
+adapters are measured in turn, with the same rows in all, and a ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.engine import LARGE, SMALL
+
+NAME = "bench/model"
+RANK = 16
+ADAPTERS, TENANTS = 4, 32
+CLOCK = RealClock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerSizes:
+    """What is measured."""
+
+    models: tuple[tuple[str, TinySpec], ...]
+    samples: int = 64
+    """The number of sequences that are sampled at once, of all adapters."""
+    new_tokens: int = 64
+    requests: int = 8
+    """The number of forward_backward requests in flight, of all adapters."""
+    rounds: int = 3
+    trips: int = 30
+    """The number of round trips of a latency."""
+    tenants: int = TENANTS
+
+
+FULL_SIZES = TinkerSizes(models=(("1M", SMALL), ("28M", LARGE)))
+QUICK_SIZES = TinkerSizes(
+    models=(("1M", SMALL),), samples=4, new_tokens=4, requests=4, rounds=1, trips=2, tenants=4
+)  # fmt: skip
+
+
+def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+    """Run all measurements; with ``quick`` the figures mean nothing. Raises
+    :class:`~headrace.base.errors.ConfigError` where the client is not installed."""
+    sizes, rows, targets = QUICK_SIZES if quick else FULL_SIZES, list[Row](), list[Target]()
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        for name, spec in sizes.models:
+            tell(f"{name}: start")
+            model = make_tiny(Path(scratch) / name, spec)
+            with _server(model, Path(scratch) / f"state-{name}") as server:
+                bench = _TinkerBench(server, sizes, name, tell)
+                bench.run(whole=spec is SMALL)
+            rows += bench.rows
+            targets += bench.targets
+    return report(rows, targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    """A server that has answered, and a client of it."""
+
+    client: Any
+    process: psutil.Process
+    started_s: float
+    """Seconds from the command to the first answer."""
+
+
+@contextmanager
+def _server(model: Path, state: Path) -> Iterator[_Server]:
+    try:
+        import tinker
+    except ImportError:
+        raise ConfigError("the benchmark tinker needs the client", remedy="pip install tinker") from None
+    program = [sys.executable, "-c", "from headrace.run.cli import main; main()"]
+    command = [*program, "tinker", str(model), "--name", NAME, "--port", "0"]
+    began_s = CLOCK.now()
+    with subprocess.Popen([*command, "--state", str(state)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            found = {}
+            assert process.stdout is not None
+            while len(found) < 2 and (line := process.stdout.readline()):
+                key, _, value = line.strip().removeprefix("export ").partition("=")
+                if key.startswith("TINKER_"):
+                    found[key] = value
+            client = tinker.ServiceClient(base_url=found["TINKER_BASE_URL"], api_key=found["TINKER_API_KEY"])
+            sampler = client.create_sampling_client(base_model=NAME).result()
+            _sampled([sampler], 1, 1)
+            took_s = CLOCK.now() - began_s
+            yield _Server(client=client, process=psutil.Process(process.pid), started_s=took_s)
+        finally:
+            process.terminate()
+
+
+def _prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 60, length).tolist()  # type: ignore[no-any-return]
+
+
+def _datum(length: int, seed: int) -> Any:
+    from tinker import types
+
+    ids = _prompt(length + 1, seed)
+    inputs: Any = {"target_tokens": np.array(ids[1:]), "weights": np.ones(length, np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+def _sampled(samplers: Sequence[Any], each: int, new_tokens: int) -> float:
+    """Sample ``each`` sequences from every sampler at once; return the tokens per second."""
+    from tinker import types
+
+    params = types.SamplingParams(max_tokens=new_tokens, stop=[], seed=1)
+    prompt, began_s = types.ModelInput.from_ints(_prompt(8)), CLOCK.now()
+    asked = [one.sample(prompt=prompt, num_samples=each, sampling_params=params) for one in samplers]
+    count = sum(len(sequence.tokens) for one in asked for sequence in one.result().sequences)
+    return count / (CLOCK.now() - began_s)
+
+
+def _trained(models: Sequence[Any], each: int, length: int = 128) -> tuple[float, list[float]]:
+    """Send ``each`` requests of four sequences for every model at once; return the tokens per second, and the seconds
+    until each model had all its results."""
+    data = [_datum(length, place) for place in range(4)]
+    began_s = CLOCK.now()
+
+    def wait(promised: Sequence[Any]) -> float:
+        for one in promised:
+            one.result()
+        return CLOCK.now() - began_s
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        promised = [[model.forward_backward(data, "cross_entropy") for _ in range(each)] for model in models]
+        ended_s = list(pool.map(wait, promised))
+    rate = len(models) * each * 4 * length / max(ended_s)
+    for model in models:
+        model.optim_step(_adam()).result()
+    return rate, ended_s
+
+
+def _adam() -> Any:
+    from tinker import types
+
+    return types.AdamParams(learning_rate=1e-3)
+
+
+class _TinkerBench:
+    """The measurements of one server."""
+
+    def __init__(self, server: _Server, sizes: TinkerSizes, name: str, tell: Callable[[str], None]) -> None:
+        self._server, self._sizes, self._name, self._tell = server, sizes, name, tell
+        self.rows: list[Row] = []
+        self.targets: list[Target] = []
+
+    def run(self, *, whole: bool) -> None:
+        """Measure; ``whole`` also the start, the round trips and many tenants."""
+        models = self._models(ADAPTERS)
+        if whole:
+            self.targets.append(at_most("command to first answer", self._server.started_s, 10.0, "s"))
+            self._trips(models[0])
+        self._several(models)
+        if whole:
+            self._many()
+
+    def _models(self, count: int) -> list[Any]:
+        create = self._server.client.create_lora_training_client
+        asked = [create(base_model=NAME, rank=RANK, seed=seed) for seed in range(count)]
+        models = [each.result() for each in asked]
+        _trained(models, 1)
+        return models
+
+    def _trips(self, model: Any) -> None:
+        self._tell(f"{self._name}: round trips")
+        data, sampler = [_datum(64, 0)], model.save_weights_and_get_sampling_client().result()
+        found: dict[str, list[float]] = {"forward_backward of 64 tokens": [], "sample of 16 tokens": []}
+        for _ in range(self._sizes.trips):
+            began_s = CLOCK.now()
+            model.forward_backward(data, "cross_entropy").result()
+            found["forward_backward of 64 tokens"].append(CLOCK.now() - began_s)
+            model.optim_step(_adam()).result()
+            began_s = CLOCK.now()
+            _sampled([sampler], 1, 16)
+            found["sample of 16 tokens"].append(CLOCK.now() - began_s)
+        for (what, times_s), limit_ms in zip(found.items(), (100.0, 150.0), strict=True):
+            times_ms = sorted(1000 * each for each in times_s)
+            middle = statistics.median(times_ms)
+            self.rows.append({"what": f"{self._name}, {what}", "median_ms": middle, "slowest_ms": times_ms[-1]})
+            self.targets.append(at_most(f"{self._name}, {what}", middle, limit_ms, "ms"))
+
+    def _several(self, models: Sequence[Any]) -> None:
+        sizes, count = self._sizes, len(models)
+        samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
+        decode, train = list[tuple[float, float]](), list[tuple[float, float]]()
+        for turn in range(-1, sizes.rounds):  # the first is not counted
+            self._tell(f"{self._name}: {count} adapters, round {turn + 1}")
+            one = _sampled(samplers[:1], sizes.samples, sizes.new_tokens)
+            decode.append((one, _sampled(samplers, sizes.samples // count, sizes.new_tokens)))
+            one = _trained(models[:1], sizes.requests)[0]
+            train.append((one, _trained(models, sizes.requests // count)[0]))
+        for what, pairs in (("decode", decode[1:]), ("training", train[1:])):
+            ones, several = ([pair[place] for pair in pairs] for place in range(2))
+            ratio = statistics.median(b / a for a, b in pairs)
+            row = {"one_tok_s": statistics.median(ones), f"{count}_tok_s": statistics.median(several), "ratio": ratio}
+            self.rows.append({"what": f"{self._name}, {what}", **row})
+            self.targets.append(at_least(f"{self._name}, {what}, {count} adapters by one", ratio, 0.8, "ratio"))
+
+    def _many(self) -> None:
+        count = self._sizes.tenants
+        self._tell(f"{self._name}: {count} tenants")
+        before = self._server.process.memory_info().rss
+        models = self._models(count)
+        rate, ended_s = _trained(models, 4)
+        samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
+        sampled = _sampled(samplers, 1, self._sizes.new_tokens)
+        grown_mb = (self._server.process.memory_info().rss - before) / 2**20
+        spread = 1.0 - min(ended_s) / max(ended_s)
+        row = {"train_tok_s": rate, "decode_tok_s": sampled, "first_done_s": min(ended_s), "last_done_s": max(ended_s)}
+        self.rows.append({"what": f"{self._name}, {count} tenants", **row, "more_mb": grown_mb})
+        self.targets.append(at_most(f"{self._name}, {count} tenants, first before last", spread, 0.2, "fraction"))
