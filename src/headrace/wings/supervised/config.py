@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from headrace.algo.losses.preference import AnyPreferenceLoss
 from headrace.algo.losses.supervised import Dpo
 from headrace.base.config import Section, load_toml, merge, parse_override, validate
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, nearest
 from headrace.learner.config import LearnerConfig
 from headrace.models import ModelConfig
 from headrace.models.hub import is_hub_name
@@ -19,6 +19,13 @@ from headrace.run.observe.config import ObserveConfig
 
 LossOn = Literal["assistant", "last", "all"]
 """The tokens of a row that carry loss."""
+
+
+COLUMNS = (
+    *("messages", "tools", "prompt", "completion", "text", "input_ids", "labels"),
+    *("chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "label"),
+)
+"""The names by which the columns of a row are read."""
 
 
 class SourceConfig(Section):
@@ -65,6 +72,13 @@ class RowsConfig(Section):
     counted and listed in ``left_out.jsonl`` of the run directory."""
     shuffle: bool = True
     """Whether the rows are visited in a new random order in every epoch."""
+
+    @model_validator(mode="after")
+    def _columns_are_known(self) -> Self:
+        unknown = next((name for name in self.columns if name not in COLUMNS), None)
+        if unknown is not None:
+            raise ConfigError(f"data.columns.{unknown}: no row is read by that name", remedy=nearest(unknown, COLUMNS))
+        return self
 
     @model_validator(mode="after")
     def _sources_go_together(self) -> Self:

@@ -90,6 +90,10 @@ class RowRenderer:
         if isinstance(prompt, list) and isinstance(completion, list):
             before = _messages(prompt, "prompt")
             return self._conversation([*before, *_messages(completion, "completion")], len(before), tools)
+        if isinstance(prompt, list) and isinstance(completion, str):
+            before = _messages(prompt, "prompt")
+            answer_turn = {"role": "assistant", "content": _text(completion, "completion")}
+            return self._conversation([*before, answer_turn], len(before), tools)
         asked = self._opening(_text(prompt, "prompt"))
         answer = self._ended(self._encode(_text(completion, "completion")))
         return [*asked, *answer], [self._loss_on == "all"] * len(asked) + [True] * len(answer)
@@ -98,17 +102,18 @@ class RowRenderer:
 
     def compared(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the chosen and the rejected sample of a row. Raises :class:`RowProblem` for a row that is no pair."""
+        both: list[tuple[list[int], list[int]]]
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= row.keys():
             asked = _ids(row["prompt_ids"], "prompt_ids")
             both = [(asked, _ids(row[name], name)) for name in ("chosen_ids", "rejected_ids")]
         elif {"chosen", "rejected"} <= row.keys():
+            if row["chosen"] == row["rejected"]:
+                raise _same_answers()
             both = [self._answer(row, name) for name in ("chosen", "rejected")]
         else:
             raise _columns(row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids")
         if both[0] == both[1]:
-            raise RowProblem(
-                "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
-            )
+            raise _same_answers()
         return tuple(
             _checked(
                 [*asked, *answer],
@@ -130,12 +135,16 @@ class RowRenderer:
                 before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(given, name)}]
                 return self._split([*before, *answer], len(before), _tools(row))
             return self._opening(_text(prompt, "prompt")), self._ended(self._encode(_text(given, name)))
+        answer = _messages(given, name)
         if isinstance(row.get("prompt"), list):
             before = _messages(row["prompt"], "prompt")
-            return self._split([*before, *_messages(given, name)], len(before), _tools(row))
-        both = [_messages(row[each], each) for each in ("chosen", "rejected")]
-        same = next((n for n, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
-        return self._split(both[name == "rejected"], same, _tools(row))
+            if answer[: len(before)] == before:
+                answer = answer[len(before) :]  # whole conversations beside their prompt
+        else:
+            before = _common_prompt(row)
+            answer = answer[len(before) :]
+        _refuse_other_turns(answer, name)
+        return self._split([*before, *answer], len(before), _tools(row))
 
     def _split(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[int]]:
         """Return the tokens of the first ``num_before`` messages with the opening of an answer, and the others."""
@@ -285,8 +294,10 @@ def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
 
 def _ids(value: Any, name: str) -> list[int]:
     found = _read(value)
-    if not isinstance(found, list) or not found or not all(type(each) is int and each >= 0 for each in found):
+    whole = isinstance(found, list) and found and all(type(each) is int and 0 <= each < 2**31 for each in found)
+    if not whole:
         raise RowProblem("no_tokens", f"{name} is no list of token ids", remedy="give a list of whole numbers")
+    assert isinstance(found, list)
     return found
 
 
@@ -320,6 +331,50 @@ def _read(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def _common_prompt(row: Mapping[str, Any]) -> Messages:
+    """Return the messages that both conversations of a pair begin with. Raises :class:`RowProblem` where there are
+    none, and where a prompt that is text beside them is another one."""
+    names = [name for name in ("chosen", "rejected") if name in row]
+    conversations = [_messages(row[name], name) for name in names]
+    first, other = conversations[0], conversations[-1]
+    # of a single answer with a label, the last turn is the answer
+    same = len(first) - 1 if len(names) == 1 else 0
+    while len(names) > 1 and same < min(len(first), len(other)) and first[same] == other[same]:
+        same += 1
+    if not same:
+        raise RowProblem(
+            "no_prompt",
+            f"{' and '.join(names)} begin with different messages: they are no answers to one prompt",
+            remedy="give prompt as messages, or conversations that begin alike",
+        )
+    prompt = row.get("prompt")
+    if prompt and all(prompt != message.get("content") for message in first[:same]):
+        raise RowProblem(
+            "no_prompt",
+            f"prompt is text ({str(prompt)[:30]!r}) that no message before the answers has",
+            remedy="give prompt as messages too, or leave it out",
+        )
+    return first[:same]
+
+
+def _refuse_other_turns(answer: Messages, name: str) -> None:
+    """Refuse an answer that is not the assistant's: its first and its last turn are."""
+    role = next((turn["role"] for turn in (*answer[:1], *answer[-1:]) if turn["role"] != "assistant"), None)
+    if not answer or role is not None:
+        what = "ends with the prompt" if role is None else f"begins or ends with a turn of {role!r}"
+        raise RowProblem(
+            "no_assistant_turn",
+            f"the answer {name} {what}, and only the assistant's turns are learned from",
+            remedy="let the two answers begin and end with a turn of the assistant, after the same prompt",
+        )
+
+
+def _same_answers() -> RowProblem:
+    return RowProblem(
+        "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
+    )
 
 
 def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
