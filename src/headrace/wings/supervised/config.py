@@ -216,12 +216,12 @@ def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfi
     elif isinstance(source, dict):
         tree = source
     else:
-        tree = _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+        tree = with_absolute_rows(load_toml(Path(source)), Path(source).resolve().parent)
     tree = merge(tree, *(parse_override(text) for text in overrides), whole_kinds=True)
-    return validate(kind, _absolute(tree, Path.cwd()))
+    return validate(kind, with_absolute_rows(tree, Path.cwd()))
 
 
-def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+def with_absolute_rows(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return ``tree`` with every relative path in it resolved against ``directory``."""
     for section, keys in (("model", ("path",)), ("data", ("path", "eval_path")), ("run", ("dir",))):
         table = tree.get(section)
