@@ -6,6 +6,7 @@
     input_ids           tokens, with labels (−100: no loss) if there are some
     prompt, chosen, rejected     a pair of answers to one prompt, as text, messages or tokens
     prompt, completion, label    one answer, good (true) or bad (false)
+    input_ids, teacher_ids, teacher_logprobs     tokens, and what a teacher gave each of them
 
 A template marks the assistant's turns with ``{% generation %}``. The turns of one that does not are found by exact
 prefixes: the conversation up to a turn, with the opening of an answer, must begin the whole conversation, in text and
@@ -17,16 +18,19 @@ Shape legend: T tokens of one sample.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import DataError
+from headrace.base.types.taught import Taught
 from headrace.base.types.tokens import IntColumn
+from headrace.base.types.versions import FROZEN
 from headrace.wings.supervised.config import LossOn
 
 Messages = list[dict[str, Any]]
@@ -54,6 +58,8 @@ class RenderedSample:
     """1 for a chosen answer, −1 for a rejected one, 0 for a sample that is not compared."""
     num_prompt: int = 0
     """The number of tokens of the prompt, for a compared sample; 0 otherwise."""
+    taught: Taught | None = None
+    """What a teacher gave each token, where the row says so."""
 
 
 class RowRenderer:
@@ -97,6 +103,13 @@ class RowRenderer:
         asked = self._opening(_text(prompt, "prompt"))
         answer = self._ended(self._encode(_text(completion, "completion")))
         return [*asked, *answer], [self._loss_on == "all"] * len(asked) + [True] * len(answer)
+
+    def taught(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+        """Return the sample of a row of tokens with what a teacher gave each of them. Raises :class:`RowProblem`."""
+        if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
+            raise _columns(row, "input_ids, teacher_ids and teacher_logprobs, since there is no [[learner.teachers]]")
+        (sample,) = self.imitated({name: row[name] for name in ("input_ids", "labels") if name in row})
+        return (replace(sample, taught=_taught(row, sample)),)
 
     # -- a pair a row -------------------------------------------------------------------------------------------------
 
@@ -290,6 +303,51 @@ def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
             remedy=f"give each token's own id as its label, or {IGNORED}; labels are not shifted",
         )
     return ids, [label != IGNORED for label in labels]
+
+
+def _taught(row: Mapping[str, Any], sample: RenderedSample) -> Taught:
+    """Return the teacher's entries of the tokens of ``sample`` that carry loss. Raises :class:`RowProblem`."""
+    columns = [_read(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
+    count, places = len(sample.ids_T), np.flatnonzero(sample.mask_T).tolist()
+    if not all(isinstance(column, list) and len(column) == count for column in columns):
+        raise _misaligned_teacher(f"do not have one list for each of the {count} input_ids")
+    entries = [(columns[0][place], columns[1][place]) for place in places]
+    num = len(entries[0][0] or ())
+    for place, (ids, logs) in zip(places, entries, strict=True):
+        if not (isinstance(ids, list) and isinstance(logs, list) and len(ids) == len(logs) == num > 0):
+            raise _misaligned_teacher(f"of token {place} are not as many as of the first that carries loss, {num}")
+        if len(set(ids)) != num or not all(type(each) is int and 0 <= each < 2**31 for each in ids):
+            raise _misaligned_teacher(f"of token {place} are not {num} different ids")
+        if not all(isinstance(each, int | float) and each <= MOST for each in logs) or _mass(logs) > 1 + MOST:
+            raise _misaligned_teacher(f"of token {place} are no log-probabilities: {str(logs)[:60]}")
+    taught = Taught.none(count, num)
+    taught.versions_T[places] = FROZEN
+    taught.ids_TK[places] = [ids for ids, _ in entries]
+    taught.logs_TK[places] = [[max(each, LEAST) for each in logs] for _, logs in entries]
+    for place, (ids, logs) in zip(places, entries, strict=True):
+        own = int(sample.ids_T[place])
+        rest = math.log(max(1 - _mass(logs), math.exp(LEAST)))  # the most that a token outside the entries can have
+        taught.logprobs_T[place] = logs[ids.index(own)] if own in ids else rest
+    return taught
+
+
+MOST = 1e-3
+"""The most by which rounding may take a log-probability above 0, or a sum of probabilities above 1."""
+LEAST = -60.0
+"""The least log-probability of an entry; a smaller one, and minus infinity, count as this."""
+
+
+def _mass(logs: Sequence[float]) -> float:
+    return sum(math.exp(max(each, LEAST)) for each in logs)
+
+
+def _misaligned_teacher(words: str) -> RowProblem:
+    return RowProblem(
+        "no_teacher",
+        f"teacher_ids and teacher_logprobs {words}",
+        remedy="give for every token of input_ids the teacher's likeliest entries and their log-probabilities, as many "
+        "for each; [] where labels has -100 and for the first token",
+    )
 
 
 def _ids(value: Any, name: str) -> list[int]:

@@ -30,7 +30,14 @@ from headrace.run.session.config import with_absolute_paths
 from headrace.run.session.directory import read_summary, write_json
 from headrace.run.session.exporting import export
 from headrace.run.session.prepare import Inputs, prepare
-from headrace.wings.supervised.config import DpoConfig, SftConfig, TuningConfig, load_tuning, with_absolute_rows
+from headrace.wings.supervised.config import (
+    DistillConfig,
+    DpoConfig,
+    SftConfig,
+    TuningConfig,
+    load_tuning,
+    with_absolute_rows,
+)
 from headrace.wings.supervised.preparing import prepare_tuning
 from headrace.wings.supervised.session import tune
 
@@ -40,13 +47,13 @@ MODEL = "model"
 BASE = "base"
 """The name of the measurement of the weights that the first stage begins with."""
 Tree = dict[str, Any]
-StageKind = Literal["sft", "dpo", "rl"]
-_TUNED: dict[str, type[TuningConfig]] = {"sft": SftConfig, "dpo": DpoConfig}
+StageKind = Literal["sft", "dpo", "distill", "rl"]
+_TUNED: dict[str, type[TuningConfig]] = {each.verb: each for each in (SftConfig, DpoConfig, DistillConfig)}
 
 
 def _as_tree(value: Any) -> Any:
     if not isinstance(value, dict) or "kind" not in value:
-        raise ValueError('every [[stage]] needs kind = "sft", "dpo" or "rl"')
+        raise ValueError('every [[stage]] needs kind = "sft", "dpo", "distill" or "rl"')
     return {"kind": value["kind"], "settings": {key: part for key, part in value.items() if key != "kind"}}
 
 
@@ -54,7 +61,7 @@ class StageSection(Section):
     """A table ``[[stage]]``: its kind, and the settings of a run file of that kind."""
 
     kind: StageKind
-    """``sft``, ``dpo``, or ``rl`` (``headrace train``)."""
+    """``sft``, ``dpo``, ``distill``, or ``rl`` (``headrace train``)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """The sections of the stage, without the model's path and the directory of the run."""
 

@@ -1,4 +1,4 @@
-"""``headrace sft``, ``headrace dpo`` and ``headrace stages``: train a model on given rows, or in several stages."""
+"""``headrace sft``, ``dpo``, ``distill`` and ``stages``: train a model on given rows, or in several stages."""
 
 from __future__ import annotations
 
@@ -52,6 +52,21 @@ def dpo(
     from headrace.wings.supervised.config import DpoConfig, load_tuning
 
     config = load_tuning(DpoConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
+    _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+
+
+def distill(
+    run_file: Path = RUN_FILE,
+    overrides: list[str] = SET,
+    resume: bool = RESUME,
+    dry_run: bool = DRY_RUN,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Train a model towards a teacher, on rows: one beside the learner, or what the rows say of one."""
+    starting(f"reading {run_file} and loading what a run needs")
+    from headrace.wings.supervised.config import DistillConfig, load_tuning
+
+    config = load_tuning(DistillConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
     _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
 
 
@@ -152,4 +167,5 @@ def _show(summary: TuningSummary) -> None:
 
 SFT = Verb(run=sft, group=BEGIN, place=24)
 DPO = Verb(run=dpo, group=BEGIN, place=26)
+DISTILL = Verb(run=distill, group=BEGIN, place=27)
 STAGES = Verb(run=stages, group=BEGIN, place=28)
