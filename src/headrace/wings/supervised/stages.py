@@ -118,7 +118,7 @@ class StagesSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageRun:
     """One stage of a file: its place, and the settings of its run."""
 
     number: int
@@ -160,7 +160,7 @@ class Stages:
     directory: Path
     measured: Tree
     """The settings of the measurements; empty: there are none."""
-    stages: Sequence[Stage]
+    stages: Sequence[StageRun]
 
 
 def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Stages:
@@ -182,7 +182,7 @@ def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Sta
         _refuse_own_place(number, each)
         own = merge({"model": config.model, "observe": config.observe}, each.settings)
         directory = Path(config.run.dir) / f"{number}-{each.kind}"
-        stages.append(Stage(number=number, kind=each.kind, settings=own, directory=directory))
+        stages.append(StageRun(number=number, kind=each.kind, settings=own, directory=directory))
     return Stages(
         base=config.model["path"], directory=Path(config.run.dir), measured=config.eval, stages=stages
     )  # fmt: skip
@@ -332,7 +332,7 @@ class _Walk:
             model = str(stage.model)
         return self._write("finished")
 
-    def _carry_out(self, stage: Stage, model: str) -> tuple[str, str, int]:
+    def _carry_out(self, stage: StageRun, model: str) -> tuple[str, str, int]:
         """Run or resume a stage, and write its weights where it has finished. Return status, signal and steps."""
         begun = has_ledger(stage.directory)
         summary = read_summary(stage.directory) if begun else None
