@@ -178,7 +178,7 @@ def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> No
 
 def _refuse_uneven(rows: RowSet) -> None:
     """Refuse rows of which a teacher says more entries for one than for another: the loss would be another."""
-    sizes = [0 if row[0].taught is None else row[0].taught.ids_TK.shape[1] for row in rows.rows]
+    sizes = [0 if row[0].teacher_scores is None else row[0].teacher_scores.ids_TK.shape[1] for row in rows.rows]
     other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         raise DataError(

@@ -87,8 +87,8 @@ class RowSet:
         digest = hashlib.blake2b(digest_size=8)
         for sample in (sample for row in self.rows for sample in row):
             digest.update(sample.ids_T.tobytes() + sample.mask_T.tobytes() + bytes([sample.side % 256, 255]))
-            if sample.taught is not None:
-                digest.update(sample.taught.ids_TK.tobytes() + sample.taught.logs_TK.tobytes())
+            if sample.teacher_scores is not None:
+                digest.update(sample.teacher_scores.ids_TK.tobytes() + sample.teacher_scores.logs_TK.tobytes())
         return digest.hexdigest()
 
     def words(self) -> str:
@@ -169,7 +169,7 @@ def _fitted(
     samples: tuple[RenderedSample, ...], config: RowsConfig, limits: RowLimits
 ) -> tuple[tuple[RenderedSample, ...], bool]:
     """Return the samples of a row within the limits, and whether some were cut off."""
-    said = [sample.taught.ids_TK for sample in samples if sample.taught is not None]
+    said = [sample.teacher_scores.ids_TK for sample in samples if sample.teacher_scores is not None]
     largest = max(int(ids.max()) for ids in (*said, *(sample.ids_T for sample in samples)))
     if largest >= limits.vocab_size:
         raise RowProblem(
@@ -206,5 +206,5 @@ def _cut(sample: RenderedSample, most: int) -> RenderedSample:
             f"it has {len(sample.ids_T):,} tokens, and none of the first {most:,} carries loss",
             remedy="allow longer rows, or remove the row",
         )
-    taught = None if sample.taught is None else sample.taught[:most]
-    return replace(sample, ids_T=sample.ids_T[:most], mask_T=mask_T, taught=taught)
+    scores = None if sample.teacher_scores is None else sample.teacher_scores[:most]
+    return replace(sample, ids_T=sample.ids_T[:most], mask_T=mask_T, teacher_scores=scores)

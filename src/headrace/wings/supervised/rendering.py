@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import DataError
-from headrace.base.types.taught import Taught
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import IntColumn
 from headrace.base.types.versions import FROZEN
 from headrace.wings.supervised.config import LossOn
@@ -58,7 +58,7 @@ class RenderedSample:
     """1 for a chosen answer, −1 for a rejected one, 0 for a sample that is not compared."""
     num_prompt: int = 0
     """The number of tokens of the prompt, for a compared sample; 0 otherwise."""
-    taught: Taught | None = None
+    teacher_scores: TeacherScores | None = None
     """What a teacher gave each token, where the row says so."""
 
 
@@ -109,7 +109,7 @@ class RowRenderer:
         if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
             raise _columns(row, "input_ids, teacher_ids and teacher_logprobs, since there is no [[learner.teachers]]")
         (sample,) = self.imitated({name: row[name] for name in ("input_ids", "labels") if name in row})
-        return (replace(sample, taught=_taught(row, sample)),)
+        return (replace(sample, teacher_scores=_teacher_scores(row, sample)),)
 
     # -- a pair a row -------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
     return ids, [label != IGNORED for label in labels]
 
 
-def _taught(row: Mapping[str, Any], sample: RenderedSample) -> Taught:
+def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherScores:
     """Return the teacher's entries of the tokens of ``sample`` that carry loss. Raises :class:`RowProblem`."""
     columns = [_read(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
     count, places = len(sample.ids_T), np.flatnonzero(sample.mask_T).tolist()
@@ -320,15 +320,15 @@ def _taught(row: Mapping[str, Any], sample: RenderedSample) -> Taught:
             raise _misaligned_teacher(f"of token {place} are not {num} different ids")
         if not all(isinstance(each, int | float) and each <= MOST for each in logs) or _mass(logs) > 1 + MOST:
             raise _misaligned_teacher(f"of token {place} are no log-probabilities: {str(logs)[:60]}")
-    taught = Taught.none(count, num)
-    taught.versions_T[places] = FROZEN
-    taught.ids_TK[places] = [ids for ids, _ in entries]
-    taught.logs_TK[places] = [[max(each, LEAST) for each in logs] for _, logs in entries]
+    scores = TeacherScores.none(count, num)
+    scores.versions_T[places] = FROZEN
+    scores.ids_TK[places] = [ids for ids, _ in entries]
+    scores.logs_TK[places] = [[max(each, LEAST) for each in logs] for _, logs in entries]
     for place, (ids, logs) in zip(places, entries, strict=True):
         own = int(sample.ids_T[place])
         rest = math.log(max(1 - _mass(logs), math.exp(LEAST)))  # the most that a token outside the entries can have
-        taught.logprobs_T[place] = logs[ids.index(own)] if own in ids else rest
-    return taught
+        scores.logprobs_T[place] = logs[ids.index(own)] if own in ids else rest
+    return scores
 
 
 MOST = 1e-3
