@@ -12,7 +12,8 @@ import pytest
 from headrace.base.config import merge
 from headrace.run.session import load_config
 from headrace.wings.plan import load_cluster
-from headrace.wings.supervised.config import DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.stages import load_stages
 from tests.docs.pages import Block, blocks
 
 BASE: dict[str, Any] = {"model": {"path": "models/any"}, "data": {"path": "rows.jsonl"}}
@@ -50,8 +51,13 @@ def test_settings_of_a_block_are_accepted(block: Block, tmp_path: Path, monkeypa
         (tmp_path / "cluster.toml").write_text(block.text)
         assert load_cluster(tmp_path / "cluster.toml")
         return
+    if "stage" in tree:
+        loaded = load_stages(tree)
+        assert all(stage.config(loaded.base) for stage in loaded.stages)
+        return
     if block.page == "docs/sft.md":
-        kind: type[TuningConfig] = DpoConfig if "loss" in tree else SftConfig
+        taught = "teachers" in tree.get("learner", {})
+        kind: type[TuningConfig] = DpoConfig if "loss" in tree else DistillConfig if taught else SftConfig
         assert load_tuning(kind, merged({"model": BASE["model"]}, tree))
         return
     assert load_config(whole(block, tree), [])

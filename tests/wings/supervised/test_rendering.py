@@ -68,6 +68,7 @@ def test_completions_text_and_tokens_are_trained_too(models):
     assert trained(model, {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}) == ["c[d]e"]
     chat = {"prompt": [turn("user", "a")], "completion": [turn("assistant", "b")]}
     assert trained(model, chat) == ["<user>a<assistant>[b<eos>]"]
+    assert trained(model, {**chat, "completion": "b"}) == ["<user>a<assistant>[b<eos>]"]
     assert trained(model, {"q": "1+1=", "a": "2"}, columns={"prompt": "q", "completion": "a"}) == ["1+1=[2<eos>]"]
 
 
@@ -80,6 +81,8 @@ def test_a_pair_shares_its_prompt_as_text_messages_and_whole_conversations(model
         {"prompt": [ask], "chosen": [yes], "rejected": [no]},
         {"prompt": [ask], "chosen": "b", "rejected": "c"},
         {"chosen": [ask, yes], "rejected": [ask, no]},
+        {"prompt": "a", "chosen": [ask, yes], "rejected": [ask, no]},
+        {"prompt": [ask], "chosen": [ask, yes], "rejected": [ask, no]},
     ):
         assert trained(model, row, DpoConfig) == [chosen, rejected]
 
@@ -94,6 +97,7 @@ def test_a_pair_shares_its_prompt_as_text_messages_and_whole_conversations(model
         ({"input_ids": [3, 4], "labels": [-100, -100]}, "none of its 2 tokens would carry loss"),
         ({"input_ids": [3, 4], "labels": [4, 5]}, "labels are not shifted"),
         ({"input_ids": [3, 4000]}, "token id 4000"),
+        ({"input_ids": [3, 2**40]}, "input_ids is no list of token ids"),
         ({"question": "a"}, "it has the columns question"),
     ],
 )
@@ -112,6 +116,44 @@ def test_a_prompt_that_is_no_prefix_of_its_conversation_is_refused_and_the_last_
     assert "data.loss_on = 'last'" in refused.value.remedy
     found = trained(models["forgetful"], TWO_TURNS, loss_on="last")
     assert found == ["<user>a<assistant>c<eos><user>d<assistant>[e<eos>]"]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"chosen": [turn("user", "a"), turn("assistant", "b")], "rejected": [turn("user", "c")]},
+            "answers to one prompt",
+        ),
+        (
+            {"prompt": "a", "chosen": [turn("assistant", "b")], "rejected": [turn("assistant", "c")]},
+            "answers to one prompt",
+        ),
+        (
+            {"prompt": "z", "chosen": [turn("user", "a"), turn("assistant", "b")], "rejected": [turn("user", "a")]},
+            "prompt is text ('z') that no message before the answers has",
+        ),
+        (
+            {"prompt": [turn("user", "a")], "chosen": [turn("user", "b")], "rejected": "c"},
+            "the answer chosen begins or ends with a turn of 'user'",
+        ),
+        (
+            {"prompt": [turn("user", "a")], "chosen": [turn("user", "a")], "rejected": "c"},
+            "chosen ends with the prompt",
+        ),
+        ({"chosen": [turn("user", "a")], "rejected": [turn("user", "a")]}, "chosen and rejected are the same"),
+    ],
+)
+def test_answers_to_different_prompts_and_turns_of_others_are_never_compared(models, row, words):
+    with pytest.raises(DataError) as refused:
+        prepared_rows(models["plain"], [row], DpoConfig)
+    assert words in str(refused.value)
+
+
+def test_a_column_of_an_unknown_name_is_refused(models, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.columns\.promt") as refused:
+        load_tuning(SftConfig, settings(models["plain"], tmp_path, data={"columns": {"promt": "q"}}))
+    assert "did you mean 'prompt'" in refused.value.remedy
 
 
 def test_messages_need_a_template(models):

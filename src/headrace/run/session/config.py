@@ -77,7 +77,7 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, l
     tree = run_tree(source)
     settings = recipe(like).settings if like else {}
     own = merge(tree, *(parse_override(text) for text in overrides))
-    tree = _absolute(merge(settings, own, whole_kinds=True), Path.cwd())
+    tree = with_absolute_paths(merge(settings, own, whole_kinds=True), Path.cwd())
     try:
         return validate(RunConfig, tree)
     except ConfigError as error:
@@ -91,7 +91,7 @@ def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
         return source.model_dump(mode="json")
     if isinstance(source, Mapping):
         return dict(source)
-    return _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+    return with_absolute_paths(load_toml(Path(source)), Path(source).resolve().parent)
 
 
 def _name_recipe_settings(error: ConfigError, settings: Mapping[str, Any], tree: Mapping[str, Any], like: str) -> None:
@@ -110,7 +110,7 @@ _PATHS = (
 )
 
 
-def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+def with_absolute_paths(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return ``tree`` with every relative path in it resolved against ``directory``."""
     for path in _PATHS:
         *sections, key = path.split(".")

@@ -48,6 +48,7 @@ def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> T
         ids_T=sample.ids_T[start:end],
         logprobs_T=np.zeros(end - start, np.float32),
         versions_T=np.full(end - start, version, np.int32),
+        teacher_scores=None if sample.teacher_scores is None else sample.teacher_scores[start:end],
     )
     return Turn(author=TRAINED if trained else GIVEN, tokens=tokens, parent=parent)
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from headrace.algo.losses.preference import AnyPreferenceLoss
-from headrace.algo.losses.supervised import Dpo
+from headrace.algo.losses.supervised import Distill, Dpo
 from headrace.base.config import Section, load_toml, merge, parse_override, validate
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, nearest
 from headrace.learner.config import LearnerConfig
 from headrace.models import ModelConfig
-from headrace.models.hub import is_hub_name
 from headrace.run.observe.config import ObserveConfig
+from headrace.run.session.config import with_absolute_paths
 
 LossOn = Literal["assistant", "last", "all"]
 """The tokens of a row that carry loss."""
+
+
+COLUMNS = (
+    *("messages", "tools", "prompt", "completion", "text", "input_ids", "labels"),
+    *("chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "label", "teacher_ids", "teacher_logprobs"),
+)
+"""The names by which the columns of a row are read."""
 
 
 class SourceConfig(Section):
@@ -65,6 +72,13 @@ class RowsConfig(Section):
     counted and listed in ``left_out.jsonl`` of the run directory."""
     shuffle: bool = True
     """Whether the rows are visited in a new random order in every epoch."""
+
+    @model_validator(mode="after")
+    def _columns_are_known(self) -> Self:
+        unknown = next((name for name in self.columns if name not in COLUMNS), None)
+        if unknown is not None:
+            raise ConfigError(f"data.columns.{unknown}: no row is read by that name", remedy=nearest(unknown, COLUMNS))
+        return self
 
     @model_validator(mode="after")
     def _sources_go_together(self) -> Self:
@@ -117,8 +131,12 @@ class TuningSection(Section):
 
 
 class TuningConfig(Section):
-    """The sections that both verbs have."""
+    """The sections that all verbs have."""
 
+    verb: ClassVar[str]
+    """The name of the verb."""
+    has_teacher: ClassVar[bool] = False
+    """Whether the loss reads what a teacher says."""
     model: ModelConfig
     """The model that is trained."""
     data: RowsConfig = RowsConfig()
@@ -145,8 +163,8 @@ class TuningConfig(Section):
                 "does not start",
                 remedy="leave learner.parallel out",
             )
-        if self.learner.teachers or self.learner.old is not None:
-            what = "learner.teachers" if self.learner.teachers else "learner.old"
+        if (self.learner.teachers and not self.has_teacher) or self.learner.old is not None:
+            what = "learner.teachers" if self.learner.teachers and not self.has_teacher else "learner.old"
             raise ConfigError(f"{what} has no effect: the loss does not read it", remedy=f"leave {what} out")
         if self.model.adapter_agents:
             raise ConfigError(
@@ -162,9 +180,44 @@ _LEARNER = {"lr": 1e-5, "betas": (0.9, 0.999)}
 class SftConfig(TuningConfig):
     """A run file of ``headrace sft``: cross-entropy on the rows."""
 
+    verb: ClassVar[str] = "sft"
+
+
+class DistillConfig(TuningConfig):
+    """A run file of ``headrace distill``: the tokens of the rows, as a teacher would have continued them.
+
+    The teacher is ``[[learner.teachers]]``, a model that the learner computes; without that table, the rows themselves
+    say what a teacher gave each token."""
+
+    verb: ClassVar[str] = "distill"
+    has_teacher: ClassVar[bool] = True
+    loss: Distill = Distill(divergence="forward")
+    """The divergence between teacher and model. ``forward`` by default: the rows are not the model's own samples."""
+
+    @model_validator(mode="after")
+    def _teacher_is_beside_the_learner(self) -> Self:
+        if self.learner.served_teachers:
+            raise ConfigError(
+                "learner.teachers has engine = {...}, and headrace distill starts no engine",
+                remedy="leave engine out, so that the learner computes the teacher; or give the rows teacher_ids and "
+                "teacher_logprobs; or use headrace train with algo.loss = 'distill'",
+            )
+        if self.data.eval_path or self.run.eval_every:
+            raise ConfigError(
+                "data.eval_path and run.eval_every: a divergence from a teacher is not measured on held-out rows",
+                remedy="leave them out; headrace eval measures rewards of the result",
+            )
+        if self.learner.reference is not None:
+            raise ConfigError(
+                "learner.reference has no effect: loss='distill' reads no reference", remedy="leave it out"
+            )
+        return self
+
 
 class DpoConfig(TuningConfig):
     """A run file of ``headrace dpo``: learning from pairs of answers."""
+
+    verb: ClassVar[str] = "dpo"
 
     loss: Annotated[AnyPreferenceLoss, Field(discriminator="kind")] = Dpo()
     """The loss over a pair: ``dpo``, ``ipo``, ``simpo`` or ``orpo``; or ``kto``, over single answers with a label. A
@@ -202,32 +255,21 @@ def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfi
     elif isinstance(source, dict):
         tree = source
     else:
-        tree = _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+        tree = with_absolute_rows(load_toml(Path(source)), Path(source).resolve().parent)
     tree = merge(tree, *(parse_override(text) for text in overrides), whole_kinds=True)
-    return validate(kind, _absolute(tree, Path.cwd()))
+    return validate(kind, with_absolute_rows(tree, Path.cwd()))
 
 
-def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+def with_absolute_rows(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return ``tree`` with every relative path in it resolved against ``directory``."""
-    for section, keys in (("model", ("path",)), ("data", ("path", "eval_path")), ("run", ("dir",))):
-        table = tree.get(section)
-        if isinstance(table, dict):
-            tree = {**tree, section: {**table, **_resolved(table, keys, directory)}}
+    tree = with_absolute_paths(tree, directory)
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("sources"), list):
         sources = [
-            {**each, **_resolved(each, ("path",), directory)} if isinstance(each, dict) else each
+            {**each, "path": str(directory / Path(each["path"]).expanduser())}
+            if isinstance(each, dict) and isinstance(each.get("path"), str) and each["path"]
+            else each
             for each in data["sources"]
         ]
         tree = {**tree, "data": {**data, "sources": sources}}
     return tree
-
-
-def _resolved(table: dict[str, Any], keys: tuple[str, ...], directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key in keys:
-        value = table.get(key)
-        if isinstance(value, str) and value:
-            path = directory / Path(value).expanduser()
-            found[key] = value if is_hub_name(value) and not path.exists() else str(path)
-    return found

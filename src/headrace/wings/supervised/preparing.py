@@ -14,7 +14,9 @@ from headrace.algo.losses.preference import Kto, Orpo
 from headrace.algo.losses.supervised import Ce
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import PromptMean, SequenceMeanTokenMean, TokenMean
-from headrace.base.errors import ConfigError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError, DataError
+from headrace.learner.auxiliary.config import FrozenTeacher, OwnEngine
 from headrace.learner.config import LearnerConfig
 from headrace.learner.disk import verify_model
 from headrace.models import load_tokenizer
@@ -22,7 +24,7 @@ from headrace.models.endings import stop_ids
 from headrace.models.hub import local_directory, pinned, with_models
 from headrace.models.settings import limit_of, read_config
 from headrace.run.observe.words import plural
-from headrace.wings.supervised.config import DpoConfig, TuningConfig
+from headrace.wings.supervised.config import DistillConfig, DpoConfig, TuningConfig
 from headrace.wings.supervised.order import RowStream
 from headrace.wings.supervised.reading import Render, RowLimits, RowSet, read_rows
 from headrace.wings.supervised.rendering import RowRenderer
@@ -65,12 +67,20 @@ class PreparedTuning:
     config: TuningConfig
     """The settings, with a local directory in place of the model's name on a hub."""
     verb: str
-    """``sft`` or ``dpo``."""
+    """``sft``, ``dpo`` or ``distill``."""
     objective: Objective
     rows: RowSet
     eval_rows: RowSet | None
     """The held-out rows; ``None`` without any."""
     schedule: RowSchedule
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """Return the learner's settings; a teacher whose word comes with the rows is one that computes elsewhere."""
+        learner = self.config.learner
+        if "top_k" in self.objective.columns and not learner.teachers:
+            return learner.model_copy(update={"teachers": (FrozenTeacher(engine=OwnEngine()),)})
+        return learner
 
     @property
     def samples_per_row(self) -> int:
@@ -105,8 +115,11 @@ def prepare_tuning(
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` and
     :class:`~headrace.base.errors.ModelError`.
     """
-    path = local_directory(config.model.path, weights=weights)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    tree = config.model_dump(mode="json")
+    found = with_models(tree, lambda setting, path: local_directory(path, setting, weights=weights))
+    if found != tree:
+        config = validate(type(config), found)
+    path = config.model.path
     verify_model(Path(path))
     if not config.data.files and data is None:
         raise ConfigError("data.path is missing: there are no rows to train on", remedy="set data.path")
@@ -116,16 +129,17 @@ def prepare_tuning(
     renderer = RowRenderer(
         tokenizer, endings, config.data.loss_on, prompt_loss=isinstance(objective.loss, Orpo)
     )  # fmt: skip
-    render = _render(renderer, objective)
+    render = _render(renderer, objective, config.learner)
     limits = _limits(config, path)
     rows = read_rows(
         [(file.path, file.weight) for file in config.data.files], data, config.data, render, limits=limits
     )  # fmt: skip
     if isinstance(objective.loss, Kto):
         _refuse_unrated(config, rows, limits)
+    _refuse_uneven(rows)
     return PreparedTuning(
         config=config,
-        verb="dpo" if isinstance(config, DpoConfig) else "sft",
+        verb=config.verb,
         objective=objective,
         rows=rows,
         eval_rows=_held_out(config, eval_data, render, limits),
@@ -133,8 +147,11 @@ def prepare_tuning(
     )
 
 
-def _render(renderer: RowRenderer, objective: Objective) -> Render:
-    """Return how a row is rendered for a loss."""
+def _render(renderer: RowRenderer, objective: Objective, learner: LearnerConfig) -> Render:
+    """Return how a row is rendered for a loss. A loss that reads a teacher reads it from the rows where the learner has
+    none."""
+    if "top_k" in objective.columns and not learner.teachers:
+        return renderer.taught
     if "pairs" in objective.columns:
         return renderer.compared
     return renderer.rated if isinstance(objective.loss, Kto) else renderer.imitated
@@ -159,6 +176,18 @@ def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> No
         )
 
 
+def _refuse_uneven(rows: RowSet) -> None:
+    """Refuse rows of which a teacher says more entries for one than for another: the loss would be another."""
+    sizes = [0 if row[0].teacher_scores is None else row[0].teacher_scores.ids_TK.shape[1] for row in rows.rows]
+    other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{rows.place(other)} has {sizes[other]} entries of the teacher for each token, and {rows.place(0)} has "
+            f"{sizes[0]}",
+            remedy="give as many for every token of every row",
+        )
+
+
 def _held_out(
     config: TuningConfig,
     data: Rows | None,
@@ -178,6 +207,8 @@ def _held_out(
 
 def objective_of(config: TuningConfig) -> Objective:
     """Return the objective of a run: the mean over tokens of the cross-entropy, or the mean over pairs."""
+    if isinstance(config, DistillConfig):
+        return Objective(config.loss, (), TokenMean())
     if isinstance(config, DpoConfig):
         loss: Loss = config.loss
         return Objective(loss, (), SequenceMeanTokenMean() if isinstance(loss, Kto) else PromptMean())
@@ -251,7 +282,11 @@ def explain_tuning(prepared: PreparedTuning) -> str:
 
 def loss_name(prepared: PreparedTuning) -> str:
     """Return the name of the loss in a run file, with what it means."""
-    return prepared.config.loss.kind if isinstance(prepared.config, DpoConfig) else "cross-entropy"
+    config = prepared.config
+    if isinstance(config, DistillConfig):
+        teacher = config.learner.own_teacher or "what the rows say of it"
+        return f"{config.loss.divergence} divergence from a teacher ({teacher})"
+    return config.loss.kind if isinstance(config, DpoConfig) else "cross-entropy"
 
 
 def _rest(schedule: RowSchedule) -> bool:

@@ -87,6 +87,8 @@ class RowSet:
         digest = hashlib.blake2b(digest_size=8)
         for sample in (sample for row in self.rows for sample in row):
             digest.update(sample.ids_T.tobytes() + sample.mask_T.tobytes() + bytes([sample.side % 256, 255]))
+            if sample.teacher_scores is not None:
+                digest.update(sample.teacher_scores.ids_TK.tobytes() + sample.teacher_scores.logs_TK.tobytes())
         return digest.hexdigest()
 
     def words(self) -> str:
@@ -167,12 +169,13 @@ def _fitted(
     samples: tuple[RenderedSample, ...], config: RowsConfig, limits: RowLimits
 ) -> tuple[tuple[RenderedSample, ...], bool]:
     """Return the samples of a row within the limits, and whether some were cut off."""
-    largest = max(int(sample.ids_T.max()) for sample in samples)
+    said = [sample.teacher_scores.ids_TK for sample in samples if sample.teacher_scores is not None]
+    largest = max(int(ids.max()) for ids in (*said, *(sample.ids_T for sample in samples)))
     if largest >= limits.vocab_size:
         raise RowProblem(
             "unknown_token",
             f"it has the token id {largest}, and the model knows 0 to {limits.vocab_size - 1}",
-            remedy="tokenise the rows with this model's tokenizer",
+            remedy="tokenise the rows with this model's tokenizer; a teacher must have the same vocabulary",
         )
     most = min(limits.length, limits.together // len(samples)) if config.long_rows == "cut" else limits.length
     longest = max(len(sample.ids_T) for sample in samples)
@@ -203,4 +206,5 @@ def _cut(sample: RenderedSample, most: int) -> RenderedSample:
             f"it has {len(sample.ids_T):,} tokens, and none of the first {most:,} carries loss",
             remedy="allow longer rows, or remove the row",
         )
-    return replace(sample, ids_T=sample.ids_T[:most], mask_T=mask_T)
+    scores = None if sample.teacher_scores is None else sample.teacher_scores[:most]
+    return replace(sample, ids_T=sample.ids_T[:most], mask_T=mask_T, teacher_scores=scores)

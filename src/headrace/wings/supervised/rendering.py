@@ -6,6 +6,7 @@
     input_ids           tokens, with labels (−100: no loss) if there are some
     prompt, chosen, rejected     a pair of answers to one prompt, as text, messages or tokens
     prompt, completion, label    one answer, good (true) or bad (false)
+    input_ids, teacher_ids, teacher_logprobs     tokens, and what a teacher gave each of them
 
 A template marks the assistant's turns with ``{% generation %}``. The turns of one that does not are found by exact
 prefixes: the conversation up to a turn, with the opening of an answer, must begin the whole conversation, in text and
@@ -17,16 +18,19 @@ Shape legend: T tokens of one sample.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import DataError
+from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import IntColumn
+from headrace.base.types.versions import FROZEN
 from headrace.wings.supervised.config import LossOn
 
 Messages = list[dict[str, Any]]
@@ -54,6 +58,8 @@ class RenderedSample:
     """1 for a chosen answer, −1 for a rejected one, 0 for a sample that is not compared."""
     num_prompt: int = 0
     """The number of tokens of the prompt, for a compared sample; 0 otherwise."""
+    teacher_scores: TeacherScores | None = None
+    """What a teacher gave each token, where the row says so."""
 
 
 class RowRenderer:
@@ -90,25 +96,37 @@ class RowRenderer:
         if isinstance(prompt, list) and isinstance(completion, list):
             before = _messages(prompt, "prompt")
             return self._conversation([*before, *_messages(completion, "completion")], len(before), tools)
+        if isinstance(prompt, list) and isinstance(completion, str):
+            before = _messages(prompt, "prompt")
+            answer_turn = {"role": "assistant", "content": _text(completion, "completion")}
+            return self._conversation([*before, answer_turn], len(before), tools)
         asked = self._opening(_text(prompt, "prompt"))
         answer = self._ended(self._encode(_text(completion, "completion")))
         return [*asked, *answer], [self._loss_on == "all"] * len(asked) + [True] * len(answer)
+
+    def taught(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+        """Return the sample of a row of tokens with what a teacher gave each of them. Raises :class:`RowProblem`."""
+        if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
+            raise _columns(row, "input_ids, teacher_ids and teacher_logprobs, since there is no [[learner.teachers]]")
+        (sample,) = self.imitated({name: row[name] for name in ("input_ids", "labels") if name in row})
+        return (replace(sample, teacher_scores=_teacher_scores(row, sample)),)
 
     # -- a pair a row -------------------------------------------------------------------------------------------------
 
     def compared(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the chosen and the rejected sample of a row. Raises :class:`RowProblem` for a row that is no pair."""
+        both: list[tuple[list[int], list[int]]]
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= row.keys():
             asked = _ids(row["prompt_ids"], "prompt_ids")
             both = [(asked, _ids(row[name], name)) for name in ("chosen_ids", "rejected_ids")]
         elif {"chosen", "rejected"} <= row.keys():
+            if row["chosen"] == row["rejected"]:
+                raise _same_answers()
             both = [self._answer(row, name) for name in ("chosen", "rejected")]
         else:
             raise _columns(row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids")
         if both[0] == both[1]:
-            raise RowProblem(
-                "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
-            )
+            raise _same_answers()
         return tuple(
             _checked(
                 [*asked, *answer],
@@ -130,12 +148,16 @@ class RowRenderer:
                 before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(given, name)}]
                 return self._split([*before, *answer], len(before), _tools(row))
             return self._opening(_text(prompt, "prompt")), self._ended(self._encode(_text(given, name)))
+        answer = _messages(given, name)
         if isinstance(row.get("prompt"), list):
             before = _messages(row["prompt"], "prompt")
-            return self._split([*before, *_messages(given, name)], len(before), _tools(row))
-        both = [_messages(row[each], each) for each in ("chosen", "rejected")]
-        same = next((n for n, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
-        return self._split(both[name == "rejected"], same, _tools(row))
+            if answer[: len(before)] == before:
+                answer = answer[len(before) :]  # whole conversations beside their prompt
+        else:
+            before = _common_prompt(row)
+            answer = answer[len(before) :]
+        _refuse_other_turns(answer, name)
+        return self._split([*before, *answer], len(before), _tools(row))
 
     def _split(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[int]]:
         """Return the tokens of the first ``num_before`` messages with the opening of an answer, and the others."""
@@ -283,10 +305,57 @@ def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
     return ids, [label != IGNORED for label in labels]
 
 
+def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherScores:
+    """Return the teacher's entries of the tokens of ``sample`` that carry loss. Raises :class:`RowProblem`."""
+    columns = [_read(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
+    count, places = len(sample.ids_T), np.flatnonzero(sample.mask_T).tolist()
+    if not all(isinstance(column, list) and len(column) == count for column in columns):
+        raise _misaligned_teacher(f"do not have one list for each of the {count} input_ids")
+    entries = [(columns[0][place], columns[1][place]) for place in places]
+    num = len(entries[0][0] or ())
+    for place, (ids, logs) in zip(places, entries, strict=True):
+        if not (isinstance(ids, list) and isinstance(logs, list) and len(ids) == len(logs) == num > 0):
+            raise _misaligned_teacher(f"of token {place} are not as many as of the first that carries loss, {num}")
+        if len(set(ids)) != num or not all(type(each) is int and 0 <= each < 2**31 for each in ids):
+            raise _misaligned_teacher(f"of token {place} are not {num} different ids")
+        if not all(isinstance(each, int | float) and each <= MOST for each in logs) or _mass(logs) > 1 + MOST:
+            raise _misaligned_teacher(f"of token {place} are no log-probabilities: {str(logs)[:60]}")
+    scores = TeacherScores.none(count, num)
+    scores.versions_T[places] = FROZEN
+    scores.ids_TK[places] = [ids for ids, _ in entries]
+    scores.logs_TK[places] = [[max(each, LEAST) for each in logs] for _, logs in entries]
+    for place, (ids, logs) in zip(places, entries, strict=True):
+        own = int(sample.ids_T[place])
+        rest = math.log(max(1 - _mass(logs), math.exp(LEAST)))  # the most that a token outside the entries can have
+        scores.logprobs_T[place] = logs[ids.index(own)] if own in ids else rest
+    return scores
+
+
+MOST = 1e-3
+"""The most by which rounding may take a log-probability above 0, or a sum of probabilities above 1."""
+LEAST = -60.0
+"""The least log-probability of an entry; a smaller one, and minus infinity, count as this."""
+
+
+def _mass(logs: Sequence[float]) -> float:
+    return sum(math.exp(max(each, LEAST)) for each in logs)
+
+
+def _misaligned_teacher(words: str) -> RowProblem:
+    return RowProblem(
+        "no_teacher",
+        f"teacher_ids and teacher_logprobs {words}",
+        remedy="give for every token of input_ids the teacher's likeliest entries and their log-probabilities, as many "
+        "for each; [] where labels has -100 and for the first token",
+    )
+
+
 def _ids(value: Any, name: str) -> list[int]:
     found = _read(value)
-    if not isinstance(found, list) or not found or not all(type(each) is int and each >= 0 for each in found):
+    whole = isinstance(found, list) and found and all(type(each) is int and 0 <= each < 2**31 for each in found)
+    if not whole:
         raise RowProblem("no_tokens", f"{name} is no list of token ids", remedy="give a list of whole numbers")
+    assert isinstance(found, list)
     return found
 
 
@@ -320,6 +389,50 @@ def _read(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def _common_prompt(row: Mapping[str, Any]) -> Messages:
+    """Return the messages that both conversations of a pair begin with. Raises :class:`RowProblem` where there are
+    none, and where a prompt that is text beside them is another one."""
+    names = [name for name in ("chosen", "rejected") if name in row]
+    conversations = [_messages(row[name], name) for name in names]
+    first, other = conversations[0], conversations[-1]
+    # of a single answer with a label, the last turn is the answer
+    same = len(first) - 1 if len(names) == 1 else 0
+    while len(names) > 1 and same < min(len(first), len(other)) and first[same] == other[same]:
+        same += 1
+    if not same:
+        raise RowProblem(
+            "no_prompt",
+            f"{' and '.join(names)} begin with different messages: they are no answers to one prompt",
+            remedy="give prompt as messages, or conversations that begin alike",
+        )
+    prompt = row.get("prompt")
+    if prompt and all(prompt != message.get("content") for message in first[:same]):
+        raise RowProblem(
+            "no_prompt",
+            f"prompt is text ({str(prompt)[:30]!r}) that no message before the answers has",
+            remedy="give prompt as messages too, or leave it out",
+        )
+    return first[:same]
+
+
+def _refuse_other_turns(answer: Messages, name: str) -> None:
+    """Refuse an answer that is not the assistant's: its first and its last turn are."""
+    role = next((turn["role"] for turn in (*answer[:1], *answer[-1:]) if turn["role"] != "assistant"), None)
+    if not answer or role is not None:
+        what = "ends with the prompt" if role is None else f"begins or ends with a turn of {role!r}"
+        raise RowProblem(
+            "no_assistant_turn",
+            f"the answer {name} {what}, and only the assistant's turns are learned from",
+            remedy="let the two answers begin and end with a turn of the assistant, after the same prompt",
+        )
+
+
+def _same_answers() -> RowProblem:
+    return RowProblem(
+        "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
+    )
 
 
 def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:

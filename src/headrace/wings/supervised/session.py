@@ -52,7 +52,7 @@ from headrace.run.session.directory import (
 )
 from headrace.run.session.prepare import refuse_inside_a_run
 from headrace.wings.supervised.booking import RowLedger, batch_of
-from headrace.wings.supervised.config import DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
 from headrace.wings.supervised.progress import open_progress
 from headrace.wings.supervised.reading import LeftOut, RowSet
@@ -77,6 +77,12 @@ def sft(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None,
 def dpo(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False) -> TuningSummary:
     """Train a model on pairs of answers as ``config`` says, and return the summary; see :func:`sft`."""
     return tune(load_tuning(DpoConfig, config), data=data, eval_data=eval_data, resume=resume)
+
+
+def distill(config: Any, *, data: Rows | None = None, resume: bool = False) -> TuningSummary:
+    """Train a model towards a teacher on the tokens of rows as ``config`` says, and return the summary; see
+    :func:`sft`."""
+    return tune(load_tuning(DistillConfig, config), data=data, resume=resume)
 
 
 def tune(
@@ -208,7 +214,7 @@ class TuningRun:
             model_dir=Path(config.model.path),
             clock=self._clock,
         )
-        core = LearnerCore(load_model(model, str(device)), config.learner, self._prepared.objective, context)
+        core = LearnerCore(load_model(model, str(device)), self._prepared.learner, self._prepared.objective, context)
         if start.snapshot is not None:
             core.restore(start.snapshot, weights=config.model.lora is not None)
         return core

@@ -26,7 +26,7 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     ledger is that of all its lives."""
 
     verb: str
-    """``sft`` or ``dpo``."""
+    """``sft``, ``dpo`` or ``distill``."""
     status: str
     """``finished``, ``stopped`` (by a signal or an alarm) or ``failed``."""
     stopped_by: str = ""

@@ -1,4 +1,4 @@
-"""``headrace sft`` and ``headrace dpo``: train a model on given rows, or describe such a run."""
+"""``headrace sft``, ``dpo``, ``distill`` and ``stages``: train a model on given rows, or in several stages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.run.cli.commands import BEGIN, Verb
-from headrace.run.cli.output import console, leave_if_hung_up, print_json, readable, resumable, starting
+from headrace.run.cli.output import console, leave_if_hung_up, print_json, readable, resumable, starting, table
 
 if TYPE_CHECKING:
     from headrace.wings.supervised.config import TuningConfig
+    from headrace.wings.supervised.stages import StagesSummary
     from headrace.wings.supervised.summary import TuningSummary
 
 RUN_FILE = typer.Argument(help="The run file (TOML).")
 SET = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting: --set learner.lr=1e-5 (repeat).")
+STAGE_SET = typer.Option(
+    [], "--set", metavar="KEY=VALUE", help="Override a setting: --set stage.2.learner.lr=1e-5, --set run.dir=runs/b."
+)
 RESUME = typer.Option(False, "--resume", help="Continue the run in run.dir.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Check everything, rows too, and describe the run; start nothing.")
 AS_JSON = typer.Option(False, "--json", help="Print the summary (or the settings) as JSON.")
@@ -49,6 +53,63 @@ def dpo(
 
     config = load_tuning(DpoConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
     _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+
+
+def distill(
+    run_file: Path = RUN_FILE,
+    overrides: list[str] = SET,
+    resume: bool = RESUME,
+    dry_run: bool = DRY_RUN,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Train a model towards a teacher, on rows: one beside the learner, or what the rows say of one."""
+    starting(f"reading {run_file} and loading what a run needs")
+    from headrace.wings.supervised.config import DistillConfig, load_tuning
+
+    config = load_tuning(DistillConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
+    _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+
+
+def stages(
+    run_file: Path = RUN_FILE,
+    overrides: list[str] = STAGE_SET,
+    resume: bool = typer.Option(False, "--resume", help="Go on with the stage that was stopped or killed."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Check every stage, rows too; start nothing."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Run sft, dpo and rl one after the other, each beginning with the weights of the one before."""
+    starting(f"reading {run_file} and loading what its stages need")
+    from headrace.base.heap import gc_disabled
+
+    with gc_disabled():
+        from headrace.wings.supervised.stages import check_stages, load_stages, run_stages
+    loaded = load_stages(run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
+    if dry_run:
+        check_stages(loaded)
+        for stage in loaded.stages:
+            console().print(f"stage {stage.name}: {stage.directory}, ends with {stage.model}")
+        return
+    with resumable():
+        summary = run_stages(loaded, resume=resume, tell=starting)
+    if as_json:
+        print_json(summary)
+    else:
+        _show_stages(summary)
+    leave_if_hung_up(summary.stopped_by)
+
+
+def _show_stages(summary: StagesSummary) -> None:
+    """Print every stage that has ended, what was measured of it, and where its weights are."""
+    out = console()
+    out.print(f"\n{summary.status}", style="bold")
+    ks = sorted({k for each in summary.results for k in each.pass_at})
+    shown = table("", "stage", "steps", *(f"pass@{k}" for k in ks), "weights")
+    for each in summary.results:
+        shares = [f"{each.pass_at[k]:.4f}" if k in each.pass_at else "" for k in ks]
+        shown.add_row(each.name, str(each.steps or ""), *shares, readable(each.model))
+    out.print(shown)
+    if summary.status != "finished":
+        out.print("go on with --resume")
 
 
 def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
@@ -106,3 +167,5 @@ def _show(summary: TuningSummary) -> None:
 
 SFT = Verb(run=sft, group=BEGIN, place=24)
 DPO = Verb(run=dpo, group=BEGIN, place=26)
+DISTILL = Verb(run=distill, group=BEGIN, place=27)
+STAGES = Verb(run=stages, group=BEGIN, place=28)

@@ -1,0 +1,371 @@
+"""Several runs in one file, each beginning with the weights of the one before, resumable as a whole.
+
+    model.path ──▶ 1-sft ──▶ 1-sft/model ──▶ 2-dpo ──▶ 2-dpo/model ──▶ 3-rl ──▶ 3-rl/model
+        │              └── measured with [eval], if there is such a table, before the next stage begins
+        └── measured too
+
+Every stage is a run of its own, with the directory that its verb alone would write. ``stages.json`` in the directory of
+the whole says which of them have ended, and what was measured. A stage has ended once its ``model`` directory exists,
+which appears whole or not at all: so a process that is killed at any moment goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field
+
+from headrace.base.config import Section, load_toml, merge, parse_override, validate
+from headrace.base.errors import ConfigError, DataError
+from headrace.flow.ledger.opening import has_ledger
+from headrace.run.session import Evaluation, RunConfig, evaluate, load_config
+from headrace.run.session import train as train_by_rewards
+from headrace.run.session.config import with_absolute_paths
+from headrace.run.session.directory import read_summary, write_json
+from headrace.run.session.exporting import export
+from headrace.run.session.prepare import Inputs, prepare
+from headrace.wings.supervised.config import (
+    DistillConfig,
+    DpoConfig,
+    SftConfig,
+    TuningConfig,
+    load_tuning,
+    with_absolute_rows,
+)
+from headrace.wings.supervised.preparing import prepare_tuning
+from headrace.wings.supervised.session import tune
+
+STAGES_FILE = "stages.json"
+MODEL = "model"
+"""The directory, in that of a stage, of the weights that it ends with."""
+BASE = "base"
+"""The name of the measurement of the weights that the first stage begins with."""
+Tree = dict[str, Any]
+StageKind = Literal["sft", "dpo", "distill", "rl"]
+_TUNED: dict[str, type[TuningConfig]] = {each.verb: each for each in (SftConfig, DpoConfig, DistillConfig)}
+
+
+def _as_tree(value: Any) -> Any:
+    if not isinstance(value, dict) or "kind" not in value:
+        raise ValueError('every [[stage]] needs kind = "sft", "dpo", "distill" or "rl"')
+    return {"kind": value["kind"], "settings": {key: part for key, part in value.items() if key != "kind"}}
+
+
+class StageSection(Section):
+    """A table ``[[stage]]``: its kind, and the settings of a run file of that kind."""
+
+    kind: StageKind
+    """``sft``, ``dpo``, ``distill``, or ``rl`` (``headrace train``)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The sections of the stage, without the model's path and the directory of the run."""
+
+
+class WholeSection(Section):
+    """The settings of all stages together."""
+
+    dir: str
+    """The directory of the whole; each stage has one in it."""
+
+
+class StagesConfig(Section):
+    """A file of stages."""
+
+    model: dict[str, Any]
+    """The section ``[model]`` of every stage: ``path`` is the model of the first."""
+    run: WholeSection
+    """The directory of the whole."""
+    observe: dict[str, Any] = Field(default_factory=dict)
+    """The section ``[observe]`` of every stage that has none of its own."""
+    eval: dict[str, Any] = Field(default_factory=dict)
+    """The sections of a run file of ``headrace train`` that say how weights are measured before the first stage and
+    after every stage; empty: they are not."""
+    stage: tuple[Annotated[StageSection, BeforeValidator(_as_tree)], ...]
+    """The stages in their order."""
+
+
+class StageResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a stage that has ended, and of the weights that the first begins with."""
+
+    name: str
+    """Its number from 1 and its kind, as in ``2-dpo``; ``base`` for what the first stage begins with."""
+    model: str
+    """The directory of its weights."""
+    settings: str = ""
+    """A hash of its settings."""
+    steps: int = 0
+    mean_reward: float | None = None
+    """The mean reward by ``[eval]``; ``None`` where nothing was measured."""
+    pass_at: dict[int, float] = {}
+    """By k, the share of tasks that at least one of k attempts solves."""
+
+
+class StagesSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of ``stages.json``."""
+
+    status: str
+    """``running``, ``finished`` or ``stopped`` (by a signal or an alarm)."""
+    stopped_by: str = ""
+    """The signal that stopped it; empty if none did."""
+    results: list[StageResult] = []
+    """The weights that the first stage begins with, and every stage that has ended, in order."""
+    run_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """One stage of a file: its place, and the settings of its run."""
+
+    number: int
+    kind: StageKind
+    settings: Tree
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """Return the number and the kind."""
+        return f"{self.number}-{self.kind}"
+
+    @property
+    def model(self) -> Path:
+        """Return the directory of the weights that the stage ends with."""
+        return self.directory / MODEL
+
+    def fingerprint(self) -> str:
+        """Return a hash of the settings, without what only shows the run."""
+        tree = {key: part for key, part in self.settings.items() if key != "observe"}
+        return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def config(self, model: str) -> TuningConfig | RunConfig:
+        """Return the checked settings of the stage's run, which begins with the weights in ``model``."""
+        tree = merge(self.settings, {"model": {"path": model}, "run": {"dir": str(self.directory)}})
+        try:
+            return load_tuning(_TUNED[self.kind], tree) if self.kind in _TUNED else load_config(tree)
+        except ConfigError as error:
+            error.problem = f"stage {self.name}: {error.problem}"
+            raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """A file of stages that was read."""
+
+    base: str
+    """The model that the first stage begins with."""
+    directory: Path
+    measured: Tree
+    """The settings of the measurements; empty: there are none."""
+    stages: Sequence[StageRun]
+
+
+def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Stages:
+    """Return the stages of a file or of a tree, with the pairs of ``overrides`` applied: ``model.path=m``, and of the
+    second stage ``stage.2.learner.lr=1e-6``.
+
+    Paths in a file are relative to it; paths in a tree are relative to the working directory. Raises
+    :class:`~headrace.base.errors.ConfigError`.
+    """
+    tree = source if isinstance(source, dict) else _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+    if not isinstance(tree.get("stage"), list) or not tree["stage"]:
+        raise ConfigError("the file has no [[stage]]", remedy="write one, or use headrace sft, dpo or train")
+    tree = _absolute(_overridden(tree, [parse_override(text) for text in overrides]), Path.cwd())
+    config = validate(StagesConfig, tree)
+    if not config.model.get("path"):
+        raise ConfigError("model.path is missing", remedy="name the model that the first stage begins with")
+    stages = []
+    for number, each in enumerate(config.stage, start=1):
+        _refuse_own_place(number, each)
+        own = merge({"model": config.model, "observe": config.observe}, each.settings)
+        directory = Path(config.run.dir) / f"{number}-{each.kind}"
+        stages.append(StageRun(number=number, kind=each.kind, settings=own, directory=directory))
+    return Stages(
+        base=config.model["path"], directory=Path(config.run.dir), measured=config.eval, stages=stages
+    )  # fmt: skip
+
+
+def _absolute(tree: Tree, home: Path) -> Tree:
+    """Return ``tree`` with every relative path in it, and in its stages, resolved against ``home``."""
+    found = with_absolute_paths(tree, home)
+    if isinstance(tree.get("eval"), dict):
+        found["eval"] = with_absolute_paths(tree["eval"], home)
+    if isinstance(tree.get("stage"), list):
+        found["stage"] = [
+            (with_absolute_rows if each.get("kind") in _TUNED else with_absolute_paths)(each, home)
+            if isinstance(each, dict)
+            else each
+            for each in tree["stage"]
+        ]
+    return found
+
+
+def _overridden(tree: Tree, changes: Sequence[Tree]) -> Tree:
+    """Return ``tree`` with ``changes`` merged; those of a stage name it by its number from 1."""
+    for change in changes:
+        of_stages = change.pop("stage", {})
+        tree = merge(tree, change)
+        for number, settings in of_stages.items():
+            stages = list(tree["stage"])
+            if not number.isdigit() or not 1 <= int(number) <= len(stages):
+                raise ConfigError(
+                    f"--set stage.{number}: there is no such stage", remedy=f"give a number from 1 to {len(stages)}"
+                )
+            stages[int(number) - 1] = merge(stages[int(number) - 1], settings)
+            tree = {**tree, "stage": stages}
+    return tree
+
+
+def _refuse_own_place(number: int, stage: StageSection) -> None:
+    """Refuse a path of a model or a directory that a stage gives itself: both follow from the stages."""
+    for section, key in (("model", "path"), ("run", "dir")):
+        table = stage.settings.get(section)
+        if isinstance(table, dict) and key in table:
+            raise ConfigError(
+                f"stage {number}-{stage.kind} sets {section}.{key}, which follows from the stages: each begins with "
+                "the weights of the one before, in a directory of run.dir",
+                remedy=f"leave {section}.{key} out of [[stage]]",
+            )
+
+
+def run_stages(
+    source: str | Path | Tree | Stages, *, resume: bool = False, tell: Callable[[str], None] = lambda line: None
+) -> StagesSummary:
+    """Run the stages of a file one after the other, and return what became of them; the same is in ``stages.json``.
+
+    All stages are checked before the first begins. ``resume`` goes on with the stage that was stopped or killed;
+    stages that have ended are not run again. ``tell`` is called with one line whenever a stage begins. Raises
+    :class:`~headrace.base.errors.HeadraceError`.
+    """
+    stages = source if isinstance(source, Stages) else load_stages(source)
+    before = read_stages(stages.directory)
+    if before is not None and not resume:
+        raise ConfigError(
+            f"run.dir={str(stages.directory)!r} holds stages already",
+            remedy="add --resume to go on, or choose another run.dir",
+        )
+    if before is None and resume:
+        raise ConfigError(
+            f"run.dir={str(stages.directory)!r} holds no stages to resume",
+            remedy="leave --resume out, or correct run.dir",
+        )
+    results = {each.name: each for each in before.results} if before else {}
+    _refuse_changed(stages, results)
+    check_stages(stages, results)
+    stages.directory.mkdir(parents=True, exist_ok=True)
+    return _Walk(stages, results, tell).run()
+
+
+def read_stages(directory: Path) -> StagesSummary | None:
+    """Return what ``stages.json`` in ``directory`` says; ``None`` where there is none."""
+    try:
+        return msgspec.json.decode((directory / STAGES_FILE).read_bytes(), type=StagesSummary)
+    except OSError:
+        return None
+    except msgspec.DecodeError as error:
+        raise DataError(f"{directory / STAGES_FILE} is damaged: {error}", remedy="restore it from a copy") from None
+
+
+def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) -> None:
+    """Check the stages that have not ``ended``, their rows and rewards too, with the model of the first stage in place
+    of the weights that do not exist yet. Raises :class:`~headrace.base.errors.HeadraceError`."""
+    for stage in stages.stages:
+        if ended and stage.name in ended:
+            continue
+        config = stage.config(stages.base)
+        if isinstance(config, TuningConfig):
+            prepare_tuning(config)
+        else:
+            prepare(config, Inputs(look=True))
+    if stages.measured:
+        prepare(_measuring(stages, stages.base), Inputs(look=True), training=False)
+
+
+def _measuring(stages: Stages, model: str) -> RunConfig:
+    try:
+        return load_config(merge(stages.measured, {"model": {"path": model}}))
+    except ConfigError as error:
+        error.problem = f"[eval]: {error.problem}"
+        raise
+
+
+def _refuse_changed(stages: Stages, results: dict[str, StageResult]) -> None:
+    """Refuse to go on where a stage that has ended has other settings now, or is gone from the file."""
+    known = {stage.name: stage for stage in stages.stages}
+    for name, result in results.items():
+        if name == BASE:
+            changed = result.model != stages.base
+        else:
+            changed = name not in known or known[name].fingerprint() != result.settings
+        if changed:
+            what = "model.path has" if name == BASE else f"the settings of the stage {name} have"
+            raise ConfigError(
+                f"{what} changed since it ended: the stages after it begin with what it has made",
+                remedy="put them back, or choose another run.dir",
+            )
+
+
+class _Walk:
+    """The stages of a file while they run."""
+
+    def __init__(self, stages: Stages, results: dict[str, StageResult], tell: Callable[[str], None]) -> None:
+        self._stages, self._results, self._tell = stages, results, tell
+
+    def run(self) -> StagesSummary:
+        """Run every stage that has not ended."""
+        base = self._stages.base
+        self._write("running")
+        if BASE not in self._results:
+            self._keep(StageResult(name=BASE, model=base))
+        model = base
+        for stage in self._stages.stages:
+            if stage.name not in self._results:
+                self._tell(f"stage {stage.name}: begins with {model}")
+                status, stopped_by, steps = self._carry_out(stage, model)
+                if status != "finished":
+                    return self._write("stopped", stopped_by)
+                made, settings = str(stage.model), stage.fingerprint()
+                self._keep(StageResult(name=stage.name, model=made, settings=settings, steps=steps))
+            model = str(stage.model)
+        return self._write("finished")
+
+    def _carry_out(self, stage: StageRun, model: str) -> tuple[str, str, int]:
+        """Run or resume a stage, and write its weights where it has finished. Return status, signal and steps."""
+        begun = has_ledger(stage.directory)
+        summary = read_summary(stage.directory) if begun else None
+        if summary is None or summary["status"] != "finished":
+            config = stage.config(model)
+            if isinstance(config, TuningConfig):
+                tuned = tune(config, resume=begun)
+                status, stopped_by, steps = tuned.status, tuned.stopped_by, tuned.steps
+            else:
+                trained = train_by_rewards(config, resume=begun)
+                status, stopped_by, steps = trained.status, trained.stopped_by, trained.steps
+        else:
+            status, stopped_by, steps = "finished", "", summary["steps"]
+        if status == "finished" and not stage.model.exists():
+            export(stage.directory, stage.model)
+        return status, stopped_by, steps
+
+    def _keep(self, result: StageResult) -> None:
+        """Measure the weights of a stage, and record that it has ended."""
+        if self._stages.measured:
+            self._tell(f"measuring {result.name}")
+            measured: Evaluation = evaluate(_measuring(self._stages, result.model))
+            shares = {k: estimate.value for k, estimate in measured.pass_at.items()}
+            result = msgspec.structs.replace(result, mean_reward=measured.mean_reward, pass_at=shares)
+        self._results[result.name] = result
+        self._write("running")
+
+    def _write(self, status: str, stopped_by: str = "") -> StagesSummary:
+        summary = StagesSummary(
+            status=status,
+            stopped_by=stopped_by,
+            results=list(self._results.values()),
+            run_dir=str(self._stages.directory),
+        )
+        write_json(self._stages.directory / STAGES_FILE, summary)
+        return summary
