@@ -16,7 +16,7 @@ from headrace.base.errors import ConfigError
 from headrace.engine.config import ENGINES, EngineSettings
 from headrace.run.session import RunConfig, load_config
 from headrace.wings.serve.config import ServeConfig
-from headrace.wings.supervised.config import DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
 from tests.docs.pages import BLOCKS, PAGES, ROOT
 from tests.docs.test_toml_blocks import BASE, merged
 from tools.site.building import LINK, prose
@@ -26,7 +26,7 @@ SECTIONS = "model|data|env|engine|flow|algo|learner|sync|launch|observe|run"
 DOTTED = re.compile(rf"`((?:{SECTIONS}|serve)\.[a-z_.]+[a-z_])(?: = [^`]*)?`")
 ASSIGNED = re.compile(rf"`((?:{SECTIONS})\.[a-z_.]+ = [^`\n]+)`")
 UNKNOWN = re.compile("does not exist|should be|expected|is not a setting")
-TUNED: list[type[TuningConfig]] = [SftConfig, DpoConfig]
+TUNED: list[type[TuningConfig]] = [SftConfig, DpoConfig, DistillConfig]
 NAMES = {page: page.relative_to(ROOT).as_posix() for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
 OTHERS = {"docs/coming_from.md": {"data.", "model.name", "trainer."}}
 """Settings of other libraries, by page."""

@@ -35,7 +35,7 @@ def test_packed_sequences_attend_to_what_each_chooses_alone(directory: Path) -> 
 
 
 @torch.no_grad()
-def test_choice_matters(directory: Path) -> None:
+def test_what_the_indexer_chooses_matters(directory: Path) -> None:
     model = load_model(ModelConfig(path=str(directory)))
     ids_T = sequences()[1]
     few = forward(model, ids_T, PackedPlan([len(ids_T)]))

@@ -17,8 +17,9 @@ from headrace.models.kernels.fused import Fused
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.kernels.panels import PackedProduct
 from headrace.models.load import load_model
-from headrace.models.paged.base import Geometry, LayerShape, PagedCache, PagedPlan
+from headrace.models.paged.base import Geometry, LayerShape, PagedCache
 from headrace.models.paged.compiled import maker
+from headrace.models.paged.plan import PagedPlan
 from tests.models.kinds import KINDS
 
 Directory = Callable[[str], Path]

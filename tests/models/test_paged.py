@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.paged import IMPLEMENTATIONS
-from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan, cache_shapes
+from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache
+from headrace.models.paged.plan import PagedPlan, cache_shapes
 from tests.models.kinds import KINDS
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 A forward pass runs over flattened tokens: ``[1, N]``, with no padding outside attention. The shape does not say which
 tokens belong together: a *plan*, which is passed to every layer, does. :class:`PackedPlan` (here) attends within whole
-sequences, with gradients; :class:`~headrace.models.paged.base.PagedPlan` attends over a key-value cache.
+sequences, with gradients; :class:`~headrace.models.paged.plan.PagedPlan` attends over a key-value cache.
 
 Shape legend: N tokens of the pass, T tokens of all sequences (N, unless some share rows), S sequences, B sequences of
 one bucket, L padded length of a bucket, H query heads, K key-value heads, D head size, V vocabulary.
@@ -46,11 +46,11 @@ _UNSUPPORTED = ("position_bias", "block_indices", "sinks")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The tokens that an indexer has chosen for each token of a pass: a mask ``[B, L, C]`` for each bucket of the plan
-    that made it, where C counts the positions of a sequence."""
+class ChosenTokens:
+    """The tokens that an indexer has chosen for each token of a pass."""
 
     masks: tuple[Tensor, ...]
+    """A mask ``[B, L, C]`` for each bucket of the plan that made it, where C counts the positions of a sequence."""
 
 
 Choose = Callable[[tuple[Tensor, ...], Tensor, object], Tensor]
@@ -75,7 +75,7 @@ class Rule:
     """The soft cap: scores are limited to ±softcap by tanh; ``None`` for no cap."""
     sinks_H: Tensor | None = None
     """A learned score per head that takes part in the softmax and has no value; ``None`` for none."""
-    choice: Choice | None = None
+    choice: ChosenTokens | None = None
     """The tokens that an indexer has chosen; ``None`` for all."""
 
     @property
@@ -111,7 +111,7 @@ class Plan(Protocol):
         """Compute a recurrence of one layer within each sequence: ``[N, ...]``. ``key`` names its state."""
         ...
 
-    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Choice:
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Let the indexer of a layer choose the tokens that each token attends to, within its sequence."""
         ...
 
@@ -143,7 +143,7 @@ def attention(
         )
     choice = kwargs.get("indices")
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    unknown += ["indices"] if not isinstance(choice, Choice | None) else []
+    unknown += ["indices"] if not isinstance(choice, ChosenTokens | None) else []
     masked = attention_mask is not None and attention_mask is not NO_MASK
     if unknown or masked or kwargs.get("is_causal") is False:
         raise ModelError(
@@ -258,9 +258,9 @@ class PackedPlan:
             [self._attend(each, tensors, rule, mask) for each, mask in zip(self._buckets, chosen, strict=True)]
         )
 
-    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Choice:
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Let an indexer choose among the tokens before each token of its sequence."""
-        return Choice(tuple(self._choose(bucket, choose, inputs_N) for bucket in self._buckets))
+        return ChosenTokens(tuple(self._choose(bucket, choose, inputs_N) for bucket in self._buckets))
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence from the beginning of each sequence."""

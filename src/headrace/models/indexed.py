@@ -1,6 +1,6 @@
 """Attention to chosen tokens: an indexer scores all earlier tokens for every token, and the layer attends to the best.
 
-    hidden states ──▶ indexer: queries, weights, one key a token ──▶ scores within the sequence ──▶ the best k: a Choice
+    hidden states ──▶ indexer: queries, weights, one key a token ──▶ scores within the sequence ──▶ the best k
     queries, keys, values ───────────────────────────────────────────────────────────────────▶ attention ◀──┘
 
 This is the sparse attention of DeepSeek-V3.2 (2025, section 2.1), and of GLM-5, where layers share a choice. The
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.models.attention import NO_MASK, PLAN, Choice, Choose
+from headrace.models.attention import NO_MASK, PLAN, Choose, ChosenTokens
 
 KINDS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """The types of models whose indexers are supported."""
@@ -76,15 +76,15 @@ class IndexerForward:
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-    ) -> Tensor | Choice:
+        *further: Any,
+        **named: Any,
+    ) -> Tensor | ChosenTokens:
         if self.plan is None:
             return self._own(  # type: ignore[no-any-return]
-                hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values
+                hidden_states, q_resid, position_embeddings, attention_mask, *further, **named
             )
         inputs_N = hidden_states[0], q_resid[0], *(each[0] for each in position_embeddings)
-        found: Choice = self.plan.choose(self.layer, self.choose, inputs_N)
+        found: ChosenTokens = self.plan.choose(self.layer, self.choose, inputs_N)
         return found
 
     @torch.no_grad()

@@ -188,7 +188,7 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
     }
     if "indexed_attention" in (getattr(config, "layer_types", None) or ()) and kind not in indexed.KINDS:
         reasons["it has layers of type indexed_attention, with another indexer than a deepseek_v32's"] = True
-    heads = getattr(config, "index_n_heads", None)
+    heads = int(getattr(config, "index_n_heads", None) or 0)
     if kind in indexed.KINDS and heads < indexed.LEAST_HEADS:
         reasons[f"the scores of an indexer with index_n_heads={heads} tie, so that its choice depends on the call"] = (
             True

@@ -128,8 +128,8 @@ class GroupedRows:
         of_each = [np.flatnonzero(adapter_N == adapter) for adapter in adapters]
         most = max(map(len, of_each))
         gather_GM, used_GM = np.zeros((len(adapters), most), np.int64), np.zeros((len(adapters), most), bool)
-        for place, rows in enumerate(of_each):
-            gather_GM[place, : len(rows)], used_GM[place, : len(rows)] = rows, True
+        for place, own in enumerate(of_each):
+            gather_GM[place, : len(own)], used_GM[place, : len(own)] = own, True
         places = None if used_GM.all() else torch.from_numpy(np.flatnonzero(used_GM)).to(device)
         rows = torch.from_numpy(np.concatenate(of_each)).to(device)
         return cls(torch.from_numpy(gather_GM).to(device), rows, places)
@@ -213,8 +213,8 @@ class MultiLora:
             if self._stack is not None:
                 stack, of_tokens, of_logits = self._stack
                 products = stack.pairs.get(name)
-                rows = of_logits if is_head else of_tokens
-                return output if products is None else _plus_stack(output, inputs[0], products, rows)
+                grouped = of_logits if is_head else of_tokens
+                return output if products is None else _plus_stack(output, inputs[0], products, grouped)
             for segment in self._segments:
                 assert segment.lora is not None
                 pair = segment.lora.pair(name)

@@ -21,7 +21,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.attention import Rule
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
-from headrace.models.paged import base
+from headrace.models.paged import plan
 from headrace.models.paged.base import AttentionMaker, Geometry, PagedAttention
 from tests.models.kinds import KINDS, tiny
 
@@ -97,7 +97,7 @@ def test_window_longer_than_the_probe_is_looked_beyond(
 def test_rope_that_turns_decoded_tokens_one_position_too_far_is_refused(
     deterministic: bool, model_dir: Dir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Shifted(base.PagedPlan):
+    class Shifted(plan.PagedPlan):
         def __init__(self, cache: Any, geometry: Geometry, *rest: Any) -> None:
             super().__init__(cache, geometry, *rest)
             self.positions_N[: geometry.num_decode] += 1

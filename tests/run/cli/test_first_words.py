@@ -42,6 +42,8 @@ VERBS = {
     "join": ["join", "absent"],
     "sft": ["sft", "absent.toml"],
     "dpo": ["dpo", "absent.toml"],
+    "distill": ["distill", "absent.toml"],
+    "stages": ["stages", "absent.toml"],
     "tinker": ["tinker", "absent"],
     "ledger": ["ledger", "absent"],
 }

@@ -51,6 +51,12 @@ def send_all(trained):
     return [*promised, trained.save_weights_external("end")]
 
 
+def kept(promised, losses):
+    """Return whether what was promised comes, with these losses."""
+    *found, saved = [each.result() for each in promised]
+    return [each.metrics for each in found] == losses and saved.path.endswith("end")
+
+
 def through_a_bad_network(small, state, batches, of):
     with served(small, state, max_models=10_000) as (url, key):
         (plain,) = new(client(url, key))
@@ -59,13 +65,10 @@ def through_a_bad_network(small, state, batches, of):
         for seed in range(batches):
             with bad_network(url, seed) as (bad, counts):
                 service = client(bad, key)
-                models = new(service, of)
-                for trained, promised in [(each, send_all(each)) for each in models]:
-                    *found, saved = [each.result() for each in promised]
-                    assert [each.metrics for each in found] == losses
-                    assert saved.path.endswith("end")
-                    expected = expected or weights_of(state, plain.model_id, "end")
-                    assert weights_of(state, trained.model_id, "end") == expected
+                expected = expected or weights_of(state, plain.model_id, "end")
+                promises = [(each, send_all(each)) for each in new(service, of)]
+                assert all(kept(promised, losses) for _, promised in promises)
+                assert all(weights_of(state, each.model_id, "end") == expected for each, _ in promises)
                 service.close("success").result()
             faults += counts
         assert set(faults) == set(FAULTS)

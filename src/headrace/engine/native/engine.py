@@ -59,7 +59,8 @@ from headrace.models.kernels.deterministic import invariant_log_softmax, is_dete
 from headrace.models.kernels.fuse import fits, fuse
 from headrace.models.kernels.ops import kernels as compiled_kernels
 from headrace.models.paged import choose
-from headrace.models.paged.base import Geometry, PagedPlan, cache_shapes
+from headrace.models.paged.base import Geometry
+from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.rope import context_limit
 from headrace.models.weights import weight_tensors
 

@@ -23,7 +23,8 @@ from headrace.engine.native.checks import score_problem
 from headrace.engine.native.sampler import LogSoftmax
 from headrace.engine.native.states import SequenceStates
 from headrace.models.attention import forward
-from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache, PagedPlan
+from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache
+from headrace.models.paged.plan import PagedPlan
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
 

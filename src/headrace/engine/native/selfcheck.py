@@ -23,7 +23,8 @@ from headrace.models.attention import NAME, PackedPlan, Rule, attend_masked, for
 from headrace.models.gap import largest_gap
 from headrace.models.kernels.ops import Kernels
 from headrace.models.mixtures import is_mixture
-from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
+from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache
+from headrace.models.paged.plan import PagedPlan
 from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 _COUNTS = ((1, 20), (1, 13), (1, 1))

@@ -115,7 +115,7 @@ class Lagged(KeptSection):
         return f"the weights of {self.versions} version{'s' * (self.versions > 1)} before"
 
 
-class Sampled(KeptSection):
+class SampledVersions(KeptSection):
     """The settings of the weights of the last ``versions`` updates, each for the tokens that its version sampled."""
 
     kind: Literal["sampled"] = "sampled"
@@ -198,7 +198,7 @@ _IN_ENGINE = ", in an engine of its own"
 KeptConfig = Annotated[Frozen | Ema | Refreshed | Lagged, Field(discriminator="kind")]
 """Any kind of kept weights of the trained model."""
 
-OldConfig = Annotated[Frozen | Ema | Refreshed | Lagged | Sampled, Field(discriminator="kind")]
+OldConfig = Annotated[Frozen | Ema | Refreshed | Lagged | SampledVersions, Field(discriminator="kind")]
 """Any weights of the trained model that can be π_old."""
 
 PolicyConfig = Annotated[Frozen | Ema | Refreshed | Lagged | OtherModel, Field(discriminator="kind")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.algo.objective import Objective
 from headrace.base.errors import ConfigError
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
-from headrace.learner.auxiliary.config import Sampled
+from headrace.learner.auxiliary.config import SampledVersions
 from headrace.learner.auxiliary.critic import Critic
 from headrace.learner.auxiliary.external_teacher import ExternalTeacher
 from headrace.learner.auxiliary.policies import OldPolicy, Reference, TeacherModel
@@ -21,7 +21,7 @@ def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
     config, found = parts.config, list[AuxiliaryModel]()
     if config.reference is not None:
         found.append(Reference(parts, config.reference))
-    if isinstance(config.old, Sampled):
+    if isinstance(config.old, SampledVersions):
         found.append(SampledPolicies(parts, config.old))
     elif config.old is not None:
         found.append(OldPolicy(parts, config.old))

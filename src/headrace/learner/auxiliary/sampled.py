@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace.base.errors import RunError
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
-from headrace.learner.auxiliary.config import Sampled
+from headrace.learner.auxiliary.config import SampledVersions
 from headrace.learner.auxiliary.kept import Copy, Ring
 from headrace.learner.work import StepWork
 
@@ -32,7 +32,7 @@ class SampledPolicies(AuxiliaryModel):
 
     name = "sampled"
 
-    def __init__(self, parts: LearnerParts, config: Sampled) -> None:
+    def __init__(self, parts: LearnerParts, config: SampledVersions) -> None:
         self._forward = parts.forward
         trained = parts.optimizer.trained
         self._ring = Ring([Copy(parts.model, trained, config.device) for _ in range(config.versions)])

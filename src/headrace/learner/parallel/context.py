@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from headrace.base.errors import ModelError
-from headrace.models.attention import Choice, Choose, Rule, attend_masked
+from headrace.models.attention import Choose, ChosenTokens, Rule, attend_masked
 from headrace.models.recurrent.base import Key, Recurrence, Tensors
 
 Index = npt.NDArray[np.int64]
@@ -113,7 +113,7 @@ class ContextPlan:
             remedy="set learner.parallel.context = 1",
         )
 
-    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Choice:
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         raise ModelError(
             f"layer {layer} attends to chosen tokens: the keys of its indexer are not gathered from other ranks",
             remedy="set learner.parallel.context = 1",

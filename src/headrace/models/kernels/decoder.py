@@ -20,8 +20,9 @@ from headrace.models.attention import PLAN, forward
 from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm
 from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, norm_args, point, rotary_args
 from headrace.models.kernels.panels import Product
-from headrace.models.paged.base import Geometry, PagedCache, PagedPlan, cache_shapes
+from headrace.models.paged.base import Geometry, PagedCache
 from headrace.models.paged.compiled import CompiledAttention
+from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 _PARTS = {

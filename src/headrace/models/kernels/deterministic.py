@@ -26,8 +26,9 @@ from headrace.models.kernels.fuse import FuseReport, fuse
 from headrace.models.kernels.fused import Fused, FusedAttention, rotate_halves
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.kernels.panels import PackedProduct
-from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache, PagedPlan
+from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache
 from headrace.models.paged.compiled import CompiledAttention
+from headrace.models.paged.plan import PagedPlan
 from headrace.models.recurrent import recurrent_layers
 from headrace.models.routing import find_routing
 

@@ -10,12 +10,13 @@ tokens of a block, C = M · S positions, P blocks of the pool, K key-value heads
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.models.attention import Choice, Choose, Rule, attend_masked
+from headrace.models.attention import Choose, ChosenTokens, Rule, attend_masked
 from headrace.models.indexed import KeyExchange, keys_of
 from headrace.models.paged.base import BLOCK, Geometry, Index
 from headrace.models.paged.reference import Writer, row_buckets
@@ -25,7 +26,7 @@ Pools = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _IndexedRows:
     """Rows of similar lengths."""
 
     gather_BL: Tensor
@@ -50,7 +51,7 @@ class IndexedPass:
         parts = [*([decode] if len(decode) else []), *row_buckets(geometry, others)]
         begins_R = np.cumsum(geometry.counts_R) - geometry.counts_R
         place_N, filled = np.empty(int(geometry.counts_R.sum()), np.int64), 0
-        self._buckets: list[_Rows] = []
+        self._buckets: list[_IndexedRows] = []
         for members in parts:
             column_L = np.arange(int(geometry.counts_R[members].max()))
             inside_BL = column_L < geometry.counts_R[members][:, None]
@@ -60,15 +61,15 @@ class IndexedPass:
             self._buckets.append(_rows_of(geometry, members, gather_BL, device))
         self._place_N = torch.from_numpy(place_N).to(device)
 
-    def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> Choice:
+    def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> ChosenTokens:
         """Write the indexer's keys of the pass, and let it choose among all positions of each row."""
         pool_P1SE[self._write.blocks_N, :, self._write.places_N] = keys_of(choose, inputs_N)[:, None]
         masks = []
         for rows in self._buckets:
             keys_BCE = rows.gathered(pool_P1SE)[:, 0]
             inputs_BL = tuple(each[rows.gather_BL] for each in inputs_N)
-            masks.append(choose(inputs_BL, rows.seen_BLC, KeyExchange(lambda _, keys=keys_BCE: keys)))
-        return Choice(tuple(masks))
+            masks.append(choose(inputs_BL, rows.seen_BLC, KeyExchange(partial(_instead, keys_BCE))))
+        return ChosenTokens(tuple(masks))
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: Pools, rule: Rule) -> Tensor:
         """Write keys and values, and attend to what is chosen: ``[N, H, E]``."""
@@ -84,7 +85,12 @@ class IndexedPass:
         return torch.cat(parts).index_select(0, self._place_N)
 
 
-def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _Rows:
+def _instead(keys_BCE: Tensor, _: Tensor) -> Tensor:
+    """Return the keys of whole sequences instead of those of the pass."""
+    return keys_BCE
+
+
+def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _IndexedRows:
     starts_B, counts_B = geometry.starts_R[members], geometry.counts_R[members]
     final_B = (starts_B + counts_B - 1) // BLOCK
     places_BM = np.minimum(np.arange(int(final_B.max()) + 1), final_B[:, None])
@@ -92,7 +98,7 @@ def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch
     own_BL = np.minimum(np.arange(gather_BL.shape[1]), counts_B[:, None] - 1)
     positions_BL = torch.from_numpy(starts_B[:, None] + own_BL)
     columns_C = torch.arange(places_BM.shape[1] * BLOCK)
-    return _Rows(
+    return _IndexedRows(
         gather_BL=torch.from_numpy(gather_BL).to(device),
         blocks_BM=torch.from_numpy(blocks_BM).to(device),
         seen_BLC=(columns_C <= positions_BL[..., None]).to(device),

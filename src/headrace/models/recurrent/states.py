@@ -91,7 +91,7 @@ class _PaddedRows:
 
 
 class StatePass:
-    """The recurrences of one engine pass over a pool, for a :class:`~headrace.models.paged.base.PagedPlan`.
+    """The recurrences of one engine pass over a pool, for a :class:`~headrace.models.paged.plan.PagedPlan`.
 
     ``slots_R`` is the slot of each row of the pass. The state of a row that begins at position 0 is cleared first.
     """

@@ -16,7 +16,7 @@ from headrace.algo.reductions import ConstantDivisor, SequenceMeanTokenSum, Toke
 from headrace.base.errors import DataError, nearest
 from headrace.flow.filters import LengthFilter
 from headrace.learner import LearnerConfig
-from headrace.learner.auxiliary.config import MOST_VERSIONS, CriticConfig, Frozen, OtherModel, Sampled
+from headrace.learner.auxiliary.config import MOST_VERSIONS, CriticConfig, Frozen, OtherModel, SampledVersions
 from headrace.learner.config import COLUMNS
 from headrace.rollout.environments.agents import RESERVED, TrainedAgent
 from headrace.run.rules import Broken, SettingsRule
@@ -157,7 +157,7 @@ def _distils(algo: AlgoConfig) -> bool:
 
 def _too_few_versions(c: RunSections) -> Broken:
     """Find fewer kept versions than the ages of tokens that are trained against the weights of their own version."""
-    held = c.learner.old.versions if isinstance(c.learner.old, Sampled) else 0
+    held = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
     return c.algo.old == "sampled" and held < c.flow.greatest_age and {"held": held, "age": c.flow.greatest_age}
 
 

@@ -43,9 +43,11 @@ class TinkerSizes:
     requests: int = 8
     """The number of forward_backward requests in flight, of all adapters."""
     rounds: int = 3
+    """The number of measurements of a rate; the median counts."""
     trips: int = 30
     """The number of round trips of a latency."""
     tenants: int = TENANTS
+    """The number of adapters that train at once."""
 
 
 FULL_SIZES = TinkerSizes(models=(("1M", SMALL), ("28M", LARGE)))
@@ -80,6 +82,19 @@ class _Server:
     """Seconds from the command to the first answer."""
 
 
+def _exported(process: subprocess.Popen[str]) -> dict[str, str]:
+    """Return the two variables that the server prints for its clients."""
+    assert process.stdout is not None
+    found: dict[str, str] = {}
+    for line in process.stdout:
+        key, _, value = line.strip().removeprefix("export ").partition("=")
+        if key.startswith("TINKER_"):
+            found[key] = value
+        if len(found) == 2:
+            break
+    return found
+
+
 @contextmanager
 def _server(model: Path, state: Path) -> Iterator[_Server]:
     try:
@@ -91,12 +106,7 @@ def _server(model: Path, state: Path) -> Iterator[_Server]:
     began_s = CLOCK.now()
     with subprocess.Popen([*command, "--state", str(state)], stdout=subprocess.PIPE, text=True) as process:
         try:
-            found = {}
-            assert process.stdout is not None
-            while len(found) < 2 and (line := process.stdout.readline()):
-                key, _, value = line.strip().removeprefix("export ").partition("=")
-                if key.startswith("TINKER_"):
-                    found[key] = value
+            found = _exported(process)
             client = tinker.ServiceClient(base_url=found["TINKER_BASE_URL"], api_key=found["TINKER_API_KEY"])
             sampler = client.create_sampling_client(base_model=NAME).result()
             _sampled([sampler], 1, 1)

@@ -1,0 +1,102 @@
+"""The plan of an engine pass over a paged cache, and the shapes that the cache of a model needs.
+
+Shape legend: N tokens of the pass, R rows, H query heads, K key-value heads, D and E head sizes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.models.attention import Choose, ChosenTokens, PackedPlan, Rule, forward
+from headrace.models.indexed import keys_of
+from headrace.models.paged.base import AttentionMaker, Geometry, LayerShape, PagedAttention, PagedCache
+from headrace.models.paged.indexed import IndexedPass
+from headrace.models.recurrent.base import Key, Recurrence, Tensors
+from headrace.models.recurrent.states import StatePass
+
+
+class PagedPlan:
+    """The plan of one engine pass over a paged cache (see :class:`headrace.models.attention.Plan`), and over the states
+    of recurrent layers, if the model has any."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        geometry: Geometry,
+        make: AttentionMaker,
+        device: torch.device,
+        states: StatePass | None = None,
+    ) -> None:
+        self._cache = cache
+        self._states = states
+        self._make_indexed = partial(IndexedPass, geometry, device)
+        self._indexed: IndexedPass | None = None
+        if states is not None:
+            states.begin(geometry.starts_R, geometry.counts_R, geometry.num_decode, device)
+        self._attention = make(geometry, device)
+        self.positions_N = torch.from_numpy(geometry.positions_N()).to(device)
+        self.last_R = torch.from_numpy(geometry.last_R()).to(device)
+        """The index in the pass of each row's last token, whose logits are needed."""
+
+    def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
+        by = self._attention if rule.choice is None or self._indexed is None else self._indexed
+        return by.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
+
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
+        if self._indexed is None:
+            self._indexed = self._make_indexed()
+        return self._indexed.choose(choose, inputs_N, self._cache.layers[len(self._cache.layers) // 2 + layer][0])
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        assert self._states is not None, "a pass over a model with recurrent layers needs their states"
+        return self._states.recur(key, recurrence, inputs_N)
+
+    def layer(self, rule: Rule) -> tuple[PagedAttention, tuple[Tensor, Tensor]]:
+        """Return the attention of the pass, and the pools of the rule's layer, for a kernel that computes more than
+        attention in one call."""
+        return self._attention, self._cache.layers[rule.layer]
+
+
+NUM_TOKENS = 2
+"""The number of tokens of the pass that :func:`cache_shapes` runs; enough for every layer to be called."""
+
+
+_NO_CACHE = LayerShape(heads=0, key_size=0, value_size=0)
+"""The shape of a layer that does not attend."""
+
+
+class _ShapeRecorder(PackedPlan):
+    """A plan that records the shapes of each layer's keys and values."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([NUM_TOKENS], device)
+        self.shapes: dict[int, LayerShape] = {}
+        self.indexers: dict[int, LayerShape] = {}
+
+    def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
+        size = keys_of(choose, inputs_N).shape[-1]
+        self.indexers[layer] = LayerShape(heads=1, key_size=size, value_size=0)
+        return super().choose(layer, choose, inputs_N)
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        self.shapes[rule.layer] = LayerShape(
+            heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
+        )
+        return super().attend(query_NHD, key_NKD, value_NKD, rule)
+
+
+@torch.inference_mode()
+def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
+    """Return the shape of every layer's keys and values, in the order of the layers, up to the last one that attends.
+    A layer that does not attend has none; that it may leave it out is checked at load (:mod:`headrace.models.check`).
+    If layers have indexers, as many shapes follow: those of each layer's indexer.
+    """
+    watch = _ShapeRecorder(model.device)
+    forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)
+    layers = range(max(watch.shapes, default=-1) + 1)
+    shapes = tuple(watch.shapes.get(layer, _NO_CACHE) for layer in layers)
+    return shapes + (tuple(watch.indexers.get(layer, _NO_CACHE) for layer in layers) if watch.indexers else ())
