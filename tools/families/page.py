@@ -100,6 +100,28 @@ def limits(path: str, facts: Mapping[str, str]) -> str:
     return "; ".join(found)
 
 
+MIXTURES = """
+## Mixtures of experts
+
+The experts that computed a token in the engine are recorded and replayed where the table does not say otherwise
+(`learner.keep_routing`).
+
+A mixture can be kept evenly used while it is trained:
+
+```toml
+[learner.mixture]
+balance_coef = 0.001       # the load-balancing loss, as transformers defines it for routers with a softmax
+z_coef = 0.001             # the router's z-loss, which keeps its logits small
+```
+
+Both are losses of the whole step, however it is packed and cut into micro-batches, and of data-parallel ranks
+together; the choices that count are the replayed ones. With `learner.parallel.context`, `tensor` or `expert` above 1
+they are refused, and for routers that are balanced by a bias (DeepSeek-V3) `balance_coef` is. The metrics
+`expert_load_max`, `expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or without.
+"""
+"""What the page says behind the table."""
+
+
 def page(rows: Mapping[str, Row]) -> str:
     """Return the text of docs/models.md."""
     from importlib.metadata import version
@@ -127,7 +149,7 @@ def page(rows: Mapping[str, Row]) -> str:
         "|---|---|---|---|",
     ]
     lines += [f"| `{kind}` | {row.verdict} | {row.gap} | {row.reason} |" for kind, row in sorted(rows.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + MIXTURES
 
 
 def _short(text: str) -> str:

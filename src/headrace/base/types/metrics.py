@@ -178,6 +178,9 @@ _LEARNING = _rows(
     ("grad_norm", "", MEAN, "Global norm of the gradient before clipping"),
     ("lr", "", LAST, "Learning rate of the update"),
     ("lr_damping", "", MEAN, "What learner.damping multiplied it by"),
+    ("expert_load_max", "", MEAN, "Load of the most used expert of any layer of a mixture; 1 is an even load"),
+    ("expert_load_min", "", MEAN, "The same of the least used one"),
+    ("experts_idle", "frac", MEAN, "Experts that no token of the step chose"),
     ("epoch", "", LAST, "Passes over the rows so far, of a run on given rows"),
     ("eval/{metric}", "", LAST, "The same metric on the held-out rows, where it was measured before the step"),
 )
