@@ -133,6 +133,7 @@ def forward(inputs: LossInputs, features: Tensor, theta: Tensor) -> LossInputs:
     return replace(inputs, log_pi_N=log_pi_N, log_pi_NK=inputs.log_nu_NK + 0.1 * log_pi_N[:, None])
 
 
+@pytest.mark.slow
 def test_four_ranks_make_the_gradient_of_one(tmp_path: Path) -> None:
     mp.start_processes(
         _rank, args=(str(tmp_path / "store"), str(tmp_path / "grads.pt")), nprocs=4, start_method="spawn"

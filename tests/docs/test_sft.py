@@ -13,6 +13,7 @@ from tests.docs.test_newcomer import done
 PAGE = ROOT / "docs" / "sft.md"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_leads_from_rows_to_an_exported_model(tmp_path: Path) -> None:
     for block in blocks_of(PAGE):

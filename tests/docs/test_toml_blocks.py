@@ -21,7 +21,9 @@ BASE: dict[str, Any] = {"model": {"path": "models/any"}, "data": {"path": "rows.
 AROUND: dict[str, dict[str, Any]] = {
     "docs/environments.md": {"env": {"kind": "rollout", "entry": "my_env.py:rollout"}},
     "docs/launching.md": {"launch": {"kind": "ray"}, "sync": {"transport": "http"}},
-    "docs/policies.md": {"algo": {"loss": {"kind": "distill"}}},
+        "algo": {"loss": {"kind": "distill"}},
+        "learner": {"teachers": [{"kind": "model", "path": "models/teacher"}]},
+    },
 }
 """What else the text around a fragment has said, by page; what the fragment says comes first."""
 OWN_FILES = {"my_losses.py": "def soft_clip(inputs, sharpness=1.0): ..."}
@@ -35,7 +37,8 @@ def merged(*trees: Mapping[str, Any]) -> dict[str, Any]:
 def whole(block: Block, tree: Mapping[str, Any]) -> dict[str, Any]:
     """A fragment as a run file: laid over what stands around it, and over rows and a model where it names none."""
     base = {name: section for name, section in BASE.items() if name == "model" or name not in tree}
-    return merged(base, AROUND.get(block.page, {}), tree)
+    taught = {"algo": {"loss": {"kind": "distill"}}} if "teachers" in tree.get("learner", {}) else {}
+    return merged(base, taught, AROUND.get(block.page, {}), tree)
 
 
 RUN_FILES = [block for block in blocks("toml") if block.title != "pyproject.toml"]

@@ -80,7 +80,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "weights_by"), CASES)
+GATE = {
+    *(("native", name, "files") for name in SUITES_HERE),
+    *(("vllm", "model", "files"), ("vllm", "adapters", "gloo"), ("sglang", "model", "files")),
+}
+"""The cases of every day; the others take the same ways in other pairs."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "weights_by"),
+    [case if case in GATE else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_engine_keeps_what_it_promises_and_refuses_the_rest(
     kind: str, name: str, weights_by: Literal["files", "gloo"], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:

@@ -70,7 +70,7 @@ def test_tokens_logprobs_and_the_end_arrive_as_they_were_told() -> None:
             "ids of its",
         ),
         (httpx.Response(200, text=events(choice([6]))), SequenceFailed, "without a reason"),
-        (httpx.Response(200, text="data: {oops\n\n"), SequenceFailed, "no completion"),
+        (httpx.Response(200, text="data: {oops\n\n"), SequenceFailed, "not a completion"),
         (
             httpx.Response(200, text='data: {"error": {"message": "out of memory"}}\n\n'),
             SequenceFailed,

@@ -241,7 +241,7 @@ def _history(seed: int) -> None:
     assert max((age for step in outcome.steps for age in step.ages), default=0) <= flow["max_age"]
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
 @gc_frozen()  # each simulation would look through all objects of the process otherwise
 def test_bound_books_and_the_last_step_hold_whatever_is_predicted(part: int) -> None:
     for seed in range(part * HISTORIES // 4, (part + 1) * HISTORIES // 4):

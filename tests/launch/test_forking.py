@@ -205,7 +205,7 @@ def test_a_server_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch,
     assert "was ended by SIGKILL" in told[0]
 
 
-@pytest.mark.parametrize("when", ["it imports", "a part is there"])
+@pytest.mark.parametrize("when", [pytest.param("it imports", marks=pytest.mark.slow), "a part is there"])
 def test_nothing_is_left_of_a_controller_that_is_killed(tmp_path: Path, when: str) -> None:
     brief(tmp_path, "scorer-0")
     code = f"""

@@ -171,7 +171,7 @@ def test_a_reward_that_kills_its_process_is_tried_again_and_then_counted(tmp_pat
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("code", [1, EXIT_REPORTED])
+@pytest.mark.parametrize("code", [1, pytest.param(EXIT_REPORTED, marks=pytest.mark.slow)])
 def test_a_reward_that_exits_costs_its_own_episode_whatever_its_exit_code(tmp_path: Path, code: int) -> None:
     async def main() -> None:
         async with running_pool(tmp_path, DEEDS, num_workers=2) as at:

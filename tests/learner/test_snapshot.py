@@ -143,7 +143,7 @@ learner.save(begin(Path(sys.argv[2]), 1))
 """
 
 
-@pytest.mark.parametrize("limit", [1, 2_000, 120_000])
+@pytest.mark.parametrize("limit", [1, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (2_000, 120_000))])
 def test_a_disk_that_fills_up_leaves_no_trace_and_the_run_can_save_later(model_dir, tmp_path, limit):
     """At the first small file, at the weights, at the optimizer's moments (which are larger)."""
     run = subprocess.run(

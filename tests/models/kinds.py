@@ -27,7 +27,8 @@ _MLA = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
-_INDEXED = {**_MLA, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}
+_INDEXED = {**_MLA, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "pad_token_id": None}
+"""Without a padding token, whose vector would be 0: it would score all tokens alike, and any choice would be right."""
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},

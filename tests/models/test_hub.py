@@ -185,6 +185,7 @@ def test_every_setting_that_names_a_model_takes_a_name_of_a_hub(program: Run, ru
     assert "learner.reference.path='acme/none'" in refused.stderr
 
 
+@pytest.mark.slow
 def test_policies_and_servers_take_a_name_of_a_hub(program: Run, hub: FakeHub, tmp_path: Path) -> None:
     script = "import headrace; policy = headrace.Policy.load('acme/tiny'); print(policy.config.model.path)"
     given = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}

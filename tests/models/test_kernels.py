@@ -244,6 +244,7 @@ def test_whoever_packs_alone_leaves_the_helpers_to_others(ops: Kernels) -> None:
     assert hired > 0
 
 
+@pytest.mark.slow
 def test_a_corrupt_library_is_built_again(ops: Kernels, tmp_path: Path) -> None:
     assert isinstance(open_kernels(tmp_path), Kernels)
     (file,) = tmp_path.glob("*.so")

@@ -111,7 +111,7 @@ def test_tokenizer_without_end_of_sequence_is_refused(copy: Path) -> None:
     [
         ("t5", "encoder-decoder"),
         ("mamba", "layers of type linear_attention"),
-        ("deepseek_v32", "layers of type indexed_attention"),
+        ("deepseek_v4", "layers of type compressed_sparse_attention"),
         ("vit", "knows no causal language model"),
     ],
 )

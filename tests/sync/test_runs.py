@@ -58,7 +58,9 @@ def test_lossless_way_learns_bit_for_bit_the_same(
     assert summary["warnings"] == usual[0]["warnings"]
 
 
-@pytest.mark.parametrize(("interrupt", "num_commits"), [("inflight", 0), ("drain", 0), ("sleep", 4)])
+@pytest.mark.parametrize(
+    ("interrupt", "num_commits"), [("inflight", 0), pytest.param("drain", 0, marks=pytest.mark.slow), ("sleep", 4)]
+)
 def test_versions_come_into_use_without_orders_of_the_controller_unless_the_engine_sleeps(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, interrupt: str, num_commits: int
 ) -> None:

@@ -22,7 +22,14 @@ AGENTS = {
 """Who answers in the games of a model that knows nothing."""
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "proposer_solver",
+        "debate",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("self_play", "proposer_solver_lora")),
+    ],
+)
 def test_an_example_of_several_agents_runs(tmp_path: Path, name: str) -> None:
     model = chat_model(tmp_path / "model", init_std=0.02)
     rows = "".join(json.dumps({"prompt": f"{a}+{a + 1}=", "answer": 2 * a + 1}) + "\n" for a in range(10, 22))

@@ -16,6 +16,7 @@ from tests.run.session.runs import make_run, tiny_model
 DEEDS = [*CAUSES, *EITHER]
 
 
+@pytest.mark.slow
 def test_each_hostile_reward_is_counted_for_what_it_did_and_the_others_are_scored(tmp_path: Path) -> None:
     before = parts_here()
     quick = [deed for deed in DEEDS if CAUSES.get(deed) != "reward_crashed" and deed not in EITHER]

@@ -31,6 +31,7 @@ def mount(*arguments: str | Path) -> int:
     return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_full_disk_ends_the_run_in_words_and_costs_no_snapshot(
     tmp_path: Path, small_disk: Path, model_dir: Path

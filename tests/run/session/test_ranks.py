@@ -79,6 +79,7 @@ def assert_ends_like_one_process(run_file: Path) -> None:
     assert furthest(run_dir / "checkpoints" / f"step-{STEPS:06d}", serial) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_and_the_run_goes_on_cut_otherwise_to_the_weights_of_one_process(tmp_path: Path) -> None:
     run_file = a_run(tmp_path)
     kill_a_rank(run_file, "learner-1", *spread(data=2), after=3)

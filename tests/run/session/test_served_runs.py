@@ -83,6 +83,7 @@ def test_server_to_which_another_run_carries_its_weights_ends_this_one_at_once(m
             train(load_config(path, [*settings, "engine.server.wait_s=30", "observe.view=none"]))
 
 
+@pytest.mark.slow
 def test_server_that_is_started_again_gets_the_weights_of_the_run_anew(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_server_that_is_started_again_gets_the_weights_of_the_run_anew(
     assert summary.ledger.groups.trained == summary.ledger.groups.submitted
 
 
+@pytest.mark.slow
 def test_adapters_that_are_evaluated_are_taken_by_a_server(model_dir: Path, tmp_path: Path) -> None:
     with fake_server("vllm", wanted(model_dir, lora=LoraConfig(rank=4))) as (url, server):
         path = make_run(tmp_path, model_dir, launch=LAUNCH)

@@ -43,6 +43,7 @@ INDIFFERENT = """
 SETTINGS = ["observe.view=none", "flow.max_idle_batches=2", "run.steps=4"]
 
 
+@pytest.mark.slow
 def test_rewards_that_are_all_equal_end_a_run_unless_a_teacher_says_what_to_prefer(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     teacher = tiny_model(tmp_path / "teacher", hidden_size=48)

@@ -7,6 +7,7 @@ import pytest
 from headrace.wings.bench import fleet, run_benchmark
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_figure_but_those_of_real_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ENGINES": 5, "SEQUENCES": 80, "ROUNDS": 1, "KILLS": 3, "LOADED_S": 20.0}.items():
         monkeypatch.setattr(fleet, name, value)

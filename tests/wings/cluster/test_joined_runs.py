@@ -61,6 +61,7 @@ def ended(run: Running, run_dir: Path) -> dict[str, int]:
     return groups
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_run_of_programs_all_of_them_on_another_machine(tmp_path: Path) -> None:
     run_of_programs(tmp_path, join_at=address(), place=HOST)

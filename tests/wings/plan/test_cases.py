@@ -62,6 +62,7 @@ class RateTable:
         return tokens / self.prefill_tok_s
 
 
+@pytest.mark.slow
 def test_pipeline_of_128_gpus_is_as_much_faster_than_generating_and_training_in_turn_as_published() -> None:
     """A quarter of the cluster and of the batch: every ratio is the same."""
     case = CASES["pipelinerl_128"]

@@ -91,7 +91,7 @@ def run_file(directory: Path, model_dir: Path, run_dir: Path, rows: Path, **sect
     return directory / "run.toml"
 
 
-@pytest.mark.parametrize("verb", ["sft", "dpo"])
+@pytest.mark.parametrize("verb", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_run_killed_in_a_step_resumes_to_the_same_bits_and_trains_no_row_twice(model, tmp_path, verb):
     rows = write_rows(tmp_path / "rows.jsonl", conversations(18) if verb == "sft" else pairs(18))
     run = {"checkpoint_every": 2, "epochs": 2, "rows_per_step": 5, "keep_checkpoints": 9}

@@ -95,7 +95,7 @@ def worked_s(tab: Watched) -> float:
     return float(next(each["value"] for each in found if each["name"] == "TaskDuration"))
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_every_page_opens_without_errors_and_is_accessible(theme: str, tab: Watched) -> None:
     from axe_playwright_python.sync_playwright import Axe
 

@@ -289,7 +289,7 @@ def opened(chromium: Any, tmp_path: Path) -> Iterator[Any]:
 
 
 @browser_wanted
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_every_page_of_a_file_is_accessible_fits_a_telephone_and_fetches_nothing(
     theme: str, opened: Any, tmp_path: Path
 ) -> None:
