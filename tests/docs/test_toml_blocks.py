@@ -21,9 +21,6 @@ BASE: dict[str, Any] = {"model": {"path": "models/any"}, "data": {"path": "rows.
 AROUND: dict[str, dict[str, Any]] = {
     "docs/environments.md": {"env": {"kind": "rollout", "entry": "my_env.py:rollout"}},
     "docs/launching.md": {"launch": {"kind": "ray"}, "sync": {"transport": "http"}},
-        "algo": {"loss": {"kind": "distill"}},
-        "learner": {"teachers": [{"kind": "model", "path": "models/teacher"}]},
-    },
 }
 """What else the text around a fragment has said, by page; what the fragment says comes first."""
 OWN_FILES = {"my_losses.py": "def soft_clip(inputs, sharpness=1.0): ..."}
