@@ -118,6 +118,7 @@ def test_where_cores_cannot_be_lent_it_is_refused_by_name(
         prepare(load_config(run_file, ["launch.lend_cores=true", *settings]), Inputs())
 
 
+@pytest.mark.slow
 def test_a_run_that_lends_learns_says_what_it_measured_and_is_not_replayed(tmp_path: Path, model_dir: Path) -> None:
     run_file = make_run(tmp_path, model_dir, flow={"groups_per_step": 2, "group_size": 4, "max_age": 0})
     settings = ["launch.lend_cores=true", "observe.view=none", "run.steps=30"]

@@ -90,6 +90,7 @@ def test_branches_of_failed_episodes_are_trained_from_one_cache_and_one_version(
         library.train(config, data=ROWS, overrides=[f"run.dir={tmp_path / 'again'}"], replay=run_dir)
 
 
+@pytest.mark.slow
 def test_segments_are_graded_at_entropy_spikes_and_trained_by_prpo(tmp_path: Path, model_dir: Path) -> None:
     rewards = [
         {"kind": "function", "name": "outcome", "ref": str(tmp_path / "rewards.py") + ":ends_small"},

@@ -114,6 +114,7 @@ def test_adapters_that_are_evaluated_are_taken_by_a_server(model_dir: Path, tmp_
         assert set(server.files.adapters) == {"default"}
 
 
+@pytest.mark.slow
 def test_what_a_server_recorded_of_a_mixture_is_replayed(tmp_path: Path) -> None:
     extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model_dir = make_tiny(tmp_path / "mixture" / "model", TinySpec(vocab=VOCAB, kind="qwen3_moe", extra=extra))

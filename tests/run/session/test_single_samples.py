@@ -38,6 +38,7 @@ def test_groups_of_several_of_which_one_is_enough_need_such_a_baseline_too() -> 
     load_config({"model": {"path": "m"}, "flow": {"min_episodes": 1}, "algo": {"advantage": "reinforce_pp"}})
 
 
+@pytest.mark.slow
 def test_a_run_of_ppo_with_one_sample_per_prompt_trains_every_one_of_them(tmp_path: Path, model_dir: Path) -> None:
     flow = {"groups_per_step": 8, "group_size": 1, "max_idle_batches": 2}
     run_file = make_run(tmp_path / "work", model_dir, flow=flow, run={"dir": "run", "steps": 4})

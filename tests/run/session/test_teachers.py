@@ -125,6 +125,7 @@ def gap(model_dir: Path, prompt_ids_T: IntColumn, answer: Tokens) -> float:
     return float(max(*apart, np.abs(own_T - answer.teacher_scores.logprobs_T).max()))
 
 
+@pytest.mark.slow
 def test_a_teacher_in_an_engine_says_what_one_beside_the_learner_says(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     other = tiny_model(tmp_path / "other", hidden_size=48, seed=3)

@@ -152,6 +152,7 @@ BAD_REWARD = """
 """
 
 
+@pytest.mark.slow
 def test_rows_that_fail_in_every_way_are_counted_drops_and_the_rest_goes_on(tmp_path: Path, model_dir: Path) -> None:
     deeds = ["raise", "nan", "none", "hang", "crash", "text", *["good"] * 6]
     rows = [{"prompt": "1+2=", "deed": deed} for deed in deeds] + [{"prompt": "1" * 30, "deed": "long"}]

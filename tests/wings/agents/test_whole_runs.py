@@ -120,6 +120,7 @@ def test_programs_and_clients_train_what_a_function_trains(tmp_path: Path, model
     assert not summary.warnings
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_costs_its_own_episodes_and_a_reward_function_scores_the_others(
     tmp_path: Path, model_dir: Path
 ) -> None:
