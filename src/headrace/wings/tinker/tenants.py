@@ -124,7 +124,7 @@ class Tenants:
             order.waiting.discard(order.next_seq)
             seq = order.next_seq
             order.next_seq += 1
-            self._turns.submit(model, lambda seq=seq: self._job(model, seq))  # type: ignore[misc]
+            self._turns.submit(model, partial(self._job, model, seq))
 
     def _job(self, model: str, seq: int) -> Iterator[object]:
         self._busy.add(model)
