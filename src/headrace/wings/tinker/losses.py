@@ -29,7 +29,7 @@ class TokenLossFn:
     """The inputs that every datum must have."""
     optional: tuple[str, ...] = ()
     """The inputs that a datum may have."""
-    options: Mapping[str, float | None] = None  # type: ignore[assignment]
+    options: Mapping[str, float | None]
     """The options with their defaults; ``None``: it must be given."""
 
 
