@@ -26,6 +26,15 @@ SETTINGS = {
     ],
     "algo.loss=misnamed": ["has no field kind: Literal['misnamed'] = 'misnamed'"],
     "algo.loss=huber": ["offered by the packages headrace-broken and headrace-stranger"],
+    "algo.advantage=not_an_advantage": [
+        "which the package headrace-broken offers as broken.contract:NotALoss, is not a class that inherits",
+    ],
+    "flow.policy=not_a_policy": [
+        "which the package headrace-broken offers as broken.contract:NotALoss, is not a class that inherits",
+    ],
+    "env.rewards=[{kind='not_a_scorer'}]": [
+        "which the package headrace-broken offers as broken.contract:NotALoss, is not a class that inherits",
+    ],
     "env.kind=not_an_environment": ["is neither a class that inherits headrace.Env nor an async function"],
     "sync.transport=not_a_transport": ["headrace-broken offers as broken.contract:NUMBER, is a int"],
     "engine.kind=not_an_engine": ["is a int, not a headrace.engine.config.EngineKind"],
@@ -74,3 +83,11 @@ def test_a_verb_that_cannot_be_imported_leaves_the_others_alone(broken: Program)
     done = broken("stumble")
     assert done.returncode == 1
     assert "offered by the package headrace-broken" in done.stderr
+
+
+def test_an_object_that_is_no_verb_is_named_with_its_package(broken: Program) -> None:
+    done = broken("not_a_verb")
+    assert done.returncode == 1
+    assert "which the package headrace-broken offers as broken.contract:NUMBER, is a int" in " ".join(
+        done.stderr.split()
+    )

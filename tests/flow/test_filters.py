@@ -18,11 +18,9 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig
 from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, rewards_of, unfiltered
-from headrace.flow.filters.dynamic_sampling import DynamicSampling
 from headrace.flow.filters.length import LengthFilter
-from headrace.flow.filters.redundancy import Redundancy
-from headrace.flow.filters.resample_correct import ResampleCorrect
-from headrace.flow.filters.zero_variance import ZeroVariance
+from headrace.flow.filters.oversampling import Redundancy, ResampleCorrect
+from headrace.flow.filters.rewards import DynamicSampling, ZeroVariance
 
 CONTEXT = FilterContext(decode=lambda ids: bytes(ids).decode(), seed=7)
 REWARDS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 1.0, 0.25]), min_size=2, max_size=12)

@@ -6,6 +6,7 @@ from textwrap import dedent
 import pytest
 
 from tools.house import Graph, Tree, measure, ways
+from tools.house.draw import draw, sheet
 from tools.house.measures import protocols, twice
 
 
@@ -105,3 +106,20 @@ def test_hop_that_the_source_does_not_bear_out_is_named(tmp_path: Path, hop: way
     right = ways.Hop("flow/a", "A.f", "send", "Turn")
     assert ways.broken(tree, [right, hop]) == [problem]
     assert (ways.files([right, right]), ways.records([right, right])) == (1, 1)
+
+
+def test_readers_see_an_item_with_its_decorators_and_the_head_of_its_file_alone(tmp_path: Path) -> None:
+    lines = ["# head", "@decorated", "def f():", "    return 1", *["# more"] * 20, "# end of the file"]
+    (module,) = house(tmp_path, flow__a="\n".join(lines)).modules
+    shown = sheet([(module, module.functions[0])])
+    assert "```python\n@decorated\ndef f():\n    return 1\n```" in shown
+    assert "# head" in shown
+    assert "# end of the file" not in shown
+
+
+def test_a_draw_is_the_same_for_a_seed_and_draws_nothing_twice(tmp_path: Path) -> None:
+    tree = house(tmp_path, flow__a="\n".join(f"class A{number}:\n    def f(self): ..." for number in range(20)))
+    first, again, other = (draw(tree, seed=seed, count=30) for seed in (1, 1, 2))
+    assert [node for _, node in first] == [node for _, node in again]
+    assert [node for _, node in first] != [node for _, node in other]
+    assert len({id(node) for _, node in first}) == 30

@@ -1,10 +1,12 @@
-"""The command ``python -m tools.house [--json] [--root DIR] [--wings A,B] [--twice] [--circles] [--ways]``."""
+"""The command ``python -m tools.house [--json] [--root DIR] [--wings A,B] [--twice] [--circles] [--ways]``, and
+``python -m tools.house --draw SEED --out DIR`` for readers who have seen nothing of the project."""
 
 import argparse
 import json
 from pathlib import Path
 
 from tools.house import ways
+from tools.house.draw import draw, sheet
 from tools.house.graph import Graph
 from tools.house.measures import measure, twice
 from tools.house.tree import Tree
@@ -16,9 +18,18 @@ parser.add_argument("--json", action="store_true", help="print JSON")
 parser.add_argument("--ways", action="store_true", help="list what a token and a weight cross")
 parser.add_argument("--twice", action="store_true", help="list the class names that stand for two classes")
 parser.add_argument("--circles", action="store_true", help="list the modules that import one another in a circle")
+parser.add_argument("--draw", type=int, metavar="SEED", help="write 40 random functions and classes for four readers")
+parser.add_argument("--out", type=Path, default=Path("build/readers"), help="the directory for --draw")
 arguments = parser.parse_args()
 tree = Tree(arguments.root, arguments.wings.split(","))
-if arguments.ways:
+if arguments.draw is not None:
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    drawn = draw(tree, seed=arguments.draw, count=40)
+    for reader in range(4):
+        file = arguments.out / f"draw-{arguments.draw}-reader-{reader + 1}.md"
+        file.write_text(sheet(drawn[reader::4]), encoding="utf-8")
+        print(file)
+elif arguments.ways:
     for name, way in (("token", ways.TOKEN), ("weight", ways.WEIGHT)):
         print(f"a {name}: {ways.files(way)} files, {ways.records(way)} records")
         for hop in way:

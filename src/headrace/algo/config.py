@@ -59,11 +59,12 @@ class AlgoConfig(Section):
         return _fill(expand(dict(tree))) if isinstance(tree, dict) else tree
 
     @pydantic.model_validator(mode="after")
-    def _counts_once(self) -> AlgoConfig:
+    def _corrects_once(self) -> AlgoConfig:
+        """Refuse a second formula that weighs stale tokens, and kept weights that no formula reads."""
         if self.old == "engine":
-            return self._leaves_rho_alone()
+            return self._refuse_rho()
         if self.old in ("kept", "sampled"):
-            self._reads_old()
+            self._refuse_unread_old()
         weights = [f"correction {part.kind!r}" for part in self.correction if part.weighs]
         if self.loss.corrects():
             weights.insert(0, f"loss {self.loss.kind!r}, whose ratio is π/μ,")
@@ -74,7 +75,7 @@ class AlgoConfig(Section):
             )
         return self
 
-    def _reads_old(self) -> None:
+    def _refuse_unread_old(self) -> None:
         """Refuse kept weights if no formula reads log π_old: they would be kept for nothing."""
         parts = (self.loss, *self.correction)
         replaced = next((part for part in self.correction if part.replaces_old), None)
@@ -85,13 +86,13 @@ class AlgoConfig(Section):
             why = f"correction {replaced.kind!r} gives its own π_old"
         raise ConfigError(f"algo.old={self.old!r} has no effect: {why}", remedy="leave algo.old out")
 
-    def _leaves_rho_alone(self) -> AlgoConfig:
+    def _refuse_rho(self) -> AlgoConfig:
         """Refuse corrections by ρ = π_old/μ if μ is π_old: ρ is 1 then, and the loss's ratio already corrects."""
         for part in self.correction:
             if part.weighs or {"log_old", "log_mu"} <= part.columns():
                 raise ConfigError(
                     f"algo counts the correction of stale tokens twice: with algo.old='engine' the loss's own ratio is "
-                    f"π/μ, and correction {part.kind!r} looks at π_old/μ, which is 1",
+                    f"π/μ, and correction {part.kind!r} reads π_old/μ, which is 1",
                     remedy="set algo.correction = 'none', or algo.old = 'learner'",
                 )
         return self

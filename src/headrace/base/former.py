@@ -1,4 +1,4 @@
-"""Former module names, from before the packages were arranged in core and wings: they can still be imported.
+"""Former module names, from before packages or modules were arranged as they are now: they can still be imported.
 
     import headrace.errors          is headrace.base.errors
     from headrace.session import train
@@ -48,6 +48,16 @@ FORMER = {
     "session": "run.session",
     "cli": "run.cli",
     "control.summary": "control.metrics.summary",
+    "algo.losses.sequences": "algo.losses.clipped",
+    "flow.filters.zero_variance": "flow.filters.rewards",
+    "flow.filters.dynamic_sampling": "flow.filters.rewards",
+    "flow.filters.redundancy": "flow.filters.oversampling",
+    "flow.filters.resample_correct": "flow.filters.oversampling",
+    "rollout.answers.hermes": "rollout.answers.formats",
+    "rollout.answers.bare_json": "rollout.answers.formats",
+    "sync.codecs.cast": "sync.codecs.forms",
+    "sync.codecs.float8": "sync.codecs.forms",
+    "testing.lengths": "testing.fakes",
 }
 """The former name of a module or package, and its name now, both without ``headrace``."""
 

@@ -112,7 +112,9 @@ class Controller:
         was reached."""
         async with asyncio.TaskGroup() as group:
             parts, timeout_s = self.state.parts, self.state.run.stall_timeout_s
-            watchdog = group.create_task(self.state.board.watch(timeout_s, parts.num_steps, parts.standstills))
+            watchdog = group.create_task(
+                self.state.board.watch(timeout_s, pulse=parts.num_steps, standstills=parts.standstills)
+            )
             try:
                 summary = await self._run(start)
             finally:

@@ -49,7 +49,6 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.refusals import nothing_to_learn, refuse_settings
 from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
 
 MOST_SPANS = 4096
@@ -452,3 +451,21 @@ class LearnerCore:
         end_s = self._context.clock.now()
         self._spans.append(Span(lane="learner", name=name, start_s=start_s, end_s=end_s, step=self._step))
         return end_s - start_s
+
+
+def nothing_to_learn(step: int, loss_tokens: int) -> RunError:
+    """Return the error for a batch in which no token can carry loss."""
+    return RunError(
+        f"no token of the batch of step {step} can carry loss: {loss_tokens} are in its mask, "
+        "none of those has a finite engine logprob",
+        remedy="check the engine's logits for NaN (weights, dtype, temperature)",
+    )
+
+
+def refuse_settings(temperature: float) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a sampling temperature at which nothing can be learned."""
+    if temperature <= 0:
+        raise ConfigError(
+            f"sampling temperature {temperature} leaves no distribution to learn",
+            remedy="sample training episodes at a temperature > 0 (1 is usual)",
+        )

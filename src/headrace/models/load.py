@@ -48,15 +48,12 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     Before it is returned, the model is tested on a few tokens: packing must not change what a sequence gets alone
     with the architecture's own attention. Raises :class:`~headrace.base.errors.ModelError`.
     """
-    import torch
     from transformers.utils import logging
 
-    from headrace.models import check, indexed, recurrent
+    from headrace.models import check
 
     directory = model_directory(config.path)
-    read = read_config(config.path)
-    _refuse_quantised(config.path)
-    _refuse_unsupported(config.path, read)
+    read = supported_config(config.path)
     if not any(directory.glob("*.safetensors")):
         raise ModelError(
             f"model.path={config.path!r} holds no *.safetensors file", remedy=_safetensors_remedy(directory)
@@ -71,21 +68,43 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
         raise ModelError(
             f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=REMEDY
         ) from error
-    _refuse_incomplete(config.path, info)
+    refuse_incomplete(config.path, info)
     if config.lora is not None:
         from headrace.models.lora import add_adapters
 
         add_adapters(model, config.lora, config.path)  # drawn on the CPU: the same on every device
-    model = model.to(device).eval()
+    model = ready(model.to(device))
+    _align(model)
+    check.check_packing(model, config.path)
+    if config.deterministic:
+        _make_deterministic(model, config.path)
+    return model
+
+
+def supported_config(path: str) -> PreTrainedConfig:
+    """Return the settings of the model in ``path``; of a multimodal checkpoint, those of the text part.
+
+    Raises :class:`~headrace.base.errors.ModelError` for a model that engine and learner cannot compute.
+    """
+    read = read_config(path)
+    _refuse_quantised(path)
+    _refuse_unsupported(path, read)
+    return read
+
+
+def ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Return ``model`` in evaluation mode, without dropout, and with our implementations of the layers that keep a
+    state or choose what they attend to."""
+    import torch
+
+    from headrace.models import indexed, recurrent
+
+    model = model.eval()
     recurrent.install(model)
     indexed.install(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    _align(model)
-    check.check_packing(model, config.path)
-    if config.deterministic:
-        _make_deterministic(model, config.path)
     return model
 
 
@@ -246,7 +265,7 @@ def _refuse_own_attention(path: str, error: Exception) -> None:
         ) from error
 
 
-def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
+def refuse_incomplete(path: str, info: dict[str, Any]) -> None:
     """Raise :class:`ModelError` for missing weights: transformers would fill them with random numbers and a warning."""
     mismatched = [f"{name} ({list(found)}, expected {list(wanted)})" for name, found, wanted in info["mismatched_keys"]]
     missing = sorted(info["missing_keys"]) + sorted(mismatched)

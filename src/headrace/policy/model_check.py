@@ -243,7 +243,7 @@ def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
 
 @contextmanager
 def plain(config: ModelConfig) -> Iterator[PreTrainedModel]:
-    """Yield the model as transformers alone runs it; of a multimodal checkpoint, the whole."""
+    """Yield the model as transformers alone runs it: the whole model, if the checkpoint is multimodal."""
     whole, read = read_whole_config(config.path), read_config(config.path)
     multimodal = type(whole) is not type(read)
     kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)] if multimodal else causal_class(read)

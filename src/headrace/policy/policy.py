@@ -189,8 +189,8 @@ class Policy:
         if self._loop is not None:
             raise RunError("the policy was opened before", remedy="open it once; load it again for another loop")
         self._loop = asyncio.get_running_loop()
-        terms = LocalEngineConfig(max_requests=self.config.engine.max_waiting)
-        self._engine = await LocalEngine(self._core, clock=self._clock, config=terms).__aenter__()
+        limits = LocalEngineConfig(max_requests=self.config.engine.max_waiting)
+        self._engine = await LocalEngine(self._core, clock=self._clock, config=limits).__aenter__()
         try:
             await self.publish()
             await self._compare()

@@ -202,7 +202,7 @@ class HttpInbox:
         )
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        raise AssertionError("uploads are read where they lie")
+        raise AssertionError("uploads are used in place")
 
     def skip(self, update: WeightUpdate) -> None:
         with self._changed:
@@ -338,7 +338,9 @@ class _UploadHandler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         if "Transfer-Encoding" in self.headers or len(self.headers.get_all("Content-Length", ())) > 1:
-            return self._answer(400, "the length of a bucket is told by one Content-Length, without Transfer-Encoding")
+            return self._answer(
+                400, "give the length of a bucket in one Content-Length header, without Transfer-Encoding"
+            )
         path = _PATH.fullmatch(self.path)
         sizes = [self.headers.get(name, "") for name in ("Upload-Offset", "Upload-Length", "Content-Length")]
         if path is None or not all(_NUMBER.fullmatch(size) for size in sizes):

@@ -20,7 +20,6 @@ from headrace.engine.capabilities import Capabilities
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing import engine_checks as checks
-from headrace.testing import engine_model_checks as model_checks
 from headrace.testing.engine_rig import MAX_CONTEXT, Rig, refuse
 from headrace.wings.servers.client.launching import ServeRequirements
 
@@ -34,6 +33,7 @@ class Clause:
     check: Callable[[Rig], None]
     """The check, which raises ``AssertionError`` if the requirement is broken."""
     has: Callable[[Capabilities], bool] = lambda can: True
+    """Whether an engine with these capabilities has to meet the requirement; otherwise ``refused`` is checked."""
     refused: Callable[[Rig], None] | None = None
     """The check for an engine without the capability; ``None`` if there is no request that it could refuse."""
 
@@ -153,21 +153,21 @@ CLAUSES: tuple[Clause, ...] = (
 SUITES: Mapping[str, Suite] = {
     "model": Suite(clauses=CLAUSES),
     "adapters": Suite(
-        lora=LoraConfig(rank=4, agents=(model_checks.AGENT,)),
+        lora=LoraConfig(rank=4, agents=(checks.AGENT,)),
         has=lambda can: can.adapters,
         clauses=(
-            Clause(name="takes adapters alone (LoRA)", check=model_checks.adapters),
-            Clause(name="answers with the adapters of agents, beside the policy's", check=model_checks.agents),
+            Clause(name="takes adapters alone (LoRA)", check=checks.adapters),
+            Clause(name="answers with the adapters of agents, beside the policy's", check=checks.agents),
         ),
     ),
     "mixture": Suite(
         kind="qwen3_moe",
         extra={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
         clauses=(
-            Clause(name="takes the weights of a mixture of experts", check=model_checks.mixtures),
+            Clause(name="takes the weights of a mixture of experts", check=checks.mixtures),
             Clause(
                 name="records the experts of each token",
-                check=model_checks.experts,
+                check=checks.experts,
                 has=lambda can: can.routing,
                 refused=lambda rig: rig.refuses("experts", record_routing=True),
             ),

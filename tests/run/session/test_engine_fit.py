@@ -64,7 +64,7 @@ def test_what_the_engine_has_is_taken() -> None:
 def test_servers_give_no_memory_back_on_the_processor_that_a_run_ends_up_on() -> None:
     config = load_config({"model": {"path": "m"}}, [*WAITS, "sync.interrupt=sleep"])
     refuse_settled(config, (), Devices(engines=("cuda:0",), learner=("cuda:0",)))
-    with pytest.raises(ConfigError, match="gives no memory back there"):
+    with pytest.raises(ConfigError, match="does not free its memory"):
         refuse_settled(config, (), Devices(engines=("cpu",), learner=("cpu",)))
 
 

@@ -14,10 +14,10 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary, write_json
 from headrace.run.session.recipes import DECIDED, left_open, recipes
-from headrace.wings.compare.picture import compare_svg
 from headrace.wings.compare.rows import RecipeRow, decided, row_of
 from headrace.wings.compare.running import ComparisonConfig, compare
 from headrace.wings.compare.tables import COLUMNS, markdown
+from headrace.wings.compare.writing import compare_svg
 from tests.run.session.runs import make_run, tiny_model, verb
 from tests.wings.compare.rows import BUSY_ENGINE, BUSY_LEARNER, PROMISES, STEPS, check_depth, check_interrupt
 from tests.wings.compare.rows import check_whatever_is_busy as check_always

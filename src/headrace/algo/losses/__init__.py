@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from headrace.algo.losses.clipped import Aspo, Dapo, DrGrpo, Grpo, Luspo
+from headrace.algo.losses.clipped import Aspo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, GspoToken, Luspo
 from headrace.algo.losses.custom import Custom
 from headrace.algo.losses.section import LossSection
 from headrace.algo.losses.selective import ClipCov, KlCov, M2po
-from headrace.algo.losses.sequences import Gmpo, Gspo, GspoToken
 from headrace.algo.losses.supervised import Ce, Distill, Dpo, RefKl
 from headrace.algo.losses.weighted import Cispo, Dppo, Dro, Ipo, Kimi, Reinforce, Sapo, Topr, Vespo
 from headrace.base.config.kinds import Kinds

@@ -1,4 +1,5 @@
-"""The HTTP server in which every ASGI application of the library runs: uvicorn, with its bounds set in one place."""
+"""The HTTP server in which every ASGI application of the library runs (uvicorn, with its bounds set in one place), and
+the socket at which it listens."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.config import LOGGING_CONFIG
 
+from headrace.base.errors import ConfigError
 from headrace.base.net.connection import Connection
 
 _LOGGING = {**LOGGING_CONFIG, "loggers": {**LOGGING_CONFIG["loggers"], "asyncio": {"level": "ERROR"}}}
@@ -100,6 +102,32 @@ class HttpServer(uvicorn.Server):
 
     def _connection(self) -> Connection:
         return Connection(self.config, self.server_state, self.lifespan.state)
+
+
+def listening_socket(host: str, port: int, *, setting: str, remedy: str) -> socket.socket:
+    """Return a socket that listens at the address; port 0 takes a free one. A connection that comes before the server
+    runs waits in the backlog.
+
+    Raises :class:`~headrace.base.errors.ConfigError` with ``setting``, the address as the user gave it, and ``remedy``
+    if the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as on_error:
+            made = on_error.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen()
+            on_error.pop_all()
+            return made
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot listen there: {error.strerror or error}", remedy=remedy) from None
+
+
+def url_of(listening: socket.socket, *, secure: bool = False) -> str:
+    """Return the URL of the server that listens at this socket; ``secure`` for TLS."""
+    host, port = listening.getsockname()[:2]
+    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _open_files() -> int:

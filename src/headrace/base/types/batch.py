@@ -87,7 +87,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             routing=tokens.routing,
             teacher_scores=tokens.teacher_scores,
             agents=("", *agents),
-            agents_N=_whose(samples, agents) if agents else None,
+            agents_N=_authors(samples, agents) if agents else None,
         )
 
     @property
@@ -114,9 +114,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
 
 
-def _whose(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
+def _authors(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
     """Return, for each token, the index of its author among the policy (0) and ``agents`` (from 1)."""
-    places = {agent: place for place, agent in enumerate(agents, 1)}
+    indices = {agent: index for index, agent in enumerate(agents, 1)}
     turns = [turn for sample in samples for turn in sample.roles]
-    whose = np.array([places.get(role, 0) for role, _ in turns], np.int32)
-    return np.repeat(whose, [length for _, length in turns])
+    authors = np.array([indices.get(role, 0) for role, _ in turns], np.int32)
+    return np.repeat(authors, [num_tokens for _, num_tokens in turns])

@@ -31,10 +31,9 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.base import Engine
-from headrace.engine.fleet.member import TICK_S, Member, StickyRoutes
+from headrace.engine.fleet.member import TICK_S, Member, StickyRoutes, combined, total
 from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN, RoutedRequest
 from headrace.engine.fleet.router import EngineState, Router
-from headrace.engine.fleet.totals import combined, total
 
 A = TypeVar("A")
 

@@ -1,5 +1,5 @@
-"""Filters, which decide which scored groups and which of their episodes are trained. A new filter is a file in this
-folder and a member of the union ``AnyFilter``."""
+"""Filters, which decide which scored groups and which of their episodes are trained. A new filter is a class in
+this folder and a member of the union ``AnyFilter``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from headrace.flow.filters.base import (
     rewards_of,
     unfiltered,
 )
-from headrace.flow.filters.dynamic_sampling import DynamicSampling
 from headrace.flow.filters.length import LengthFilter
-from headrace.flow.filters.redundancy import REDUNDANT, Redundancy
-from headrace.flow.filters.resample_correct import ResampleCorrect
-from headrace.flow.filters.zero_variance import ZeroVariance
+from headrace.flow.filters.oversampling import REDUNDANT, Redundancy, ResampleCorrect
+from headrace.flow.filters.rewards import DynamicSampling, ZeroVariance
 
 AnyFilter = ZeroVariance | DynamicSampling | Redundancy | ResampleCorrect | LengthFilter
 FILTERS = Kinds(AnyFilter, group="headrace.filters", setting="flow.filters", contract=FilterSection)

@@ -1,7 +1,7 @@
 """The operations that a ledger records, the questions that it can answer, and its contract.
 
 Every change is an operation. After a crash an operation is present as a whole or not at all, and none before it is
-missing.
+missing. In each of them ``numbers`` are the numbers of groups, and ``at_s`` is the Unix time in seconds.
 
 A token counts as submitted from the moment it is recorded: with its episode when that ends, or earlier, in a part of a
 running turn. A token that was not recorded before a crash was never submitted; ``flow.record_tokens`` bounds how many

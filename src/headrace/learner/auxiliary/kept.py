@@ -66,16 +66,16 @@ class Copy:
         """Let the model compute with this copy, without gradients, inside the ``with`` block; the weights are unchanged
         afterwards."""
         pairs = [(local(one.weight.detach()), part) for one, part in zip(self._trained, self._parts, strict=True)]
-        waiting: list[Tensor] = []
+        own: list[Tensor] = []
         with torch.no_grad():
             reshard(self._model)
             try:
-                waiting.extend(_lend(*pair) for pair in pairs)
+                own.extend(_put_in(*pair) for pair in pairs)
                 yield
             finally:
                 reshard(self._model)
-                for pair, held in zip(pairs[: len(waiting)], waiting, strict=True):
-                    _give_back(*pair, held)
+                for pair, held in zip(pairs[: len(own)], own, strict=True):
+                    _put_back(*pair, held)
 
     def state(self) -> Named:
         """Yield the tensors of the copy by parameter name, sharded over the ranks like the parameters."""
@@ -93,9 +93,10 @@ class Copy:
             part.copy_(part_of(full, one.weight))
 
 
-def _lend(weight: Tensor, part: Tensor) -> Tensor:
-    """Put ``part`` into ``weight``, and return the tensor that holds the weight's own numbers meanwhile. This is
-    ``part`` itself if both have the same number format, so that nothing is lost and no memory is needed."""
+def _put_in(weight: Tensor, part: Tensor) -> Tensor:
+    """Write ``part`` into ``weight``, and return the tensor that keeps the weight's own values until
+    :func:`_put_back`. This is ``part`` itself if both have the same dtype: the two exchange their contents, so that
+    nothing is rounded and no memory is needed."""
     if part.dtype == weight.dtype:
         _exchange(weight, part)
         return part
@@ -104,11 +105,12 @@ def _lend(weight: Tensor, part: Tensor) -> Tensor:
     return own
 
 
-def _give_back(weight: Tensor, part: Tensor, waiting: Tensor) -> None:
-    if waiting is part:
+def _put_back(weight: Tensor, part: Tensor, own: Tensor) -> None:
+    """Restore the values that :func:`_put_in` has returned as ``own``."""
+    if own is part:
         _exchange(weight, part)
     else:
-        weight.copy_(waiting)
+        weight.copy_(own)
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:

@@ -10,8 +10,7 @@ from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
 from headrace.learner.auxiliary.config import SampledVersions
 from headrace.learner.auxiliary.critic import Critic
 from headrace.learner.auxiliary.external_teacher import ExternalTeacher
-from headrace.learner.auxiliary.policies import OldPolicy, Reference, TeacherModel
-from headrace.learner.auxiliary.sampled import SampledPolicies
+from headrace.learner.auxiliary.policies import OldPolicy, Reference, SampledPolicies, TeacherModel
 from headrace.learner.config import COLUMNS, SETTINGS
 
 

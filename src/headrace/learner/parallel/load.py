@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import reshard
-from headrace.models import attention, check, indexed, load, recurrent, settings
+from headrace.models import attention, check, load, recurrent, settings
 from headrace.models.config import ModelConfig
 
 
@@ -39,10 +39,8 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     if ranks.config.world > 1:
         refuse_libraries()
     directory = settings.model_directory(config.path)
-    read = settings.read_config(config.path)
     load.refuse_multimodal(config.path, "several ranks cannot read it without the other parts")
-    load._refuse_quantised(config.path)
-    load._refuse_unsupported(config.path, read)
+    read = load.supported_config(config.path)
     ranks.config.refuse_model(config.path, read)
     logging.disable_progress_bar()
     dtype = getattr(torch, config.dtype)
@@ -64,18 +62,14 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
             f"{type(error).__name__}: {error}",
             remedy="load it on one rank to see whether the files or the cut are at fault",
         ) from error
-    load._refuse_incomplete(config.path, info)
-    model = model.eval()
-    indexed.install(model)
-    if recurrent.install(model) and ranks.config.context > 1:
+    load.refuse_incomplete(config.path, info)
+    model = load.ready(model)
+    if ranks.config.context > 1 and recurrent.recurrent_layers(model):
         raise ConfigError(
             f"learner.parallel.context={ranks.config.context} with model.path={config.path!r}, a "
             f"{type(model).__name__}: the state of its recurrent layers cannot be handed from rank to rank",
             remedy="set learner.parallel.context = 1",
         )
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     check.check_packing(model, config.path)
     reshard(model)
     return model

@@ -119,6 +119,7 @@ class _HeadWithoutSharding(nn.Module):
         self._forward = head.forward
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, by the head's own forward pass."""
         logits: Tensor = self._forward(hidden)
         return logits
 

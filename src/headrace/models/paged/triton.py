@@ -6,7 +6,8 @@ Rows with several tokens are gathered, as in :mod:`.reference`. The number of sh
 bits of a result do too.
 
 Shape legend: N tokens of the pass, D decoding rows, B blocks of the longest table, P blocks of the pool, S tokens of a
-block, K key-value heads, H query heads, G = H / K, E head size, X shares.
+block, K key-value heads, H query heads, G = H / K, E head size, V size of a value, X shares. GP, EP and VP are G, E and
+V rounded up to a power of two.
 """
 
 # gate: parameters - a kernel is told what it reads and how that lies, one by one

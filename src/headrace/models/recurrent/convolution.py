@@ -28,6 +28,7 @@ class Convolution:
         self._activate: Callable[[Tensor], Tensor] = torch.nn.Identity() if activation is None else ACT2FN[activation]
 
     def shape(self, inputs_N: Tensors) -> StateShape:
+        """Return the sizes of the state: for every channel, the last inputs that the filter still reads."""
         channels, width = self._weight_CW.shape
         return StateShape(sizes=(channels, width - 1), dtype=inputs_N[0].dtype)
 

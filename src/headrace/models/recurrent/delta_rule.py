@@ -37,6 +37,7 @@ class DeltaRule:
         self._normed = normed
 
     def shape(self, inputs_N: Tensors) -> StateShape:
+        """Return the sizes of the state of one sequence, kept in float32: heads, size of a key, size of a value."""
         _, key, value, *_ = inputs_N
         return StateShape(sizes=(value.shape[-2], key.shape[-1], value.shape[-1]), dtype=torch.float32)
 

@@ -163,8 +163,8 @@ class _PlanBridge:
         return None if plan is None or PLAN in kwargs else (args, {**kwargs, PLAN: plan})
 
 
-def install(model: PreTrainedModel) -> list[int]:
-    """Give every mixer of a model the forward that keeps sequences apart, and return the indices of their layers.
+def install(model: PreTrainedModel) -> None:
+    """Give every mixer of a model the forward that keeps sequences apart.
 
     Raises :class:`~headrace.base.errors.ModelError` for a mixer that does not say its layer.
     """
@@ -178,7 +178,6 @@ def install(model: PreTrainedModel) -> list[int]:
         module.forward = RecurrentForward(module)
     if mixers:
         _PlanBridge(model, model.base_model)
-    return sorted({int(module.layer_idx) for module in mixers})
 
 
 def recurrent_layers(model: nn.Module) -> list[int]:

@@ -39,6 +39,7 @@ class StateSpace:
         self._skip_H = skip_H
 
     def shape(self, inputs_N: Tensors) -> StateShape:
+        """Return the sizes (H, E, S) of the state of one sequence, which is kept in float32."""
         x, _, key, _ = inputs_N
         return StateShape(sizes=(*x.shape[-2:], key.shape[-1]), dtype=torch.float32)
 

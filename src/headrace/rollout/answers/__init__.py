@@ -1,4 +1,4 @@
-"""The parsing of answers as messages: one file for each way in which models write calls of tools."""
+"""The parsing of answers as messages: one parser for each way in which models write calls of tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.rollout.answers.base import ParsedAnswer, Parser, certain_split, s
 PARSERS = Registry[Callable[[], Parser]](
     group="headrace.parsers",
     setting="env.tool_parser",
-    rows={"hermes": "headrace.rollout.answers.hermes:Hermes", "json": "headrace.rollout.answers.bare_json:BareJson"},
+    rows={"hermes": "headrace.rollout.answers.formats:Hermes", "json": "headrace.rollout.answers.formats:BareJson"},
     check=lambda made: None if callable(made) else "cannot be called without arguments to make a parser",
 )
 """The constructors of parsers, by their names in ``env.tool_parser``."""

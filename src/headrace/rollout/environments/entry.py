@@ -70,6 +70,8 @@ def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
 
 
 def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
+    """Return ``found``, the async function that ``env.entry`` names, as a rollout. Raises
+    :class:`~headrace.base.errors.EnvError` for anything else."""
     if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
         raise EnvError(
             f"env.entry={reference!r} is {_describe(found)}, and env.kind='rollout' needs an async function of two "

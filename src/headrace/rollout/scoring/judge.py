@@ -252,7 +252,8 @@ def _as_text(prompt: Any) -> str:
 
 
 def _last_value(reply: str, key: str) -> Any:
-    """Return the value of ``key`` in the last JSON object that has it; ``None`` if there is none."""
+    """Return the value of ``key`` in the last JSON object of a judge's reply that has it, unless it is true or false;
+    ``None`` if there is none. At most the last 50 opening braces are tried, so that a long reply costs little."""
     decoder = json.JSONDecoder()
     for match in reversed(list(re.finditer(r"\{", reply))[-50:]):
         try:

@@ -186,16 +186,19 @@ async def _gather(answers: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, S
 
 
 def _mean(values: Sequence[float]) -> list[float]:
+    """Return the shares of the turns' scores if an episode earns their mean."""
     return [value / len(values) for value in values]
 
 
 def _least(values: Sequence[float]) -> list[float]:
-    """Return the least value at its first position, and 0 elsewhere."""
+    """Return the shares of the turns' scores if an episode earns the least of them: that turn's score, and 0 for the
+    others."""
     least = min(range(len(values)), key=values.__getitem__, default=0)
     return [value if index == least else 0.0 for index, value in enumerate(values)]
 
 
 def _last(values: Sequence[float]) -> list[float]:
+    """Return the shares of the turns' scores if an episode earns the score of its last turn."""
     return [value if index == len(values) - 1 else 0.0 for index, value in enumerate(values)]
 
 

@@ -55,7 +55,7 @@ class RewardSignature:
         return name in self.names or (self.takes_any and self.by_group)
 
     def passed(self, *, by_turn: bool) -> tuple[str, ...]:
-        """Return the arguments that it can be passed beside columns."""
+        """Return the names of the arguments, other than columns of the row, that the function can be passed."""
         if self.by_group:
             return OF_A_GROUP
         return (*OF_ONE, *OF_A_TURN) if by_turn else OF_ONE

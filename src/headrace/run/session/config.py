@@ -252,7 +252,7 @@ def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
         return
     supported = ", ".join(repr(one.value) for one in sorted(can.interrupts))
     unknown_versions = "does not say which tokens the old weights sampled"
-    why = "gives no memory back there" if mode is Interrupt.SLEEP else unknown_versions
+    why = "does not free its memory" if mode is Interrupt.SLEEP else unknown_versions
     raise ConfigError(
         f"engine.kind={config.engine.kind!r} cannot commit with sync.interrupt={mode.value!r}: it {why}",
         remedy=f"set sync.interrupt to one of {supported}, or {NATIVE}",

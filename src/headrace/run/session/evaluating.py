@@ -249,7 +249,9 @@ async def attempt_rewards(serving: Serving, run: RunSection, listener: Evaluatio
         listener.on_tokens(tokens)
 
     async with asyncio.TaskGroup() as group:
-        watchdog = group.create_task(board.watch(run.stall_timeout_s, serving.num_steps, serving.standstills))
+        watchdog = group.create_task(
+            board.watch(run.stall_timeout_s, pulse=serving.num_steps, standstills=serving.standstills)
+        )
         with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
             rewards = await evaluator.rewards(
                 EvaluationListener(on_tokens=arrived, warn=listener.warn, keep=listener.keep)

@@ -113,8 +113,8 @@ def _prompts(
     """Return for each row the tokens that the teacher reads in place of the row's prompt."""
     if config.env.remote:
         raise ConfigError(
-            f"{setting} engine.prompt stands for the row's prompt, and with env.kind={config.env.kind!r} the "
-            "environment asks in its own words",
+            f"{setting} engine.prompt replaces the row's prompt, and with env.kind={config.env.kind!r} the "
+            "environment writes its own prompts",
             remedy="leave engine.prompt out, or set env.kind = 'single_turn'",
         )
     column = config.data.prompt_column

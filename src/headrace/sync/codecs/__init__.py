@@ -5,8 +5,7 @@ import torch
 
 from headrace.base.errors import ConfigError, nearest
 from headrace.sync.base import Codec
-from headrace.sync.codecs.cast import Cast, IdentityForm
-from headrace.sync.codecs.float8 import Float8
+from headrace.sync.codecs.forms import Cast, Float8, IdentityForm
 
 CODECS = {
     "full": Codec(form=IdentityForm()),

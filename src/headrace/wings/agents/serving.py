@@ -13,7 +13,7 @@ from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import RunError
 from headrace.base.net.refusal import shown
-from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.base.net.shell import HttpServer, ShellLimits, url_of
 from headrace.base.types.sampling import Sampling
 from headrace.launch.endpoints import HERE, At
 from headrace.rollout.environments.base import OpenEpisode
@@ -67,10 +67,8 @@ class Endpoint:
                 tls_key=at.tls_key,
             )
             server = HttpServer(make_app(dispatcher), shell)
-            host, port = listening.getsockname()[:2]
-            scheme, host = "https" if at.tls_certificate else "http", f"[{host}]" if ":" in host else host
             async with _beside(server, [listening]):
-                yield cls(f"{scheme}://{host}:{port}", sessions)
+                yield cls(url_of(listening, secure=bool(at.tls_certificate)), sessions)
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
         """Open ``episode`` to programs while the body runs. Afterwards the key is refused and no request runs, so the

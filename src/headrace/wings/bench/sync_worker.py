@@ -71,6 +71,7 @@ class MovingLearner:
             self._publisher.close()
 
     def _open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Open the publisher of the transport in ``request``, and return the size of the weights' image."""
         self.close()
         self._publisher = make_publisher(msgspec.convert(request["route"], Route), self._weights, TOKEN)
         for slot in (0, 1):  # the first copy allocates the pages of a slot

@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import httpx
 import msgspec
@@ -51,24 +51,15 @@ from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.config import ServeSection
 from headrace.wings.serve.prompts import ServedModel
 
+if TYPE_CHECKING:
+    from headrace.policy import Policy
+
 UNMARKED = -100
 """The mask value of a token that is not to be trained."""
 POLL_S = 0.25
 """Pause between two requests for a batch while there is none, in seconds."""
 REMEMBERED = 1 << 24
 """Capacity of :class:`Answers` in tokens of prompts and answers; the oldest prompts are forgotten first."""
-
-
-class OpenPolicy(Protocol):
-    """The part of an open :class:`headrace.Policy` that this module uses."""
-
-    config: Any
-    tokenizer: Any
-
-    @property
-    def engine(self) -> Engine:
-        """Return the engine that samples for the policy."""
-        ...
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,9 +155,7 @@ class Answers:
 
 
 @asynccontextmanager
-async def serving(
-    policy: OpenPolicy, *, port: int = 0, name: str = "policy", token: str = ""
-) -> AsyncIterator[Answers]:
+async def serving(policy: Policy, *, port: int = 0, name: str = "policy", token: str = "") -> AsyncIterator[Answers]:
     """Serve OpenAI's completions and chat completions at ``127.0.0.1:port`` while the body runs, with the weights that
     were published last. A client must send ``token`` as its API key; if it is empty, a random one is generated."""
     config, tokenizer = policy.config, policy.tokenizer

@@ -1,13 +1,19 @@
-"""Writes the results of a comparison into its directory."""
+"""Writes the results of a comparison into its directory.
+
+The bar chart has four panels side by side, with one line of bars per recipe.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from headrace.base.errors import RunError
+from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, SKY, SLATE, Drawing, Panel
 from headrace.run.session.directory import write_json
 from headrace.wings.bench.base import Report, report
-from headrace.wings.compare.picture import compare_svg
+from headrace.wings.compare.rows import RecipeRow
 from headrace.wings.compare.running import RecipeComparison
 from headrace.wings.compare.tables import markdown
 
@@ -29,3 +35,59 @@ def write(made: RecipeComparison) -> None:
     except OSError as error:
         remedy = "make room on that disk; the runs themselves are not affected, and the same command continues"
         raise RunError(f"{made.directory} cannot be written: {error.strerror}", remedy=remedy) from None
+
+
+WIDTH, HEAD, ROW, NAMES, GAP = 1120, 74, 30, 150, 26
+"""Sizes in pixels: the picture's width, the height above the bars, the height of a recipe's line, the width of the
+names, and the gap between panels."""
+
+Values = Callable[[RecipeRow], float | None]
+PANELS: tuple[tuple[str, float, tuple[tuple[str, Values, str], ...]], ...] = (
+    ("tokens per second", 3, (
+        ("generated", lambda row: row.generated_tok_s, SKY), ("trained", lambda row: row.trained_tok_s, BLUE),
+    )),
+    ("idle, % of the time", 2.4, (
+        ("engine", lambda row: _in_percent(row.engine_idle_frac), SKY),
+        ("learner", lambda row: _in_percent(row.learner_idle_frac), BLUE),
+    )),
+    ("age of tokens", 2, (("oldest", lambda row: row.age_max, SLATE), ("mean", lambda row: row.age_mean, ORANGE))),
+    ("gain a minute", 2, (("", lambda row: row.gain_per_minute, GREEN),)),
+)  # fmt: skip
+"""Title, relative width and series of each panel; a series is a label, a function of the row, and a colour."""
+
+
+def compare_svg(rows: Sequence[RecipeRow]) -> bytes:
+    """Return the picture of all rows that have figures, the first on top."""
+    shown = [row for row in rows if row.status != "failed"]
+    drawing = Drawing(WIDTH, HEAD + ROW * max(1, len(shown)) + 34, "recipes compared by speed, idle time, age and gain")
+    for place, row in enumerate(shown):
+        drawing.text(NAMES - 12, HEAD + ROW * place + 20, row.recipe, anchor="end", color=INK)
+    panels_width = WIDTH - NAMES - GAP * len(PANELS)
+    left: float = NAMES
+    for title, share, series in PANELS:
+        width = panels_width * share / sum(panel[1] for panel in PANELS)
+        drawing.text(left, 26, title, size=14, color=INK)
+        drawing.legend(left, 50, [(words, color) for words, _, color in series if words])
+        _bars(drawing, (left, width), shown, series)
+        left += width + GAP
+    return drawing.svg()
+
+
+def _bars(
+    drawing: Drawing,
+    place: tuple[float, float],
+    rows: Sequence[RecipeRow],
+    series: Sequence[tuple[str, Values, str]],
+) -> None:
+    """Draw the bars of one panel, which begins at ``place[0]`` and is ``place[1]`` pixels wide."""
+    largest = max((values(row) or 0.0 for row in rows for _, values, _ in series), default=0.0)
+    panel = Panel(drawing, (place[0], HEAD, place[1], ROW * max(1, len(rows))), (1.08 * largest, 0.0))
+    height = 20 / len(series)
+    for line, row in enumerate(rows):
+        for below, (_, values, color) in enumerate(series):
+            width = panel.x(values(row) or 0.0) - panel.left
+            drawing.bar(panel.left, HEAD + ROW * line + 6 + height * below, width, height - 1, color)
+
+
+def _in_percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value

@@ -70,6 +70,7 @@ class ConstantRate:
         return num / self.tok_s
 
     def prefill_s(self, tokens: float) -> float:
+        """Return 0: in this model, reading a prompt takes no time."""
         return 0.0
 
 

@@ -11,7 +11,6 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp
@@ -20,7 +19,7 @@ from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import ConfigError
 from headrace.base.net.auth import refuse_unprotected_host
-from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, url_of
 from headrace.base.types.versions import INITIAL
 from headrace.engine.base import EngineCore
 from headrace.engine.native import NativeEngine
@@ -85,7 +84,12 @@ def serve(
     refuse_unprotected_host(limits.host, token)
     if limits.tls_certificate:
         server_context(limits.tls_certificate, limits.tls_key)  # raises for a bad certificate before the port is bound
-    with _bind(limits.host, limits.port) as listening:
+    with listening_socket(
+        limits.host,
+        limits.port,
+        setting=f"serve.host={limits.host!r}, serve.port={limits.port}",
+        remedy="choose another --port (0 for a free one) or --host, or end what listens there",
+    ) as listening:
         asyncio.run(_ServeServer(limits, token, clock, events).run(listening, load))
 
 
@@ -118,7 +122,7 @@ class _ServeServer:
         self._http = _DrainingServer(make_app(self._state, token), shell, self._drain)
 
     async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
-        url = _url(listening, "https" if self._limits.tls_certificate else "http")
+        url = url_of(listening, secure=bool(self._limits.tls_certificate))
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(self._http.serve(sockets=[listening]))
@@ -132,9 +136,9 @@ class _ServeServer:
         """Load the model, then keep the engine until the HTTP server has ended or the engine has died."""
         try:
             loaded = await asyncio.to_thread(load)
-            terms = LocalEngineConfig(max_requests=self._limits.max_sequences)
+            queue = LocalEngineConfig(max_requests=self._limits.max_sequences)
             with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
-                async with LocalEngine(loaded.core, clock=self._clock, config=terms) as engine:
+                async with LocalEngine(loaded.core, clock=self._clock, config=queue) as engine:
                     self._engine = engine
                     self._state.service = self._service(loaded, engine, encoder)
                     self._events.serving(url, loaded)
@@ -159,29 +163,6 @@ class _ServeServer:
         self._events.ending(len(self._http.server_state.tasks))
         if self._engine is not None:
             asyncio.get_running_loop().call_later(self._limits.grace_s, self._engine.withdraw_all)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the address. Raises :class:`~headrace.base.errors.ConfigError` if it cannot be
-    used."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with ExitStack() as on_error:
-            made = on_error.enter_context(socket.socket(family, kind, protocol))
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-            on_error.pop_all()
-            return made
-    except OSError as error:
-        raise ConfigError(
-            f"serve.host={host!r}, serve.port={port}: cannot listen there: {error.strerror or error}",
-            remedy="choose another --port (0 for a free one) or --host, or end what listens there",
-        ) from None
-
-
-def _url(listening: socket.socket, scheme: str) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:

@@ -19,7 +19,7 @@ import xxhash
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError
-from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, url_of
 from headrace.base.types.versions import INITIAL
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.swaps import LoadedWeights
@@ -66,6 +66,12 @@ def serve(config: TinkerConfig, key: str, *, clock: Clock, serving: Callable[[st
         asyncio.run(TinkerServer(config, key, clock, serving).run(listening))
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at the address. Raises :class:`~headrace.base.errors.ConfigError`."""
+    setting = f"--host {host} --port {port}"
+    return listening_socket(host, port, setting=setting, remedy="give a free port; 0 takes any")
+
+
 class TinkerServer:
     """One server, with a life in one event loop."""
 
@@ -81,8 +87,7 @@ class TinkerServer:
 
     async def run(self, listening: socket.socket) -> None:
         """Serve at the bound socket ``listening`` until :meth:`stop`."""
-        host, port = listening.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = url_of(listening)
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(self._http.serve(sockets=[listening]))
@@ -195,20 +200,3 @@ class _LoadedBase:
             sample_limits=self.sample_limits,
             architecture=self.architecture,
         )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the address. Raises :class:`~headrace.base.errors.ConfigError`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with ExitStack() as on_error:
-            made = on_error.enter_context(socket.socket(family, kind, protocol))
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-            on_error.pop_all()
-            return made
-    except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there: {error.strerror or error}",
-            remedy="give a free port; 0 takes any",
-        ) from None

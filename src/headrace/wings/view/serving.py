@@ -8,7 +8,7 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -16,7 +16,7 @@ from urllib.parse import quote
 from headrace.base.clock import Clock
 from headrace.base.config.tls import refuse_incomplete_tls, server_context
 from headrace.base.errors import ConfigError
-from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket
 from headrace.wings.view.app import make_app
 from headrace.wings.view.run import OpenRun
 
@@ -79,20 +79,12 @@ def bind(config: ViewConfig) -> socket.socket:
 
     Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound.
     """
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        with ExitStack() as on_error:
-            made = on_error.enter_context(socket.socket(family, kind, protocol))
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(where)
-            made.listen()  # listens before the address is reported: an early connection waits in the backlog
-            on_error.pop_all()
-            return made
-    except OSError as error:
-        raise ConfigError(
-            f"--host {config.host} --port {config.port}: cannot listen there: {error.strerror or error}",
-            remedy="choose another --port (0 for a free one) or --host, or end what listens there",
-        ) from None
+    return listening_socket(
+        config.host,
+        config.port,
+        setting=f"--host {config.host} --port {config.port}",
+        remedy="choose another --port (0 for a free one) or --host, or end what listens there",
+    )
 
 
 def address(listening: socket.socket, config: ViewConfig) -> str:

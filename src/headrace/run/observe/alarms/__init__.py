@@ -3,7 +3,6 @@ runs them."""
 
 from headrace.run.observe.alarms.base import Alarm, Raised
 from headrace.run.observe.alarms.config import AlarmsConfig
-from headrace.run.observe.alarms.rows import ALARMS
-from headrace.run.observe.alarms.watch import AlarmWatch
+from headrace.run.observe.alarms.rows import ALARMS, AlarmWatch
 
 __all__ = ["ALARMS", "Alarm", "AlarmWatch", "AlarmsConfig", "Raised"]

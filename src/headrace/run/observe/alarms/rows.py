@@ -1,14 +1,20 @@
-"""The alarms, one row each: the function that makes the alarm, and the advice when it goes off."""
+"""The alarms, one row each (the function that makes the alarm, and the advice when it goes off), and the observer that
+runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
-from headrace.run.observe.alarms.base import Alarm, Baseline, Lasting, Moment, Now, Numbers
-from headrace.run.observe.alarms.config import AlarmsConfig
+from headrace.base.types.observation import Event, LiveState, StepRecord
+from headrace.base.types.trace import Span
+from headrace.run.observe.alarms.base import Alarm, Baseline, Lasting, Moment, Now, Numbers, Raised
+from headrace.run.observe.alarms.config import OFFERED, AlarmsConfig
+from headrace.run.observe.metrics import flat
 from headrace.run.observe.words import duration, number
 
 
@@ -190,3 +196,39 @@ ALARMS: Mapping[str, AlarmRow] = {
     ),
 }
 """Headrace's alarms by name, in the order in which they are checked."""
+
+
+class AlarmWatch:
+    """An observer that runs every alarm that is on, and calls ``on_alarm`` with each that goes off and with whether
+    the run is to stop."""
+
+    def __init__(self, config: AlarmsConfig, run_dir: Path, on_alarm: Callable[[Raised, bool], None]) -> None:
+        self._stop_on = config.stop_on
+        self._run_dir = run_dir
+        self._on_alarm = on_alarm
+        self._rows = {name: row for name, row in ALARMS.items() if name not in config.off}
+        self._rows |= {name: OFFERED.load(name) for name in config.on}
+        self._alarms = {name: row.make(config) for name, row in self._rows.items()}
+
+    def step(self, record: StepRecord) -> None:
+        """Run the alarms on the metrics of a step."""
+        numbers = flat(record)
+        for name, alarm in self._alarms.items():
+            self._report(name, alarm.step(numbers))
+
+    def event(self, event: Event) -> None:
+        """Do nothing: this observer has no use for events."""
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Do nothing: this observer has no use for spans."""
+
+    def update(self, state: LiveState) -> None:
+        """Run the alarms on the present state of the run."""
+        now = Moment(state=state, free_bytes=shutil.disk_usage(self._run_dir).free)
+        for name, alarm in self._alarms.items():
+            self._report(name, alarm.moment(now))
+
+    def _report(self, name: str, words: str) -> None:
+        """Call ``on_alarm`` where ``words`` hold a problem."""
+        if words:
+            self._on_alarm(Raised(name=name, words=words, advice=self._rows[name].advice), name in self._stop_on)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.base.config.tls import refuse_incomplete_tls, server_context
-from headrace.base.errors import ConfigError
 from headrace.base.types.metrics import find
 from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection
 
@@ -56,7 +54,7 @@ class Prometheus(WriterSection):
         from prometheus_client import CollectorRegistry, make_asgi_app
 
         from headrace.base.net.auth import TokenAuth
-        from headrace.base.net.shell import HttpServer, ShellLimits
+        from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket
 
         newest = _NewestStep(run.name)
         registry = CollectorRegistry()
@@ -71,21 +69,16 @@ class Prometheus(WriterSection):
                 tls_certificate=self.tls_certificate, tls_key=self.tls_key,
             ),
         )  # fmt: skip
-        thread = threading.Thread(target=server.run, args=([self._listening_socket()],), name="prometheus", daemon=True)
+        listening = listening_socket(
+            self.host,
+            self.port,
+            setting=f"observe.writers: prometheus at {self.host}:{self.port}",
+            remedy="choose another port",
+        )
+        thread = threading.Thread(target=server.run, args=([listening],), name="prometheus", daemon=True)
         thread.start()
         newest.on_close(partial(setattr, server, "should_exit", True), thread.join)
         return newest
-
-    def _listening_socket(self) -> socket.socket:
-        """Return a socket that listens on the configured address."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        try:
-            return socket.create_server((self.host, self.port), family=family)
-        except OSError as error:
-            raise ConfigError(
-                f"observe.writers: prometheus cannot listen on {self.host}:{self.port}: {error.strerror}",
-                remedy="choose another port",
-            ) from None
 
 
 def _token(file: Path) -> str:

@@ -1,4 +1,8 @@
-"""Creates everything the demo needs in one directory: model, tokenizer, dataset, reward function and run file."""
+"""Creates everything the demo needs in one directory: model, tokenizer, dataset, reward function and run file.
+
+The model has gone through a short supervised phase: the library's own learner imitates the answers of a careless
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,20 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.wings.recipes.demo.task import CHAT_TEMPLATE, VOCAB, Pair, row, split
+import numpy as np
+import torch
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.tokens import Tokens
+from headrace.learner import LearnerConfig
+from headrace.learner.base import LearnerContext
+from headrace.learner.core import LearnerCore
+from headrace.models import ModelConfig, load_model, load_tokenizer
+from headrace.wings.recipes.demo.task import CHAT_TEMPLATE, VOCAB, Pair, answer, careless, prompt, row, split
 
 if TYPE_CHECKING:
     from headrace.models.tiny import TinySpec
@@ -54,7 +71,7 @@ def build_demo(
     """Create the demo in ``directory`` with a model of a kind of :data:`KINDS`. ``progress`` is called with the number
     of finished steps and of all steps of the supervised phase."""
     from headrace.models.tiny import make_tiny
-    from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
+    from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
     run_file = lay_out(directory, seed=seed)
     cold = make_tiny(directory / "untrained", _spec(seed, kind=kind, hidden_size=128, num_layers=2))
@@ -80,7 +97,7 @@ def lay_out(directory: Path, *, seed: int) -> Path:
 def build_teacher(directory: Path, *, seed: int) -> Path:
     """Create a model of about three times the demo's size, trained on correct answers, and return its directory."""
     from headrace.models.tiny import make_tiny
-    from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
+    from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
     cold = make_tiny(directory / "untrained", _spec(seed, kind="dense", hidden_size=192, num_layers=3))
     demonstrations = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
@@ -111,3 +128,56 @@ def _spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpe
 
 def _write_rows(path: Path, pairs: list[Pair]) -> None:
     path.write_text("".join(json.dumps(row(pair)) + "\n" for pair in pairs), encoding="utf-8")
+
+
+WARM_STEPS = 400
+WARM_BATCH = 128
+CARELESS_FRAC = 0.6
+"""Fraction of the demonstrations in which the teacher forgets every carry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """The demonstrations that the model imitates."""
+
+    pairs: list[Pair]
+    """The pairs of numbers to add."""
+    careless_frac: float = CARELESS_FRAC
+    """Fraction of the answers in which every carry is forgotten."""
+
+
+def warm_start(
+    model_dir: Path, out: Path, demonstrations: Demonstrations, *, seed: int, progress: Callable[[int, int], None]
+) -> None:
+    """Train the model in ``model_dir`` on batches drawn at random from the demonstrations, and write it to ``out``."""
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
+    tokenizer = load_tokenizer(str(model_dir))
+    core = LearnerCore(
+        load_model(ModelConfig(path=str(model_dir))),
+        LearnerConfig(lr=2e-3, warmup_steps=20, betas=(0.9, 0.98), tokens_per_microbatch=4096),
+        Objective.build(AlgoConfig.model_validate({"loss": "ce"})),
+        LearnerContext(temperature=1.0, total_steps=WARM_STEPS, model_dir=model_dir, clock=RealClock()),
+    )
+    rng = np.random.default_rng([seed, 1])
+    for step in range(WARM_STEPS):
+        chosen = [demonstrations.pairs[index] for index in rng.integers(len(demonstrations.pairs), size=WARM_BATCH)]
+        forgets = rng.random(WARM_BATCH) < demonstrations.careless_frac
+        answers = [careless(pair) if forgot else answer(pair) for pair, forgot in zip(chosen, forgets, strict=True)]
+        samples = [
+            _demonstration(index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id])
+            for index, (pair, text) in enumerate(zip(chosen, answers, strict=True))
+        ]
+        core.train(Batch.collate(step, samples))
+        progress(step + 1, WARM_STEPS)
+    out.mkdir(parents=True, exist_ok=True)
+    core.save(out)
+
+
+def _demonstration(index: int, prompt_ids: list[int], answer_ids: list[int]) -> TrainSample:
+    """Return a train sample whose loss makes the tokens of the answer more likely, given the prompt."""
+    return TrainSample(
+        key=EpisodeKey(index, 0),
+        tokens=Tokens.observed([*prompt_ids, *answer_ids]),
+        mask_T=np.array([False] * len(prompt_ids) + [True] * len(answer_ids)),
+        advantage=1.0,
+    )

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from headrace.base.clock import Clock
 from headrace.base.errors import EngineFull, RequestError, WeightsError
@@ -36,6 +34,7 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.checks import check_ids, request_problem, score_problem
+from headrace.sync.receiver import Receiver
 from headrace.wings.servers.client.answer import StreamedAnswer
 from headrace.wings.servers.client.dialect import ServerInfo
 from headrace.wings.servers.client.records import RoutingDecoder
@@ -47,23 +46,6 @@ STEP_S = 0.005
 """Longest wait of a step for tokens, in seconds; orders to the engine wait as long."""
 CONTROL_S = 60.0
 """Longest wait for a pause, a withdrawal or a score, in seconds."""
-
-
-class StagingReceiver(Protocol):
-    """A receiver that stages and verifies versions, such as :class:`headrace.sync.receiver.Receiver`."""
-
-    def stage(self, update: WeightUpdate) -> None:
-        """Copy and verify a version; raises :class:`~headrace.base.errors.WeightsError`."""
-        ...
-
-    def staged(self) -> Mapping[str, Tensor]:
-        """Return the tensors that were staged last, by name."""
-        ...
-
-    def commit(self, version: int) -> None:
-        """Make ``version`` the base that later updates may build on; raises
-        :class:`~headrace.base.errors.WeightsError`."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +92,7 @@ class ServedEngine:
         *,
         info: ServerInfo,
         limits: ServedLimits,
-        receiver: StagingReceiver | None,
+        receiver: Receiver | None,
         clock: Clock,
     ) -> None:
         self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver

@@ -17,8 +17,9 @@ from headrace.models.hub import called
 from headrace.models.load import load_model, refuse_multimodal
 from headrace.models.settings import limit_of, read_config
 from headrace.models.weights import weight_tensors
+from headrace.sync.receiver import Receiver
 from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
-from headrace.wings.servers.client.core import ServedEngine, ServedLimits, StagingReceiver
+from headrace.wings.servers.client.core import ServedEngine, ServedLimits
 from headrace.wings.servers.client.dialect import ServerDialect, ServerInfo
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
@@ -66,7 +67,7 @@ def served(
     config: EngineConfig,
     required: ServeRequirements,
     handover: Handover,
-    receiver: StagingReceiver | None,
+    receiver: Receiver | None,
     clock: Clock,
 ) -> Iterator[ServedEngine]:
     """Yield the engine, which has no version yet; its weights come through ``handover``. Raises

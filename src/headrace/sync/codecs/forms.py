@@ -1,4 +1,6 @@
-"""A form that sends matrices, and stacks of matrices, in eight bits with a scale per row.
+"""The forms in which a tensor is sent: unchanged, rounded to a shorter number format, or in eight bits.
+
+A matrix in eight bits has a scale per row:
 
     scale_i = max_j |w_ij| / 448        q_ij = float8(w_ij / scale_i)        w'_ij = scale_i · q_ij
 
@@ -12,6 +14,42 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+class Cast:
+    """A form that rounds floating-point tensors to ``dtype`` as torch does (to nearest, ties to even). Others are
+    unchanged.
+
+    >>> Cast(torch.bfloat16).parts("weight", torch.zeros(2, 3))["weight"].dtype
+    torch.bfloat16
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        return {name: torch.empty(tensor.shape, dtype=dtype, device="meta")}
+
+    def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        parts[0].copy_(tensor)
+
+    def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(parts[0])
+
+
+class IdentityForm:
+    """A form that sends every tensor unchanged, bit for bit."""
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: tensor}
+
+    def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        parts[0].copy_(tensor)
+
+    def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(parts[0])
+
 
 _DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_DTYPE).max

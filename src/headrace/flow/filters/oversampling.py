@@ -1,4 +1,4 @@
-"""GRPO-RoC (resampling on correct): keep the cleanest correct answers of a group, and incorrect ones at random."""
+"""Filters for groups that sample more attempts than are trained: the first to end, or the cleanest correct answers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,45 @@ from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
 from headrace.flow.filters.length import was_cut
+
+REDUNDANT = "redundant"
+"""The reason that is counted for an episode that was not among the first of its group."""
+
+
+class Redundancy(FilterSection):
+    """A filter that trains the first ``keep`` of the ``flow.group_size`` episodes of a group and cancels the others in
+    the engine at once. The reason that it counts is ``redundant``.
+
+    Long answers finish late, so the trained answers are shorter than the sampled ones. Advantages are computed over the
+    kept episodes.
+    """
+
+    advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"
+
+    kind: Literal["redundancy"] = "redundancy"
+    """Selects this filter."""
+    keep: int = Field(ge=1)
+    """Number of episodes of a group that are trained."""
+
+    @property
+    def first(self) -> int | None:
+        return self.keep
+
+    def episodes_left(self, num_episodes: int) -> int:
+        return self.keep
+
+    def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
+        if self.keep >= num_episodes:
+            return (
+                f"keep={self.keep}, and a group has {num_episodes} episodes: none would be redundant",
+                f"set keep <= {num_episodes - 1}, or raise flow.group_size",
+            )
+        return None
+
+    def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        """Return :data:`KEEP`, because the other episodes were already cancelled while the group ran."""
+        return KEEP
+
 
 _DRAWS = 0x526F43
 """A constant in the seed of this filter's random generator, so that its draws differ from other draws under the same
