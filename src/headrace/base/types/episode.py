@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.base.errors import EngineFull, RequestError, SequenceFailed
 from headrace.base.types.recorded import Routing
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens, versions_of
 
 
@@ -147,6 +148,9 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: int = -1
     """The engine's number of the sequence, for a later :class:`~headrace.base.types.messages.engine.ForkRequest`; −1
     if no engine has sampled it since the run was last started."""
+    top: TopScores | None = None
+    """The model's likeliest entries at each token of the chunk, if the request records them (``Sampling.record_top``);
+    else ``None``."""
     prompt_routing: Routing | None = None
     """The experts of every token before the sequence, on its first chunk; ``None`` if they were not recorded."""
     lost: str = ""
@@ -188,6 +192,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(
             first,
             tokens=Tokens.concat([chunk.tokens for chunk in chunks]),
+            top=None if first.top is None else TopScores.concat([chunk.top for chunk in chunks if chunk.top]),
             stop_reason=last.stop_reason,
             request_id=last.request_id,
         )

@@ -44,6 +44,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to record each token's kept-set."""
     record_entropy: bool = False
     """Whether to record the entropy of the distribution that each token was drawn from."""
+    record_top: int = 0
+    """How many of the model's likeliest entries to record at each token, with their log-probabilities at temperature 1,
+    before bias, penalties and truncation; 0 for none."""
     record_routing: bool = False
     """Whether to record the experts of each token of prompt and answer."""
 

@@ -16,14 +16,30 @@ from headrace.base.types.versions import NOT_SAMPLED
 
 
 class TopScores(msgspec.Struct, frozen=True, kw_only=True):
-    """The log-probabilities that a model gives to tokens of another author, and its own likeliest entries."""
+    """The log-probabilities that a model gives to tokens, whoever chose them, and its own likeliest entries."""
 
     logprobs_T: FloatColumn
-    """The log-probability of each token; that of the first is 0."""
+    """The log-probability of each token; 0 for the first token of a sequence, which nothing precedes."""
     ids_TK: npt.NDArray[np.int32]
-    """The likeliest entries at the position of each token, the likeliest first; 0 at the first position."""
+    """The likeliest entries at the position of each token, the likeliest first; 0 for the first token of a sequence."""
     logs_TK: npt.NDArray[np.float32]
     """The log-probabilities of those entries within the whole vocabulary."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[TopScores]) -> TopScores:
+        """Return the concatenation of ``parts``, of which there is at least one; all have the same number of entries
+        K."""
+        return cls(
+            logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
+            ids_TK=np.concatenate([part.ids_TK for part in parts]),
+            logs_TK=np.concatenate([part.logs_TK for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.logprobs_T)
+
+    def __getitem__(self, span: slice) -> TopScores:
+        return TopScores(logprobs_T=self.logprobs_T[span], ids_TK=self.ids_TK[span], logs_TK=self.logs_TK[span])
 
 
 class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):

@@ -130,6 +130,8 @@ def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
         yield f"top_p={sampling.top_p} is not in (0, 1]"
     if not 0 <= sampling.min_p <= 1:
         yield f"min_p={sampling.min_p} is not in [0, 1]"
+    if not 0 <= sampling.record_top <= vocab_size:
+        yield f"record_top={sampling.record_top} is not within the vocabulary of {vocab_size}"
     for name, ids in (("logit_bias", sampling.logit_bias), ("stop_ids", sampling.stop_ids)):
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:

@@ -30,6 +30,7 @@ from headrace.engine.native.sampler import (
     TruncationLimits,
     entropies,
     find_support,
+    likeliest,
     sample,
     sample_from,
     seed_key,
@@ -56,6 +57,8 @@ class Controls:
         self._truncated_R = np.zeros(num_rows, bool)
         self._records_kept_R = np.zeros(num_rows, bool)
         self._records_entropy_R = np.zeros(num_rows, bool)
+        self._num_top_R = np.zeros(num_rows, np.int64)
+        """How many likeliest entries each row records."""
         self._requested_temperatures_R = np.ones(num_rows, np.float32)
         """The temperatures of the requests, which the entropy uses."""
         self._changes = Changes(num_rows, device)
@@ -76,6 +79,7 @@ class Controls:
         self._truncated_R[row] = certain or (sampling.truncated and not greedy)
         self._records_kept_R[row] = sampling.record_kept and self._truncated_R[row]
         self._records_entropy_R[row] = sampling.record_entropy
+        self._num_top_R[row] = sampling.record_top
         self._requested_temperatures_R[row] = sampling.temperature
         self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
         self._resize(row + 1)
@@ -84,7 +88,7 @@ class Controls:
         """Move the rows ``sources`` to the places ``targets``, after rows have left; ``count`` rows are in use now."""
         for column in (
             self._temperatures_R, self._keys_R, self._top_k_R, self._top_p_R, self._min_p_R, self._truncated_R,
-            self._records_kept_R, self._records_entropy_R, self._requested_temperatures_R,
+            self._records_kept_R, self._records_entropy_R, self._num_top_R, self._requested_temperatures_R,
         ):  # fmt: skip
             column[targets] = column[sources]
         self._changes.move(sources, targets)
@@ -98,12 +102,14 @@ class Controls:
         temperatures_D = self._tensor(self._temperatures_R[rows])
         if self._plain:
             return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
-        logits_DV = self._changes.apply(logits_DV, rows)
-        draw = self._draw(logits_DV, temperatures_D, draws_D, rows)
+        changed_DV = self._changes.apply(logits_DV, rows)
+        draw = self._draw(changed_DV, temperatures_D, draws_D, rows)
+        if num_top := int(self._num_top_R[rows].max(initial=0)):
+            draw = dataclasses.replace(draw, top=likeliest(logits_DV, draw.ids_R, num_top))
         if not self._records_entropy_R[rows].any():
             return draw
         requested_D = self._tensor(self._requested_temperatures_R[rows])
-        return dataclasses.replace(draw, entropies_R=entropies(logits_DV, requested_D))
+        return dataclasses.replace(draw, entropies_R=entropies(changed_DV, requested_D))
 
     def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
         """Sample from the logits after bias and penalties."""
@@ -149,7 +155,10 @@ class Controls:
     def _resize(self, count: int) -> None:
         self._count = count
         self._plain = not (
-            self._truncated_R[:count].any() or self._records_entropy_R[:count].any() or self._changes.any(count)
+            self._truncated_R[:count].any()
+            or self._records_entropy_R[:count].any()
+            or self._num_top_R[:count].any()
+            or self._changes.any(count)
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:

@@ -327,6 +327,7 @@ class NativeEngine:
         entropies_D = None if draw.entropies_R is None else draw.entropies_R.cpu().numpy()
         self._rows.record(rows_D, draw.ids_R.cpu().numpy(), draw.logprobs_R.cpu().numpy(), stamp, entropies_D)
         self._rows.record_kept(rows_D, draw.kept)
+        self._rows.record_top(rows_D, draw.top)
         self._generated_tokens += len(rows_D)
         return _Drawn(rows_D=rows_D, sound_D=draw.sound_R.cpu().numpy())
 

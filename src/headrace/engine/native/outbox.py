@@ -10,6 +10,7 @@ import numpy as np
 
 from headrace.base.errors import RequestError
 from headrace.base.types.episode import RESTARTED, StopReason, TokenChunk
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.rows import Rows, gather
@@ -63,8 +64,9 @@ class ChunkBuilder:
             tokens = msgspec.structs.replace(tokens, kept=gather(sequence.kept))
         if sampling.record_entropy and tokens.entropies_T is None:
             tokens = msgspec.structs.replace(tokens, entropies_T=np.zeros(len(tokens), np.float32))
+        top = TopScores.concat(sequence.top) if sequence.top else None
         lost = RESTARTED if sequence.restarted else ""
-        return TokenChunk(request_id=sequence.request.request_id, tokens=tokens, lost=lost)
+        return TokenChunk(request_id=sequence.request.request_id, tokens=tokens, top=top, lost=lost)
 
     def _flush(self, row: int, *, final: bool) -> TokenChunk:
         """Return the chunk of a row's tokens that have not been sent, with their routing if it is recorded. ``final``

@@ -20,6 +20,7 @@ from headrace.base.types.columns import FloatColumn, IntColumn
 from headrace.base.types.episode import TokenChunk
 from headrace.base.types.recorded import KeptSets
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Kept, Sequence
@@ -193,6 +194,17 @@ class Rows:
         for place, row in zip(places, rows_D[places].tolist(), strict=True):
             self.sequences[row].kept.append((ids_E, starts[place], ends[place]))
 
+    def record_top(self, rows_D: Index, top: TopScores | None) -> None:
+        """Record the likeliest entries at the newest tokens of these rows, where a row records them."""
+        if top is None:
+            return
+        for place, row in enumerate(rows_D.tolist()):
+            if num := self.sequences[row].request.sampling.record_top:
+                here = top[place : place + 1]
+                self.sequences[row].top.append(
+                    TopScores(logprobs_T=here.logprobs_T, ids_TK=here.ids_TK[:, :num], logs_TK=here.logs_TK[:, :num])
+                )
+
     def stopped(self, rows_D: Index) -> Flags:
         """Return which of these rows have a stop id as their newest token."""
         newest_D = self.ids_RC[rows_D, self.length_R[rows_D] - 1]
@@ -214,6 +226,8 @@ class Rows:
         self.length_R[row] -= 1
         if self._records_kept_R[row]:
             self.sequences[row].kept.pop()
+        if self.sequences[row].request.sampling.record_top:
+            self.sequences[row].top.pop()
 
     def num_sampled(self, row: int) -> int:
         """Return the number of tokens of the row's answer."""
@@ -242,7 +256,9 @@ class Rows:
         count = span.stop - span.start
         kept = gather(sequence.kept[:count]) if self._records_kept_R[row] else None
         del sequence.kept[:count]
-        return TokenChunk(request_id=sequence.request.request_id, tokens=self._tokens(row, span, kept))
+        top = TopScores.concat(sequence.top[:count]) if sequence.top[:count] else None
+        del sequence.top[:count]
+        return TokenChunk(request_id=sequence.request.request_id, tokens=self._tokens(row, span, kept), top=top)
 
     def _tokens(self, row: int, span: slice, kept: KeptSets | None = None) -> Tokens:
         """Return a copy of the tokens of ``span``, which stays valid when the row is reused."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.types.recorded import KeptSets
+from headrace.base.types.teacher_scores import TopScores
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -53,6 +54,8 @@ class Draw:
     row is not sound. ``None`` where all are empty."""
     entropies_R: Tensor | None = None
     """The entropies in nats, see :func:`entropies`; ``None`` where no row records its entropy."""
+    top: TopScores | None = None
+    """The likeliest entries of each row, as many as the row with the most records; ``None`` where none records any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,23 @@ def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
     scaled_RV = logits_RV.float() / torch.where(greedy_R, 1.0, temperatures_R)[:, None]
     entropy_R = torch.special.entr(scaled_RV.softmax(dim=-1)).sum(dim=-1)
     return torch.where(greedy_R, 0.0, entropy_R)
+
+
+def likeliest(logits_RV: Tensor, ids_R: Tensor, num: int) -> TopScores:
+    """Return the log-probability of each row's token ``ids_R``, and the ``num`` likeliest entries of each row, in the
+    distribution of the model itself: at temperature 1, before anything that a request changes.
+
+    >>> top = likeliest(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), 2)
+    >>> top.ids_TK.tolist(), bool(top.logprobs_T[0] == top.logs_TK[0, 1])
+    ([[1, 2]], True)
+    """
+    logs_RV = logits_RV.float().log_softmax(-1)
+    best = logs_RV.topk(num, dim=-1)
+    return TopScores(
+        logprobs_T=logs_RV.gather(1, ids_R[:, None])[:, 0].cpu().numpy(),
+        ids_TK=best.indices.int().cpu().numpy(),
+        logs_TK=best.values.cpu().numpy(),
+    )
 
 
 def sample(

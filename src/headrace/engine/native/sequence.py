@@ -15,6 +15,7 @@ import numpy as np
 
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import Chain
@@ -75,6 +76,8 @@ class Sequence:
     """The digest of the newest snapshot of its state that was taken while it decoded; empty for none."""
     kept: list[Kept] = field(default_factory=list)
     """One kept-set per token since the last chunk, if it records them."""
+    top: list[TopScores] = field(default_factory=list)
+    """The likeliest entries of each token since the last chunk, if it records them."""
     unreported: bool = True
     """Whether no chunk has been sent since it began or was restarted."""
     restarted: bool = False
@@ -107,4 +110,5 @@ class Sequence:
         self.restarted |= not self.unreported or (self.answer is not None and self.answer.num_flushed > 0)
         self.answer, self.unreported = None, True
         self.kept.clear()
+        self.top.clear()
         return wasted

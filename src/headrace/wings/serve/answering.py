@@ -52,18 +52,20 @@ class ParsedRequest:
     text_options: TextOptions
 
 
+def body_limits(service: Service) -> BodyLimits:
+    """Return the limits of one request's body."""
+    limits = service.served.settings
+    return BodyLimits(
+        max_bytes=limits.max_body_bytes,
+        timeout_s=limits.body_timeout_s,
+        remedy="send fewer or shorter prompts, or raise serve.max_body_bytes",
+    )
+
+
 async def parse_request(request: Request, service: Service) -> ParsedRequest:
     """Read, check and encode a request; raises :class:`Refusal`."""
     is_chat = request.url.path.endswith("/chat/completions")
-    limits = service.served.settings
-    tree = await read_object(
-        request,
-        BodyLimits(
-            max_bytes=limits.max_body_bytes,
-            timeout_s=limits.body_timeout_s,
-            remedy="send fewer or shorter prompts, or raise serve.max_body_bytes",
-        ),
-    )
+    tree = await read_object(request, body_limits(service))
     body: AnyBody = read_body(ChatBody, tree) if is_chat else read_body(CompletionBody, tree)
     prompts.check_body(body, service.served)
     loop, tokenizer = asyncio.get_running_loop(), service.tokenizer
@@ -77,7 +79,7 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
         is_chat=is_chat,
         with_logprobs=with_logprobs,
         with_kept_sizes=body.kept_sizes,
-        spell=tokenizer.spell,
+        spell=_named if body.return_tokens_as_token_ids else tokenizer.spell,
     )
     text_options = TextOptions(decode=tokenizer.decode, streaming=body.stream, offsets=with_logprobs and not is_chat)
     return ParsedRequest(
@@ -98,8 +100,10 @@ class Meter:
 
     def piece(self, piece: ChoicePiece) -> None:
         """Record a piece of a choice: the time of its first token, its number of tokens, and how it ended."""
-        now_s, count = self._clock.now(), len(piece.tokens)
+        now_s, count = self._clock.now(), piece.tokens.num_sampled
         self.num_sampled += count
+        if not count and piece.stop_reason is None:
+            return  # the prompt of an echo
         if not self._first:
             self._metrics.first_token_seconds.labels(self._path).observe(now_s - self._start_s)
         if piece.index not in self._first:
@@ -191,4 +195,8 @@ def _event(tree: Json) -> bytes:
 
 
 def _sampled(pieces: list[list[ChoicePiece]]) -> int:
-    return sum(len(piece.tokens) for parts in pieces for piece in parts)
+    return sum(piece.tokens.num_sampled for parts in pieces for piece in parts)
+
+
+def _named(token: int) -> str:
+    return f"token_id:{token}"

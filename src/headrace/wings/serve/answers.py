@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.types.episode import StopReason
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.wings.serve.choices import ChoicePiece
 
@@ -63,6 +64,7 @@ class AnswerHead:
             tokens=Tokens.concat([piece.tokens for piece in pieces]),
             text="".join(piece.text for piece in pieces),
             offsets=[offset for piece in pieces for offset in piece.offsets],
+            top=TopScores.concat([piece.top for piece in pieces if piece.top]) if pieces[-1].top else None,
             stop_reason=pieces[-1].stop_reason,
         )
         content: Json = {"text": whole.text}
@@ -90,20 +92,46 @@ class AnswerHead:
         """Return the log-probabilities of a piece in OpenAI's form, which differs between completions and chats."""
         spelled = [self.spell(token) for token in piece.tokens.ids_T.tolist()]
         logprobs = [value if math.isfinite(value) else None for value in piece.tokens.logprobs_T.tolist()]
+        tops = self._tops(piece)
         if not self.is_chat:
+            by_text = (
+                None if tops is None else [_by_text(top, logprob) for top, logprob in zip(tops, logprobs, strict=True)]
+            )
             return {
-                "tokens": spelled, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": piece.offsets
+                "tokens": spelled, "token_logprobs": logprobs, "top_logprobs": by_text, "text_offset": piece.offsets
             }  # fmt: skip
         content = [
-            {
-                "token": token,
-                "logprob": logprob,
-                "bytes": None if "\ufffd" in token else list(token.encode()),
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(spelled, logprobs, strict=True)
+            {**_entry(token, logprob), "top_logprobs": [] if tops is None else [_entry(*each) for each in tops[place]]}
+            for place, (token, logprob) in enumerate(zip(spelled, logprobs, strict=True))
         ]
         return {"content": content, "refusal": None}
+
+    def _tops(self, piece: ChoicePiece) -> list[list[tuple[str, float]]] | None:
+        """Return the likeliest entries at each token and the token itself, where it is not among them; ``None`` unless
+        requested."""
+        top = piece.top
+        if top is None:
+            return None
+        rows: list[list[tuple[str, float]]] = []
+        for place, token in enumerate(piece.tokens.ids_T.tolist()):
+            ids, logs = top.ids_TK[place].tolist(), top.logs_TK[place].tolist()
+            pairs = list(zip(ids, logs, strict=True))
+            if token not in ids:
+                pairs.append((token, float(top.logprobs_T[place])))
+            rows.append([(self.spell(each), log) for each, log in pairs if math.isfinite(log)])
+        return rows
+
+
+def _by_text(top: list[tuple[str, float]], logprob: float | None) -> dict[str, float] | None:
+    """Return the entries of one token as an object. Of two tokens with the same text the likelier one stays; the first
+    token of a prompt has no logprob and no entries."""
+    if logprob is None:
+        return None
+    return dict(reversed(top))
+
+
+def _entry(token: str, logprob: float | None) -> Json:
+    return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:

@@ -31,6 +31,7 @@ from headrace.wings.serve.body import ClientGone, while_connected
 from headrace.wings.serve.choices import sample_all
 from headrace.wings.serve.metrics import ServerMetrics
 from headrace.wings.serve.prompts import check_model
+from headrace.wings.serve.tokens import detokenize, tokenize
 
 A = TypeVar("A")
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
@@ -85,12 +86,20 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
         check_model(name, service.served)
         return JSONResponse(_model(service, name))
 
+    async def encoded(request: Request) -> Response:
+        return await tokenize(request, state.ready())
+
+    async def decoded(request: Request) -> Response:
+        return await detokenize(request, state.ready())
+
     app = Starlette(
         routes=[
             Route("/health", health, methods=["GET"]),
             Route("/metrics", figures, methods=["GET"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{name:path}", model, methods=["GET"]),
+            Route("/tokenize", encoded, methods=["POST"]),
+            Route("/detokenize", decoded, methods=["POST"]),
             *(Route(path, answer, methods=["POST"]) for path in COMPLETIONS),
         ],
         exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _broken},
@@ -196,7 +205,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = shown(request.url.path)
-    known = "GET /health, /metrics, /v1/models; POST " + ", ".join(COMPLETIONS)
+    known = "GET /health, /metrics, /v1/models; POST " + ", ".join((*COMPLETIONS, "/tokenize", "/detokenize"))
     problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     return Refusal(problem, remedy=f"known: {known}", status=error.status_code, code=code).response()

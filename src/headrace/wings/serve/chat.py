@@ -26,6 +26,8 @@ class ServedTokenizer:
         self.stop_ids = stop_ids
         """The model's own end-of-sequence tokens."""
         self.has_template = tokenizer.chat_template is not None
+        self.vocab_size = len(tokenizer)
+        """Number of tokens that have a text."""
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         """Largest number of characters that one token stands for."""
 
@@ -39,8 +41,14 @@ class ServedTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-        """Return ``messages`` as one text under the chat template, ready for the assistant's turn. Raises
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return ``messages`` as one text under the chat template, by default ready for the assistant's turn. Raises
         :class:`Refusal` if there is no template, if it refuses the messages, or if ``variables`` holds a reserved
         name."""
         if not self.has_template:
@@ -60,7 +68,10 @@ class ServedTokenizer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **variables
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **variables,
                 )
             )
         except _TEMPLATE_ERRORS as error:

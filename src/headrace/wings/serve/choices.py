@@ -5,15 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
 
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.engine.base import Engine
 from headrace.engine.text import Decode, Detokenizer, StopFinder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """The wish that a choice begins with its prompt."""
+
+    alone: bool
+    """Whether nothing is sampled after it."""
+    scored: bool
+    """Whether the tokens of the prompt carry logprobs."""
+    num_top: int
+    """The number of likeliest entries at each token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +41,8 @@ class ChoiceRequest:
     prompt_ids_T: IntColumn
     sampling: Sampling
     options: RequestOptions
+    echo: Echo | None = None
+    """``None`` for a choice without its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +52,14 @@ class ChoicePiece:
     index: int
     """The choice's place in the answer."""
     tokens: Tokens
+    """The tokens as sampled. The prompt of an echo counts as not sampled; its logprobs are those of the model at
+    temperature 1, and that of the first token is NaN."""
     text: str
     """Text that no later token can change, without stop strings. It may belong to tokens of earlier pieces."""
     offsets: list[int] = field(default_factory=list)
     """Position of each token's text within the choice's text, in characters; empty unless requested."""
+    top: TopScores | None = None
+    """The model's likeliest entries at each token; ``None`` unless requested."""
     stop_reason: StopReason | None = None
     """The reason why the choice ended, on its last piece; ``None`` before."""
     restarted: bool = False
@@ -70,25 +92,51 @@ async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_opt
 
 
 async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOptions, emit: Emit) -> None:
-    text = _Text(request.sampling.stop, text_options)
+    length = 0
+    if request.echo is not None:
+        echoed = await _echoed(engine, request, request.echo, text_options)
+        await emit(echoed)
+        if request.echo.alone:
+            return
+        length = len(echoed.text)
+    text = _Text(request.sampling.stop, text_options, length)
     async with aclosing(engine.generate(request.prompt_ids_T, request.sampling, request.options)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             if chunk.lost:
-                text = _Text(request.sampling.stop, text_options)
+                text = _Text(request.sampling.stop, text_options, length)
             piece = text.piece(request.index, chunk)
             await emit(piece)
             if piece.stop_reason is not None:
                 return
 
 
-class _Text:
-    """The text of one choice, which grows with each chunk of tokens."""
+async def _echoed(engine: Engine, request: ChoiceRequest, echo: Echo, text_options: TextOptions) -> ChoicePiece:
+    """Return the prompt as the first piece of its choice."""
+    tokens = Tokens.observed(request.prompt_ids_T)
+    top: TopScores | None = None
+    if echo.scored:
+        top = await engine.top_scores(tokens, echo.num_top)
+        logprobs_T = top.logprobs_T.copy()
+        logprobs_T[0] = np.nan  # nothing precedes the first token
+        tokens = msgspec.structs.replace(tokens, logprobs_T=logprobs_T)
+    text = _Text((), text_options)
+    chunk = TokenChunk(
+        tokens=tokens, top=top if echo.num_top else None, stop_reason=StopReason.LENGTH if echo.alone else None
+    )
+    piece = text.piece(request.index, chunk)
+    rest = "" if echo.alone else text.rest()
+    return replace(piece, text=piece.text + rest)
 
-    def __init__(self, stops: Sequence[str], text_options: TextOptions) -> None:
+
+class _Text:
+    """The text of one choice, which grows with each chunk of tokens. ``length`` is the number of characters before
+    it."""
+
+    def __init__(self, stops: Sequence[str], text_options: TextOptions, length: int = 0) -> None:
         self._manner = text_options
         self._detokenizer = Detokenizer(text_options.decode)
         self._finder = StopFinder(stops)
-        self._length = 0
+        self._length = length
         self._held_back: list[int] = []
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
@@ -114,9 +162,14 @@ class _Text:
             tokens=chunk.tokens,
             text=cut.text,
             offsets=offsets,
+            top=chunk.top,
             stop_reason=reason,
             restarted=bool(chunk.lost),
         )
+
+    def rest(self) -> str:
+        """Return the text that is held back, at the end of a prompt."""
+        return self._push(self._held_back) + self._detokenizer.end()
 
     def _push(self, ids: list[int]) -> str:
         text = self._detokenizer.push(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.wings.serve.chat import ServedTokenizer
-from headrace.wings.serve.choices import ChoiceRequest
+from headrace.wings.serve.choices import ChoiceRequest, Echo
 from headrace.wings.serve.config import ServeSection
 from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
 
@@ -69,7 +70,7 @@ def check_body(body: AnyBody, served: ServedModel) -> None:
             param="n",
         )
     if isinstance(body, CompletionBody):
-        _check_completion(body, limits)
+        _check_completion(body, limits, served.agents)
     else:
         _check_chat(body)
     max_tokens = _requested_max_tokens(body)
@@ -107,7 +108,11 @@ def choices(
         max_new_tokens = _max_new_tokens(body, len(prompt), served)
         for _ in range(body.n):
             sampling = _sampling(body, tokenizer, max_new_tokens, seed + len(requests))
-            requests.append(ChoiceRequest(index=len(requests), prompt_ids_T=ids_T, sampling=sampling, options=options))
+            requests.append(
+                ChoiceRequest(
+                    index=len(requests), prompt_ids_T=ids_T, sampling=sampling, options=options, echo=_echo(body)
+                )
+            )
     return requests
 
 
@@ -123,9 +128,16 @@ def _refuse_long(text: str, param: str, tokenizer: ServedTokenizer, served: Serv
         )
 
 
-def _check_completion(body: CompletionBody, limits: ServeSection) -> None:
-    if body.logprobs:
-        raise _no_top_logprobs("logprobs", body.logprobs)
+def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequence[str]) -> None:
+    if body.max_tokens == 0 and not body.echo:
+        raise Refusal("max_tokens=0 asks for nothing", remedy="set max_tokens >= 1, or echo=true", param="max_tokens")
+    if body.echo and body.logprobs is not None and body.model in agents:
+        raise Refusal(
+            f"echo=true with logprobs: the logprobs of a prompt are those of the model, not of {shown(body.model)}",
+            remedy="leave logprobs or echo out, or name the model",
+            param="echo",
+            code="unsupported_value",
+        )
     if len(body.prompt) > limits.max_prompts:
         raise Refusal(
             f"prompt holds {len(body.prompt)} prompts, more than {limits.max_prompts}",
@@ -135,8 +147,12 @@ def _check_completion(body: CompletionBody, limits: ServeSection) -> None:
 
 
 def _check_chat(body: ChatBody) -> None:
-    if body.top_logprobs:
-        raise _no_top_logprobs("top_logprobs", body.top_logprobs)
+    if body.top_logprobs and not body.logprobs:
+        raise Refusal(
+            f"top_logprobs={body.top_logprobs} without logprobs",
+            remedy="set logprobs=true, or leave top_logprobs out",
+            param="top_logprobs",
+        )
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise Refusal(
             f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens} differ",
@@ -145,13 +161,9 @@ def _check_chat(body: ChatBody) -> None:
         )
 
 
-def _no_top_logprobs(name: str, value: int) -> Refusal:
-    return Refusal(
-        f"{name}={value}: only the logprob of the sampled token is known, not those of the most likely others",
-        remedy="set logprobs=true, and top_logprobs=0 or leave it out" if name[0] == "t" else "set logprobs=0",
-        param=name,
-        code="unsupported_value",
-    )
+def num_top(body: AnyBody) -> int:
+    """Return how many likeliest entries the request asks for at each token."""
+    return (body.top_logprobs if isinstance(body, ChatBody) else body.logprobs) or 0
 
 
 def _requested_max_tokens(body: AnyBody) -> int | None:
@@ -167,22 +179,28 @@ def _max_new_tokens(body: AnyBody, length: int, served: ServedModel) -> int:
     if length == 0:
         raise Refusal(f"{param} holds no tokens", remedy="give at least one token", param=param)
     requested, left = _requested_max_tokens(body), served.max_context - length
-    if left < max(1, requested or 0):
+    needed = 1 if requested is None else requested
+    if left < needed:
         raise Refusal(
-            f"{param} of {length} tokens + max_tokens={requested or 1} exceed the context of {served.max_context} "
-            "tokens",
+            f"{param} of {length} tokens + max_tokens={needed} exceed the context of {served.max_context} tokens",
             remedy="shorten the prompt, lower max_tokens, or raise engine.max_context and engine.cache_tokens",
             param=param,
             code="context_length_exceeded",
         )
-    return requested or min(left, served.settings.max_tokens or left)
+    return min(left, served.settings.max_tokens or left) if requested is None else requested
+
+
+def _echo(body: AnyBody) -> Echo | None:
+    if isinstance(body, ChatBody) or not body.echo:
+        return None
+    return Echo(alone=body.max_tokens == 0, scored=body.logprobs is not None, num_top=num_top(body))
 
 
 def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
     """Return the sampling options of a request."""
     ends = () if body.ignore_eos else tokenizer.stop_ids
     return Sampling(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(1, max_new_tokens),  # with 0, only the prompt is told
         temperature=body.temperature,
         top_k=body.top_k,
         top_p=body.top_p,
@@ -195,4 +213,5 @@ def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, se
         stop=body.stop,
         seed=seed % 2**63,
         record_kept=body.kept_sizes,
+        record_top=num_top(body),
     )

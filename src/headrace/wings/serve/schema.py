@@ -18,6 +18,9 @@ from headrace.wings.serve.strict import Strict, StrictBody, read_stop
 MAX_BIASES = 1024
 """Largest number of entries of one ``logit_bias``."""
 INT32_MAX = 2**31 - 1
+TemplateVariables = dict[str, bool | int | float | str]
+MAX_TOP = 20
+"""Largest number of likeliest entries that a request may ask for at each token."""
 
 IGNORED = frozenset(
     {
@@ -28,7 +31,6 @@ IGNORED = frozenset(
 """Fields that OpenAI's clients may send and that do not change the answer."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "tools": ([],),
@@ -128,6 +130,8 @@ class Body(StrictBody):
     """Seconds after which each choice ends with the tokens it has; unset: no limit."""
     kept_sizes: bool = False
     """Whether each token carries the size of the kept-set that it was drawn from."""
+    return_tokens_as_token_ids: bool = False
+    """Whether tokens are named ``token_id:N`` among the logprobs, as two tokens may have the same text."""
 
     @pydantic.field_validator("temperature")
     @classmethod
@@ -142,11 +146,12 @@ class CompletionBody(Body):
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_read_prompts)]
     """One or several prompts, as text or as token ids."""
-    max_tokens: int = Field(default=16, ge=1, le=INT32_MAX)
-    """Largest number of tokens of a choice."""
-    logprobs: int | None = Field(default=None, ge=0)
-    """0 to get the logprob of each sampled token; greater numbers are refused, since those of other tokens are not
-    recorded."""
+    max_tokens: int = Field(default=16, ge=0, le=INT32_MAX)
+    """Largest number of tokens of a choice; 0, which samples nothing, only with ``echo``."""
+    echo: bool = False
+    """Whether a choice begins with its prompt, which carries logprobs if sampled tokens do."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+    """The number of likeliest entries at each token; 0 to get the logprob of each token alone."""
 
 
 def read_content(value: object) -> str:
@@ -195,9 +200,9 @@ class ChatBody(Body):
     """Largest number of tokens of a choice; unset: the space that the prompt leaves in the context."""
     logprobs: bool = False
     """Whether each token carries its logprob."""
-    top_logprobs: int | None = Field(default=None, ge=0)
-    """Must be 0: the logprobs of tokens that were not sampled are not recorded."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=32)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+    """The number of likeliest entries at each token; needs ``logprobs``."""
+    chat_template_kwargs: TemplateVariables = Field(default={}, max_length=32)
     """Further variables of the chat template, such as ``enable_thinking``."""
 
 

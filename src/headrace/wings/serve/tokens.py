@@ -1,0 +1,80 @@
+"""The routes that turn text into tokens and back without a model's pass: ``/tokenize`` and ``/detokenize``, in the form
+of vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headrace.base.net.refusal import Refusal
+from headrace.wings.serve.answering import Service, body_limits
+from headrace.wings.serve.body import read_object
+from headrace.wings.serve.prompts import check_model
+from headrace.wings.serve.schema import INT32_MAX, ChatMessageBody, TemplateVariables
+from headrace.wings.serve.strict import StrictBody, read_body
+
+
+class TokenizeBody(StrictBody):
+    """The body of ``POST /tokenize``: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    """Whether a ``prompt`` gets the special tokens that the tokenizer adds, as a completion's does."""
+    messages: list[ChatMessageBody] | None = Field(default=None, min_length=1)
+    add_generation_prompt: bool = True
+    """Whether ``messages`` end with the beginning of the assistant's turn, as a chat's do."""
+    chat_template_kwargs: TemplateVariables = Field(default={}, max_length=32)
+    return_token_strs: bool = False
+    """Whether the answer holds the text of each token."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(StrictBody):
+    """The body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]
+
+
+async def tokenize(request: Request, service: Service) -> Response:
+    """Answer ``POST /tokenize`` with the tokens of a prompt or of a rendered chat, and how many there are."""
+    body = read_body(TokenizeBody, await read_object(request, body_limits(service)))
+    check_model(body.model, service.served)
+    tokenizer = service.tokenizer
+
+    def encode() -> list[int]:
+        if body.messages is None:
+            prompt = body.prompt or ""
+            return tokenizer.encode(prompt) if body.add_special_tokens else tokenizer.encode_rendered(prompt)
+        messages = [message.plain() for message in body.messages]
+        return tokenizer.encode_rendered(
+            tokenizer.render(messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt)
+        )
+
+    ids = await asyncio.get_running_loop().run_in_executor(service.encoder, encode)
+    spelled = {"token_strs": [tokenizer.spell(token) for token in ids]} if body.return_token_strs else {}
+    return JSONResponse({"count": len(ids), "max_model_len": service.served.max_context, "tokens": ids, **spelled})
+
+
+async def detokenize(request: Request, service: Service) -> Response:
+    """Answer ``POST /detokenize`` with the text of tokens, special ones included."""
+    body = read_body(DetokenizeBody, await read_object(request, body_limits(service)))
+    check_model(body.model, service.served)
+    unknown = next((token for token in body.tokens if token >= service.tokenizer.vocab_size), None)
+    if unknown is not None:
+        raise Refusal(
+            f"tokens holds {unknown}, outside the vocabulary of {service.tokenizer.vocab_size}",
+            remedy="send ids of this tokenizer",
+            param="tokens",
+        )
+    return JSONResponse({"prompt": service.tokenizer.decode_all(body.tokens)})
