@@ -57,6 +57,11 @@ def secret(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def visible_gpus() -> str | None:
+    """Return ``CUDA_VISIBLE_DEVICES``: the GPUs that a program may use; ``None`` for all of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def child_environment(num_threads: int) -> dict[str, str]:
     """Return the environment of a process of the run that may use ``num_threads`` threads."""
     return {**os.environ, **part_environment(num_threads)}

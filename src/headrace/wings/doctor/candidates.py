@@ -1,0 +1,248 @@
+"""What a server may compute with: the directories on this machine, in several precisions and with other rotary
+embeddings, each as logits of the same tokens.
+
+Shape legend: T tokens of a sequence, V vocabulary, E entries that a server told.
+"""
+
+# gate: getattr - settings of the configuration differ from model to model
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.base.errors import HeadraceError
+from headrace.models.attention import PackedPlan, forward
+from headrace.models.config import ModelConfig
+from headrace.models.load import load_model
+from headrace.models.lora import CONFIG_FILE, config_of
+from headrace.models.rope import rope_types
+from headrace.models.settings import read_config
+from headrace.wings.doctor.report import Fault
+
+THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
+"""The bases of rotary embeddings that models in use have."""
+MOST_OTHERS = 8
+"""The most other directories that are tried of one kind."""
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Logprobs that a server told: for each, the sequence and the place of the token that it is about."""
+
+    sequences: list[list[int]]
+    """The tokens of each sequence."""
+    sequence_E: npt.NDArray[np.int64]
+    """The index of the sequence that each entry is about."""
+    place_E: npt.NDArray[np.int64]
+    """The index of the predicted token in its sequence, from 1 on."""
+    id_E: npt.NDArray[np.int64]
+    """The token whose logprob was told: the one that is there, or a likely one."""
+    logprob_E: npt.NDArray[np.float64]
+    """The logprob in nats."""
+
+    def __len__(self) -> int:
+        return len(self.id_E)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedCandidate:
+    """Something that a server may compute with."""
+
+    words: str
+    """What it is."""
+    fault: Fault | None
+    """The fault that it is if the server computes with it; ``None`` for what is expected."""
+    remedy: str
+    path: str
+    """The directory of the base model."""
+    adapter: str | None
+    """The directory of the adapter; ``None`` for none."""
+    precision: Precision
+    """The precision of the weights."""
+    rope: tuple[str, Any] | None = None
+    """A change of the rotary embedding's parameters: a name and its value; ``("rope_type", "default")`` drops all
+    scaling."""
+
+    def logits(self, sequences: Sequence[list[int]]) -> list[Tensor]:
+        """Return the logits ``[T, V]`` of each sequence, in float32."""
+        with _changed(self.path, self.rope) as path:
+            lora = None if self.adapter is None else config_of(Path(self.adapter))
+            dtype: Literal["float32", "bfloat16"] = "bfloat16" if self.precision == "bfloat16" else "float32"
+            model = load_model(ModelConfig(path=path, dtype=dtype, lora=lora))
+        if self.precision == "float16":  # the weights alone: a processor computes the rest in float32
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.half().float())
+        found = []
+        with torch.no_grad():
+            for ids in sequences:
+                found.append(forward(model, torch.tensor(ids), PackedPlan([len(ids)])).float())
+        return found
+
+
+@contextmanager
+def _changed(path: str, rope: tuple[str, Any] | None) -> Iterator[str]:
+    """Yield the directory of a model, or a copy of it by links with another rotary embedding."""
+    if rope is None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-doctor-") as copy:
+        for file in Path(path).iterdir():
+            if file.name != "config.json":
+                (Path(copy) / file.name).symlink_to(file.resolve())
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        name, value = rope
+        (own,) = {json.dumps(each) for _, each in rope_types(read_config(path))}
+        parameters = json.loads(own)
+        if name == "rope_type":
+            parameters = {"rope_theta": parameters.get("rope_theta")}
+        config.pop("rope_scaling", None)
+        config.pop("rope_theta", None)
+        config["rope_parameters"] = {"rope_type": "default", **parameters, name: value}
+        (Path(copy) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a server should compute with."""
+
+    path: str
+    """The directory of the base model."""
+    adapter: str | None
+    """The directory of the adapter that should be applied; ``None`` for none."""
+    precision: Precision
+    """The precision of the weights."""
+    others: tuple[Path, ...] = ()
+    """Further directories that the server may hold."""
+
+    def candidate(self, words: str, fault: Fault | None = None, remedy: str = "", **changes: Any) -> ServedCandidate:
+        """Return what is expected, with ``changes``."""
+        own: dict[str, Any] = {"path": self.path, "adapter": self.adapter, "precision": self.precision}
+        return ServedCandidate(words=words, fault=fault, remedy=remedy, **{**own, **changes})
+
+
+def expectation(
+    directory: Path, adapter: Path | None, precision: Precision | Literal["auto"], others: Sequence[Path]
+) -> Expected:
+    """Return what a server of ``directory`` should compute with; a directory of an adapter names its base itself."""
+    base = directory
+    if adapter is None and (directory / CONFIG_FILE).is_file():
+        adapter = directory
+        base = Path(json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    chosen = precision if precision != "auto" else _stored_precision(str(base))
+    return Expected(
+        path=str(base), adapter=None if adapter is None else str(adapter), precision=chosen, others=tuple(others)
+    )  # fmt: skip
+
+
+def _stored_precision(path: str) -> Precision:
+    """Return the precision that the configuration of a model names."""
+    stored = str(getattr(read_config(path), "dtype", None) or "float32").removeprefix("torch.")
+    return stored if stored in ("bfloat16", "float16") else "float32"  # type: ignore[return-value]
+
+
+def alternatives(expected: Expected) -> Iterator[ServedCandidate]:
+    """Yield what else a server may compute with, likely things first."""
+    if expected.adapter is not None:
+        yield expected.candidate(
+            "the base model without the adapter", Fault.ADAPTER_NOT_APPLIED,
+            "load the adapter, and send its name as the model", adapter=None,
+        )  # fmt: skip
+    yield from _directories(expected)
+    for precision in ("bfloat16", "float16", "float32"):
+        if precision != expected.precision:
+            yield expected.candidate(
+                f"the same weights in {precision}, not {expected.precision}", Fault.PRECISION,
+                f"start the server in {expected.precision} (--dtype), or know the rounding", precision=precision,
+            )  # fmt: skip
+    yield from _ropes(expected)
+
+
+def _directories(expected: Expected) -> Iterator[ServedCandidate]:
+    """Yield the snapshots and models beside those that are expected, and those that were named."""
+    own = Path(expected.adapter or expected.path).resolve()
+    beside: list[Path] = []
+    with suppress(OSError):
+        beside = sorted(
+            (each for each in own.parent.iterdir() if each.is_dir() and each.resolve() != own), reverse=True
+        )
+    named = [each for each in expected.others if each.resolve() != own]
+    usable = [each for each in dict.fromkeys([*named, *beside]) if _usable(each)]
+    usable.sort(key=lambda each: each not in named)
+    for directory in usable[:MOST_OTHERS]:
+        adapted = (directory / CONFIG_FILE).is_file()
+        if adapted and expected.adapter is None:
+            continue
+        where = {"adapter": str(directory)} if adapted else {"path": str(directory), "adapter": None}
+        same_run = directory.parent.resolve() == own.parent and _is_step(directory) and _is_step(own)
+        fault = Fault.OTHER_ADAPTER if adapted else Fault.OTHER_WEIGHTS
+        yield expected.candidate(
+            f"{'the adapter of ' if adapted else ''}{directory}",
+            Fault.STALE_VERSION if same_run else fault,
+            "publish again, and see that the server has loaded it before it answers"
+            if same_run
+            else f"start the server with {own}",
+            **where,
+        )
+
+
+def _is_step(directory: Path) -> bool:
+    return directory.name.startswith("step-")
+
+
+def _usable(directory: Path) -> bool:
+    """Return whether a directory holds a model or an adapter."""
+    if (directory / CONFIG_FILE).is_file():
+        return True
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+
+
+def _ropes(expected: Expected) -> Iterator[ServedCandidate]:
+    """Yield the same weights with other rotary embeddings, where the model has one for all layers."""
+    try:
+        found = list(rope_types(read_config(expected.path)))
+    except HeadraceError:
+        return
+    if len(found) != 1:
+        return
+    kind, parameters = found[0]
+    theta = parameters.get("rope_theta")
+    changes: list[tuple[str, Any]] = [("rope_theta", other) for other in THETAS if theta is not None and other != theta]
+    if kind != "default":
+        changes.insert(0, ("rope_type", "default"))
+    for name, value in changes:
+        own = kind if name == "rope_type" else theta
+        yield expected.candidate(
+            f"the same weights with {name}={value}, not {own}", Fault.OTHER_ROPE,
+            "look at rope_parameters (rope_theta, rope_scaling) of the config.json that the server has read",
+            rope=(name, value),
+        )  # fmt: skip
+
+
+def entry_logprobs(logits: Sequence[Tensor], entries: Entries, *, scale: float = 1.0, size: int | None = None) -> Any:
+    """Return the logprob of each entry under ``logits`` times ``scale``, with the first ``size`` ids alone, float64."""
+    found_E = np.full(len(entries), -np.inf)
+    for number, each in enumerate(logits):
+        mine = np.flatnonzero(entries.sequence_E == number)
+        if not len(mine):
+            continue
+        places, row_E = np.unique(entries.place_E[mine] - 1, return_inverse=True)
+        logs = (each[torch.from_numpy(places)].double() * scale)[:, :size].log_softmax(-1)
+        ids = torch.from_numpy(entries.id_E[mine])
+        inside = ids < logs.shape[1]
+        values = logs[torch.from_numpy(row_E), ids.clamp(max=logs.shape[1] - 1)].masked_fill(~inside, -torch.inf)
+        found_E[mine] = values.numpy()
+    return found_E

@@ -1,0 +1,353 @@
+"""Which weights a server samples from: the candidate that explains its logprobs is named.
+
+    the server's logprobs ──▶ gap to what is expected ──within rounding──▶ right
+                                  │ no
+                                  └─▶ gap to each candidate ──smallest, if it explains──▶ its name
+                                          │ none
+                                          └─▶ where the gap is: at the first token already, or later alone
+
+Shape legend: E entries that the server told, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.base.errors import HeadraceError
+from headrace.models.gap import largest_gap
+from headrace.models.load import load_tokenizer
+from headrace.models.mixtures import is_mixture
+from headrace.models.settings import limit_of, read_config
+from headrace.wings.doctor.candidates import Entries, Expected, ServedCandidate, alternatives, entry_logprobs
+from headrace.wings.doctor.report import DoctorReport, Fault, Grade
+from headrace.wings.doctor.server import ServerProbe
+
+LENGTHS = (64, 64, 192)
+"""Lengths of the compared sequences in tokens, as far as the context allows."""
+CLEARLY = 0.7
+"""A candidate explains only what lies at most this share as far from it as from what is expected."""
+NUM_DRAWS, DRAWS_AT_ONCE = 512, 64
+"""Tokens that are drawn without saying how, to learn the server's defaults."""
+CERTAIN = 6.0
+"""Standard deviations beyond which draws do not follow a distribution."""
+HALF = 0.5
+"""The temperature at which the logprobs of sampled tokens are compared."""
+NEAR_ONE = 0.02
+"""How far a fitted temperature may be from the one it stands for."""
+MESSAGES: tuple[tuple[dict[str, str], ...], ...] = (
+    ({"role": "user", "content": "Hello there"},),
+    (
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Bye"},
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A candidate, with its distance from what the server told."""
+
+    candidate: ServedCandidate
+    """What was computed with."""
+    logits: list[Tensor]
+    """Its logits ``[T, V]`` of each sequence."""
+    gap: float
+    """The mean |Δ logprob| over all entries, in nats."""
+
+
+def examine_server(probe: ServerProbe, expected: Expected) -> DoctorReport:
+    """Compare a server with what it should compute with, and name what is off."""
+    report = DoctorReport(subject=f"{probe.url} against {expected.adapter or expected.path}")
+    names = probe.models()
+    report.add("served", Grade.OK, f"{', '.join(names[:8])}; {probe.model} is examined")
+    tokenizer, vocab = load_tokenizer(expected.path), _vocabulary(expected)
+    _compare_tokens(report, probe, tokenizer)
+    size = _served_size(probe, vocab)
+    if size < vocab:
+        report.add(
+            "vocabulary", Grade.FAIL, f"tokens from {size} on are refused, of {vocab} that the model has",
+            "start the server with the whole embedding and head of the model", Fault.TRUNCATED_VOCABULARY,
+        )  # fmt: skip
+    sequences = _sequences(expected, min(size, vocab))
+    entries = probe.prompt_entries(sequences)
+    source = "of prompts"
+    if entries is None:
+        entries, source = probe.sampled_entries([each[:16] for each in sequences], 32), "of sampled tokens"
+    if entries is None:
+        report.add(
+            "logprobs", Grade.NOTE, "cannot be told: the server tells logprobs neither of prompts nor of sampled "
+            "tokens by their ids", "let it serve logprobs (vLLM: --max-logprobs 20)",
+        )  # fmt: skip
+        return report
+    found = _explain(report, expected, entries, source, None if size == vocab else size)
+    if found is not None:
+        _compare_temperature(report, probe, found, size)
+        _compare_defaults(report, probe, found, size)
+    return report
+
+
+def _vocabulary(expected: Expected) -> int:
+    return int(read_config(expected.path).vocab_size)
+
+
+def _served_size(probe: ServerProbe, vocab: int) -> int:
+    """Return how many ids the server accepts: the smallest that it refuses, or the whole vocabulary."""
+    if not probe.refuses_token(vocab - 1):
+        return vocab
+    accepted, refused = -1, vocab - 1
+    while refused - accepted > 1:
+        middle = (accepted + refused) // 2
+        accepted, refused = (accepted, middle) if probe.refuses_token(middle) else (middle, refused)
+    return refused
+
+
+def _sequences(expected: Expected, size: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    room = limit_of(expected.path).length - 1
+    lowest = min(3, size - 1)
+    return [rng.integers(lowest, size, min(length, room)).tolist() for length in LENGTHS]
+
+
+def _compare_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: object) -> None:
+    """Compare how text and chats become tokens."""
+    text = "The quick brown fox: 1 + 2 = 3, naïve?"
+    told = probe.tokenize(prompt=text)
+    own = tokenizer.encode(text)  # type: ignore[attr-defined]
+    if told is not None and told != own:
+        report.add(
+            "tokenizer", Grade.FAIL, f"{text!r} becomes {len(told)} tokens there and {len(own)} here, first other at "
+            f"{_first_other(told, own)}", "serve the tokenizer of the model", Fault.OTHER_TOKENIZER,
+        )  # fmt: skip
+    elif told is not None:
+        report.add("tokenizer", Grade.OK, "the same tokens")
+    if tokenizer.chat_template is None:  # type: ignore[attr-defined]
+        report.add("chat template", Grade.NOTE, "the model has none")
+        return
+    for messages in MESSAGES:
+        try:
+            rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)  # type: ignore[attr-defined]
+            own = tokenizer.encode(rendered, add_special_tokens=False)  # type: ignore[attr-defined]
+        except Exception:  # noqa: BLE001 - a template is a program of the model, and may refuse a role
+            continue
+        told = probe.tokenize(messages=list(messages))
+        count = len(told) if told is not None else probe.count_chat(messages)
+        if count is None:
+            report.add("chat template", Grade.NOTE, "cannot be told: the server refuses chats of this form")
+            return
+        if count != len(own) or (told is not None and told != own):
+            where = "" if told is None else f", first other at {_first_other(told, own)}"
+            report.add(
+                "chat template", Grade.FAIL, f"{len(messages)} messages become {count} tokens there and {len(own)} "
+                f"here{where}", "start the server with the template of the model (vLLM: --chat-template)",
+                Fault.OTHER_TEMPLATE,
+            )  # fmt: skip
+            return
+    report.add("chat template", Grade.OK, "chats become the same tokens")
+
+
+def _first_other(told: Sequence[int], own: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(told, own, strict=False)) if a != b), min(len(told), len(own)))
+
+
+def _explain(
+    report: DoctorReport, expected: Expected, entries: Entries, source: str, size: int | None
+) -> Explanation | None:
+    """Add the finding about the weights. Return the candidate that explains the server's numbers, if one does."""
+    here = expected.adapter or expected.path
+    own = _measure(expected.candidate(f"the weights of {here}"), entries, size)
+    detail = f"mean |Δ logprob| {own.gap:.2g} nats over {len(entries)} entries {source}"
+    if own.gap <= _rounding(expected, own.candidate):
+        report.add("weights", Grade.OK, f"those of {here}, in {expected.precision}: {detail}")
+        return own
+    scaled = _scaled(own, entries, size)
+    if scaled is not None:
+        report.add(
+            "weights", Grade.FAIL, f"those of {here}, but logprobs {source} are those of temperature {1 / scaled:.3g}",
+            "let the server tell logprobs of the distribution at temperature 1", Fault.WRONG_TEMPERATURE,
+        )  # fmt: skip
+        return own
+    best, untried = _best(expected, entries, size, own.gap)
+    if best is not None:
+        assert best.candidate.fault is not None
+        level = Grade.WARN if best.candidate.fault is Fault.PRECISION else Grade.FAIL
+        report.add(
+            "weights", level, f"{best.candidate.words} (mean |Δ| {best.gap:.2g}); from {here}: {detail}",
+            best.candidate.remedy, best.candidate.fault,
+        )  # fmt: skip
+        return best
+    _unexplained(report, own, entries, detail, untried)
+    return None
+
+
+def _measure(candidate: ServedCandidate, entries: Entries, size: int | None) -> Explanation:
+    logits = candidate.logits(entries.sequences)
+    return Explanation(
+        candidate=candidate, logits=logits, gap=_gap(entry_logprobs(logits, entries, size=size), entries)
+    )
+
+
+def _gap(own_E: np.ndarray[tuple[int], np.dtype[np.float64]], entries: Entries) -> float:
+    apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
+    return float(np.where(np.isnan(apart_E), 50.0, apart_E).mean())
+
+
+def _rounding(expected: Expected, candidate: ServedCandidate) -> float:
+    format_ = "float32" if candidate.precision == "float32" else "bfloat16"
+    return largest_gap(format_, rerouted=is_mixture(read_config(expected.path)))
+
+
+def _scaled(own: Explanation, entries: Entries, size: int | None) -> float | None:
+    """Return the factor of the logits that explains the entries; ``None`` if none does, or if it is 1."""
+    scales = np.geomspace(0.1, 10, 41)
+    gaps = [_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in scales]
+    at = int(np.argmin(gaps))
+    low, high = scales[max(at - 1, 0)], scales[min(at + 1, len(scales) - 1)]
+    finer = np.linspace(low, high, 61)
+    fine = [_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in finer]
+    scale = float(finer[int(np.argmin(fine))])
+    explains = min(fine) <= max(0.02, own.gap / 50) and min(fine) < CLEARLY * own.gap
+    return scale if explains and abs(scale - 1) > NEAR_ONE else None
+
+
+def _best(expected: Expected, entries: Entries, size: int | None, gap: float) -> tuple[Explanation | None, list[str]]:
+    """Return the nearest candidate, if it explains the entries, and what could not be tried."""
+    best: Explanation | None = None
+    untried: list[str] = []
+    for candidate in alternatives(expected):
+        try:
+            tried = _measure(candidate, entries, size)
+        except (HeadraceError, ValueError, RuntimeError, OSError) as error:
+            untried.append(f"{candidate.words}: {str(error).splitlines()[0]}")
+            continue
+        explains = tried.gap <= _rounding(expected, candidate) and tried.gap <= CLEARLY * gap
+        if explains and (best is None or tried.gap < best.gap):
+            best = tried
+    return best, untried
+
+
+def _unexplained(report: DoctorReport, own: Explanation, entries: Entries, detail: str, untried: list[str]) -> None:
+    """Add what the place of the differences tells where no candidate explains them."""
+    first_E = entries.place_E == 1
+    own_E = entry_logprobs(own.logits, entries)
+    apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
+    tried = f"; not tried: {'; '.join(untried[:3])}" if untried else ""
+    if first_E.any() and apart_E[first_E].mean() <= 0.01 * apart_E[~first_E].mean():
+        report.add(
+            "weights", Grade.FAIL, f"{detail}: none after one token of context, so the weights are right, and how "
+            f"places enter attention is not{tried}",
+            "compare rope_theta, rope_scaling and sliding_window of both config.json", Fault.OTHER_ROPE,
+        )  # fmt: skip
+        return
+    report.add(
+        "weights", Grade.FAIL, f"{detail}, already after one token of context; which weights these are cannot be "
+        f"told: none of the directories here explains them{tried}",
+        "name directories that the server may hold: --also DIR (an earlier snapshot, another adapter)",
+        Fault.OTHER_WEIGHTS,
+    )  # fmt: skip
+
+
+def _next_logits(found: Explanation, ids: list[int], size: int) -> Tensor:
+    """Return the logits of the candidate after ``ids``, of the ids that the server has."""
+    return found.candidate.logits([ids])[0][-1, :size].double()
+
+
+def _compare_temperature(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
+    """Compare the logprobs of tokens sampled at :data:`HALF` with those of that distribution."""
+    prompt = _flattest(found)
+    choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, temperature=HALF, top_p=1.0)
+    if choices is None:
+        report.add("temperature", Grade.NOTE, "cannot be told: the server does not name sampled tokens by their ids")
+        return
+    logits_V = _next_logits(found, prompt, size)
+    ids = torch.tensor([each.ids[0] for each in choices])
+    told = torch.tensor([each.logprobs[0] for each in choices], dtype=torch.float64)
+    apart = {temperature: told - (logits_V / temperature).log_softmax(-1)[ids] for temperature in (HALF, 1.0)}
+    gaps = {temperature: float(each.abs().mean()) for temperature, each in apart.items()}
+    close = 10 * _rounding_of(found)
+    offset = float(apart[HALF].mean())
+    if gaps[HALF] <= close:
+        report.add("temperature", Grade.OK, f"logprobs of sampled tokens follow it ({gaps[HALF]:.2g} at {HALF})")
+    elif gaps[1.0] <= close:
+        report.add(
+            "temperature", Grade.FAIL, f"tokens are asked for at temperature {HALF}, and their logprobs are those of "
+            "temperature 1: ratios of training would be wrong",
+            "let the server tell logprobs of what it samples from (vLLM: --logprobs-mode processed_logprobs)",
+            Fault.WRONG_TEMPERATURE,
+        )  # fmt: skip
+    elif offset > 0 and float((apart[HALF] - offset).abs().mean()) <= close:
+        report.add(
+            "temperature", Grade.OK, f"logprobs of sampled tokens follow it, and the server's defaults leave "
+            f"{math.exp(-offset):.0%} of the distribution",
+        )  # fmt: skip
+    else:
+        report.add(
+            "temperature", Grade.FAIL, f"the logprobs of tokens sampled at temperature {HALF} are those of neither "
+            f"{HALF} ({gaps[HALF]:.2g} nats off) nor 1 ({gaps[1.0]:.2g})",
+            "ask with temperature alone: does the server add penalties or truncation?", Fault.WRONG_TEMPERATURE,
+        )  # fmt: skip
+
+
+def _rounding_of(found: Explanation) -> float:
+    return max(found.gap, largest_gap("float32"))
+
+
+def _flattest(found: Explanation) -> list[int]:
+    """Return a prompt after which much is possible, without being uniform."""
+    rng = np.random.default_rng(1)
+    vocab = found.logits[0].shape[1]
+    prompts = [rng.integers(min(3, vocab - 1), vocab, 8).tolist() for _ in range(8)]
+    spread = [float(logits[-1].softmax(-1).max()) for logits in found.candidate.logits(prompts)]
+    flattest: list[int] = prompts[int(np.argmin([abs(each - 0.3) for each in spread]))]
+    return flattest
+
+
+def _compare_defaults(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
+    """Draw tokens without saying how, and compare their frequencies with the plain distribution."""
+    prompt, ids = _flattest(found), list[int]()
+    for seed in range(NUM_DRAWS // DRAWS_AT_ONCE):
+        choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, seed=1000 * seed)
+        if choices is None:
+            report.add("defaults", Grade.NOTE, "cannot be told: the server does not name sampled tokens by their ids")
+            return
+        ids += [each.ids[0] for each in choices]
+    logits_V = _next_logits(found, prompt, size)
+    logs_V = logits_V.log_softmax(-1)
+    drawn = torch.tensor(ids)
+    entropy = -float((logs_V.exp() * logs_V).nansum())
+    spread = float((logs_V.exp() * (logs_V + entropy) ** 2).nansum()) ** 0.5
+    apart = (float(logs_V[drawn].mean()) + entropy) / (spread / len(ids) ** 0.5 + 1e-9)
+    if abs(apart) <= CERTAIN:
+        report.add("defaults", Grade.OK, f"{len(ids)} draws without settings follow temperature 1, top_p 1")
+        return
+    report.add(
+        "defaults", Grade.WARN, f"without settings the server does not sample at temperature 1: its {len(ids)} draws "
+        f"fit {_likeliest_settings(logits_V, drawn)} ({apart:+.0f} standard deviations)",
+        "send temperature, top_p and top_k with every request, or start the server without the model's "
+        "generation_config.json (vLLM: --generation-config vllm)", Fault.OTHER_DEFAULTS,
+    )  # fmt: skip
+
+
+def _likeliest_settings(logits_V: Tensor, drawn: Tensor) -> str:
+    """Return which setting makes the draws likeliest, in words: a temperature, or a truncation."""
+    if len(drawn.unique()) == 1:
+        return "temperature 0 (one token alone)"
+    rank_V = logits_V.argsort(descending=True).argsort()
+    num = int(rank_V[drawn].max()) + 1
+    best, words = -np.inf, ""
+    for temperature in np.geomspace(0.1, 3, 60).tolist():
+        scaled_V = logits_V / temperature
+        cut_V = scaled_V.masked_fill(rank_V >= num, -torch.inf)
+        warm = f"temperature {temperature:.2g}"
+        kept = f"the likeliest {num} tokens"
+        cut = kept if abs(temperature - 1) <= NEAR_ONE else f"{warm} and {kept}"
+        for each_V, told in ((scaled_V, warm), (cut_V, cut)):
+            # a truncation has one more parameter, and must be worth it
+            fit = float(each_V.log_softmax(-1)[drawn].sum()) - (3.0 if each_V is cut_V else 0.0)
+            best, words = max((best, words), (fit, told))
+    return words

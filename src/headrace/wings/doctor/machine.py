@@ -1,0 +1,247 @@
+"""The examination of this machine: what will be slow or fail, before a run finds out."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+from headrace.base.clock import Clock
+from headrace.base.environ import cache_root, num_cores, shared_memory_root, visible_gpus
+from headrace.models.kernels.build import COMPILERS, find_compiler
+from headrace.wings.doctor.report import DoctorReport, Fault, Grade
+
+GIB = 2**30
+FEWEST_FILES = 4096
+"""Open files that a run with many environments may need."""
+LEAST_MEMORY = 4 * GIB
+LEAST_SHARED = GIB
+"""Shared memory in bytes below which the weights of all but small models do not fit."""
+CLOCK_SKEW_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachinePlaces:
+    """The places of this machine that are read, which tests replace."""
+
+    root: Path = Path("/")
+    """The root under which ``proc`` and ``sys`` are."""
+    shared: Path | None = None
+    """The folder of shared memory; ``None`` for that of a run."""
+    cache: Path | None = None
+    """The folder of compiled kernels; ``None`` for that of a run."""
+
+    def read(self, path: str) -> str:
+        """Return the text of a file of the system; empty where there is none."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+
+def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> DoctorReport:
+    """Return what is slow or missing on this machine."""
+    places = places or MachinePlaces()
+    report = DoctorReport(subject="this machine")
+    _processors(report, places)
+    _memory(report, places)
+    _shared_memory(report, places.shared or shared_memory_root())
+    _gpus(report, places)
+    _compiler(report)
+    _versions(report)
+    _files(report)
+    _cache(report, clock, places.cache or cache_root())
+    return report
+
+
+def _processors(report: DoctorReport, places: MachinePlaces) -> None:
+    allowed, quota = num_cores(), _cpu_quota(places)
+    total = os.cpu_count() or allowed
+    detail = f"{allowed} of {total} cores may be used"
+    if quota is not None and quota < allowed:
+        report.add(
+            "processors", Grade.WARN, f"{detail}, but the control group grants the time of {quota:g}",
+            f"raise its limit, or start fewer processes: {allowed} threads would wait for each other",
+        )  # fmt: skip
+    elif allowed < 2:
+        report.add(
+            "processors", Grade.WARN, detail, "give it two cores or more: engine, learner and controller share one"
+        )
+    else:
+        report.add("processors", Grade.OK, detail)
+
+
+def _cpu_quota(places: MachinePlaces) -> float | None:
+    """Return how many processors' time the control group grants; ``None`` for no limit."""
+    quota, _, period = places.read("sys/fs/cgroup/cpu.max").partition(" ")
+    if not quota:  # version 1
+        quota, period = (places.read(f"sys/fs/cgroup/cpu/cpu.cfs_{each}_us") for each in ("quota", "period"))
+    if not (quota.isdecimal() and period.isdecimal() and int(period)):
+        return None
+    return int(quota) / int(period)
+
+
+def _memory(report: DoctorReport, places: MachinePlaces) -> None:
+    memory = psutil.virtual_memory()
+    limits = [places.read(f"sys/fs/cgroup/{name}") for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    limit = min((int(each) for each in limits if each.isdecimal()), default=memory.total)
+    most = min(limit, memory.total)
+    detail = f"{most / GIB:.1f} GiB, {min(memory.available, most) / GIB:.1f} GiB of them free"
+    if limit < memory.total:
+        detail += f" (the control group allows less than the machine's {memory.total / GIB:.1f} GiB)"
+    few = most < LEAST_MEMORY
+    remedy = "a model needs 4 bytes a weight to serve and 16 to train: choose a small one, or train an adapter"
+    report.add("memory", Grade.WARN if few else Grade.OK, detail, remedy if few else "")
+
+
+def _shared_memory(report: DoctorReport, folder: Path) -> None:
+    usage = shutil.disk_usage(folder)
+    detail = f"{folder} has {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB"
+    if usage.free < usage.total / 20 and usage.free < LEAST_SHARED:
+        report.add(
+            "shared memory", Grade.FAIL, f"{detail}: new weights cannot be published there",
+            f"remove what ended runs left in {folder} (headrace-*), or mount it larger",
+            Fault.FULL_SHARED_MEMORY,
+        )  # fmt: skip
+    elif usage.free < LEAST_SHARED:
+        report.add(
+            "shared memory", Grade.WARN, f"{detail}: each version of the weights needs its whole size there, twice",
+            "docker run --shm-size=16g, or mount it larger, or set sync.transport = 'files'",
+        )  # fmt: skip
+    else:
+        report.add("shared memory", Grade.OK, detail)
+
+
+def _gpus(report: DoctorReport, places: MachinePlaces) -> None:
+    try:
+        present = len(list((places.root / "proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        present = 0
+    chosen = visible_gpus()
+    if not present:
+        report.add("GPUs", Grade.OK, "none: engine and learner compute on the processors")
+        return
+    seen = _visible_gpus(chosen, present)
+    if seen < present:
+        report.add(
+            "GPUs", Grade.WARN,
+            f"{seen} of {present} may be used: CUDA_VISIBLE_DEVICES={chosen!r} hides {present - seen}",
+            "unset CUDA_VISIBLE_DEVICES, or name all of them, unless another program has the others",
+            Fault.HIDDEN_GPU,
+        )  # fmt: skip
+    else:
+        report.add("GPUs", Grade.OK, f"all {present} may be used")
+    if seen and places.root == Path("/"):
+        _torch_sees(report, seen)
+
+
+def _visible_gpus(chosen: str | None, present: int) -> int:
+    """Return how many GPUs CUDA shows a program: those before the first name that is none, each once."""
+    if chosen is None:
+        return present
+    seen: set[str] = set()
+    for name in chosen.split(","):
+        known = name.strip()
+        is_number = known.isdecimal()
+        if known in seen or not known or known == "-1" or (is_number and int(known) >= present):
+            break
+        seen.add(known)
+    return len(seen)
+
+
+def _torch_sees(report: DoctorReport, seen: int) -> None:
+    import torch
+
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if usable < seen:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        report.add(
+            "torch and GPUs", Grade.FAIL, f"torch {torch.__version__}, {built}, can use {usable} of {seen}",
+            "install the torch that fits the driver (nvidia-smi): https://pytorch.org/get-started/locally",
+        )  # fmt: skip
+
+
+def _compiler(report: DoctorReport) -> None:
+    found = find_compiler()
+    if found is None:
+        report.add(
+            "compiler", Grade.WARN, f"none of {', '.join(COMPILERS)} is installed: decoding runs on torch, several "
+            "times slower on processors", "install a C++ compiler: apt install g++",
+        )  # fmt: skip
+    else:
+        report.add("compiler", Grade.OK, found)
+
+
+def _versions(report: DoctorReport) -> None:
+    python = ".".join(map(str, sys.version_info[:3]))
+    report.add("python", Grade.OK if sys.version_info >= (3, 11) else Grade.FAIL, python)
+    wanted = [Requirement(text) for text in metadata.requires("headrace") or ()]
+    extras: dict[str, bool] = {}
+    for each in wanted:
+        extra = _extra_of(each)
+        problem = _unmet(each)
+        if extra:
+            extras[extra] = extras.get(extra, True) and not problem
+        elif problem and (each.marker is None or each.marker.evaluate()):
+            report.add(each.name, Grade.FAIL, problem, f"pip install '{each.name}{each.specifier}'")
+    core = {each.name: metadata.version(each.name) for each in wanted if each.name in ("torch", "transformers")}
+    report.add("packages", Grade.OK, ", ".join(f"{name} {version}" for name, version in core.items()))
+    have = [name for name, there in sorted(extras.items()) if there]
+    lack = [name for name, there in sorted(extras.items()) if not there]
+    report.add("extras", Grade.OK, f"installed: {', '.join(have) or 'none'}; not: {', '.join(lack) or 'none'}")
+
+
+def _extra_of(requirement: Requirement) -> str:
+    """Return the extra that a requirement belongs to; empty for one that is always needed."""
+    marker = str(requirement.marker or "")
+    _, found, rest = marker.partition('extra == "')
+    return rest.partition('"')[0] if found else ""
+
+
+def _unmet(requirement: Requirement) -> str:
+    """Return how a requirement is not met, in words; empty if it is."""
+    try:
+        version = metadata.version(requirement.name)
+        if requirement.specifier.contains(version, prereleases=True):
+            return ""
+    except metadata.PackageNotFoundError:
+        return "is not installed"
+    except InvalidVersion as error:
+        return f"has an unreadable version: {error}"
+    return f"{version} is installed, {requirement.specifier} is supported"
+
+
+def _files(report: DoctorReport) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft < FEWEST_FILES
+    hint = f"ulimit -n {FEWEST_FILES}" if hard >= FEWEST_FILES or hard < 0 else "raise the hard limit of open files"
+    report.add("open files", Grade.WARN if few else Grade.OK, f"a process may open {soft}", hint if few else "")
+
+
+def _cache(report: DoctorReport, clock: Clock, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            skew_s = abs(Path(file.name).stat().st_mtime - clock.wall())
+    except OSError as error:
+        report.add(
+            "cache", Grade.WARN, f"{folder} cannot be written: {error.strerror}; kernels are compiled at every start",
+            "make it writable, or set XDG_CACHE_HOME",
+        )  # fmt: skip
+        return
+    report.add("cache", Grade.OK, f"{folder} can be written")
+    late = skew_s > CLOCK_SKEW_S
+    report.add(
+        "clock", Grade.WARN if late else Grade.OK,
+        f"{skew_s:.0f} s between this machine's clock and that of its files",
+        "set the clocks by NTP: ages of files and traces of several machines are compared" if late else "",
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""What a served engine tells of itself, over OpenAI's completions: ours, vLLM's, SGLang's.
+
+Nothing that a server answers is trusted: it is read as JSON, and shown as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import numpy as np
+
+from headrace.base.errors import ConfigError, HeadraceError, visible
+from headrace.wings.doctor.candidates import Entries
+
+TOP = 20
+"""Likeliest entries asked for at each token."""
+DEADLINE_S = 120.0
+NAMED = "token_id:"
+
+
+class ServerSilent(HeadraceError):
+    """The error of a server that does not answer, or answers something else than its protocol."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledChoice:
+    """The tokens of one choice that a server sampled."""
+
+    ids: list[int]
+    """The ids of the tokens."""
+    logprobs: list[float]
+    """The logprob of each; NaN where the server told none."""
+
+
+class ServerProbe:
+    """A client of one server, for one of its models."""
+
+    def __init__(
+        self, url: str, *, token: str = "", model: str = "", transport: httpx.BaseTransport | None = None
+    ) -> None:
+        base = url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(base_url=base, headers=headers, timeout=DEADLINE_S, transport=transport)
+        self.url = base
+        self.model = model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def models(self) -> list[str]:
+        """Return the names of the models that are served, and take the first one unless another was chosen."""
+        answer = self._ask("GET", "/v1/models")
+        names = [str(each["id"]) for each in answer.get("data", []) if isinstance(each, dict) and "id" in each]
+        if not names:
+            raise ServerSilent(f"{self.url}/v1/models names no model", remedy="is this a server of OpenAI's protocol?")
+        if self.model and self.model not in names:
+            raise ConfigError(
+                f"--served {self.model} is not served: {', '.join(map(visible, names[:20]))}",
+                remedy="name one of these",
+            )
+        self.model = self.model or names[0]
+        return names
+
+    def refuses_token(self, token: int) -> bool:
+        """Return whether the server refuses a prompt that holds ``token``."""
+        return self._post("/v1/completions", prompt=[token], max_tokens=1, temperature=0) is None
+
+    def prompt_entries(self, sequences: list[list[int]]) -> Entries | None:
+        """Return the logprobs of given tokens, and the likeliest entries beside them; ``None`` where the server tells
+        none of prompts."""
+        parts: list[tuple[int, int, int, float]] = []
+        for number, ids in enumerate(sequences):
+            body = {"prompt": ids, "echo": True, "logprobs": TOP, "max_tokens": 1, "temperature": 1.0}
+            told = self._logprobs(body)
+            if told is None or len(told.get("token_logprobs") or ()) < len(ids):
+                return None
+            parts += _read(told, number, ids, first=0)
+        return _entries(sequences, parts)
+
+    def sampled_entries(self, prompts: list[list[int]], num_tokens: int) -> Entries | None:
+        """Return the logprobs of sampled tokens and the likeliest entries beside them; ``None`` where the server does
+        not tell which tokens they are."""
+        sequences, parts = [], list[tuple[int, int, int, float]]()
+        for number, prompt in enumerate(prompts):
+            body = {"prompt": prompt, "logprobs": TOP, "max_tokens": num_tokens, "temperature": 1.0, "top_p": 1.0}
+            told = self._logprobs(body)
+            ids = None if told is None else _ids(told.get("tokens") or [])
+            if told is None or not ids:
+                return None
+            sequences.append([*prompt, *ids])
+            parts += _read(told, number, sequences[-1], first=len(prompt))
+        return _entries(sequences, parts)
+
+    def sample(self, prompt: list[int], **body: Any) -> list[SampledChoice] | None:
+        """Return the choices that the server samples after ``prompt``; ``None`` where it does not tell their tokens."""
+        answer = self._post("/v1/completions", prompt=prompt, logprobs=0, return_tokens_as_token_ids=True, **body)
+        found = []
+        for choice in (answer or {}).get("choices", []):
+            told = choice.get("logprobs") or {}
+            ids, logprobs = _ids(told.get("tokens") or []), told.get("token_logprobs") or []
+            if ids is None or len(ids) != len(logprobs):
+                return None
+            found.append(
+                SampledChoice(ids=ids, logprobs=[np.nan if each is None else float(each) for each in logprobs])
+            )
+        return found or None
+
+    def tokenize(self, **body: Any) -> list[int] | None:
+        """Return the tokens of a prompt or of messages; ``None`` where the server does not tell."""
+        answer = self._post("/tokenize", **body)
+        tokens = (answer or {}).get("tokens")
+        return [int(each) for each in tokens] if isinstance(tokens, list) else None
+
+    def count_chat(self, messages: Sequence[Mapping[str, str]]) -> int | None:
+        """Return how many tokens the server makes of a chat; ``None`` where it refuses it."""
+        answer = self._post("/v1/chat/completions", messages=list(messages), max_tokens=1)
+        usage = (answer or {}).get("usage") or {}
+        return int(usage["prompt_tokens"]) if "prompt_tokens" in usage else None
+
+    def _logprobs(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        answer = self._post("/v1/completions", **body, return_tokens_as_token_ids=True)
+        if answer is None:
+            answer = self._post("/v1/completions", **{**body, "logprobs": 5})
+        choices = (answer or {}).get("choices") or [{}]
+        told = choices[0].get("logprobs")
+        return told if isinstance(told, dict) else None
+
+    def _post(self, path: str, **body: Any) -> dict[str, Any] | None:
+        """Return the answer; ``None`` where the server refuses the request (400, 404, 422)."""
+        try:
+            return self._ask("POST", path, {"model": self.model, **body})
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in (400, 404, 405, 422, 501):
+                return None
+            raise ServerSilent(
+                f"{self.url}{path} answers {error.response.status_code}: {visible(error.response.text, 200)}",
+                remedy="look at the server's log; is the token (--token) right?",
+            ) from None
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, json=body)
+            if method == "POST" or answer.status_code < 400:
+                answer.raise_for_status()
+                tree = answer.json()
+            else:
+                raise ServerSilent(
+                    f"{self.url}{path} answers {answer.status_code}: {visible(answer.text, 200)}",
+                    remedy="is the URL right, and the token (--token)?",
+                )
+        except httpx.HTTPStatusError:
+            raise
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServerSilent(
+                f"{self.url}{path} does not answer as a server of OpenAI's protocol: {visible(str(error), 200)}",
+                remedy="start the server, and give its URL: http://HOST:PORT",
+            ) from None
+        if not isinstance(tree, dict):
+            raise ServerSilent(f"{self.url}{path} answers no object", remedy="is this a server of OpenAI's protocol?")
+        return tree
+
+
+def _ids(names: Sequence[Any]) -> list[int] | None:
+    """Return the ids in names of the form ``token_id:N``; ``None`` if one has another form."""
+    ids = [str(name).removeprefix(NAMED) for name in names if str(name).startswith(NAMED)]
+    return [int(each) for each in ids] if len(ids) == len(names) and all(each.isdecimal() for each in ids) else None
+
+
+def _read(told: Mapping[str, Any], number: int, ids: list[int], first: int) -> list[tuple[int, int, int, float]]:
+    """Return the entries of one answer whose first logprob is that of token ``first``: (sequence, place, id,
+    logprob)."""
+    own, tops = told["token_logprobs"], told.get("top_logprobs") or []
+    parts = []
+    for place in range(max(first, 1), len(ids)):
+        at = place - first
+        top = tops[at] if at < len(tops) and isinstance(tops[at], dict) else {}
+        pairs = {int(name.removeprefix(NAMED)): value for name, value in top.items() if name.startswith(NAMED)}
+        if own[at] is not None:
+            pairs[ids[place]] = own[at]
+        parts += [(number, place, token, float(value)) for token, value in pairs.items() if value is not None]
+    return parts
+
+
+def _entries(sequences: list[list[int]], parts: list[tuple[int, int, int, float]]) -> Entries | None:
+    if not parts:
+        return None
+    sequence, place, token, logprob = zip(*parts, strict=True)
+    return Entries(
+        sequences=sequences,
+        sequence_E=np.array(sequence, np.int64),
+        place_E=np.array(place, np.int64),
+        id_E=np.array(token, np.int64),
+        logprob_E=np.array(logprob, np.float64),
+    )
