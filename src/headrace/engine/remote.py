@@ -136,6 +136,11 @@ class RemoteEngine:
     def _body(self, sampling: Sampling, num_begun: int) -> dict[str, Any]:
         """Return the JSON body of a request, without the prompt. ``num_begun`` tokens of the answer exist already and
         count for its limit."""
+        if sampling.structure or sampling.record_top:
+            raise RequestError(
+                "a structure, or likeliest entries, are asked of an engine behind OpenAI's protocol",
+                remedy="leave structure and record_top out",
+            )
         given, default = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling(max_new_tokens=1))
         own = {name: given[name] for name in _OPTIONAL if given[name] != default[name]}
         if sampling.logit_bias:

@@ -38,6 +38,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     """The answer ends with the token that completes one of these strings; its tokens are kept. The text is searched
     with special tokens spelled out, so that a string may name a special token."""
+    structure: str = ""
+    """What the answer must look like, in the language of the engine's mask maker; empty for anything. Tokens that do
+    not fit cannot be drawn, and kept-sets are recorded without them."""
     seed: int = 0
     """The seed: with the position it determines each draw, whatever else is in the batch."""
     record_kept: bool = False
@@ -53,4 +56,4 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def truncated(self) -> bool:
         """Return whether the parameters exclude some tokens from being drawn."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or bool(self.structure)

@@ -2,10 +2,11 @@
 rows.
 
 The order, per row: ``logit_bias`` is added; then the repetition penalty (tokens of prompt or answer), then frequency
-and presence penalties (tokens of the answer); then division by the temperature; then truncation by ``top_k``, ``top_p``
-and ``min_p`` (see :func:`~headrace.engine.native.sampler.find_support`); the rest is renormalised and sampled. The
-recorded logprob is that of this last distribution. Greedy rows (temperature 0) take the first most likely token after
-bias and penalties: it is certain, so its logprob is 0 and its kept-set is itself.
+and presence penalties (tokens of the answer); then the mask of a structure (:mod:`.masks`); then division by the
+temperature; then truncation by ``top_k``, ``top_p`` and ``min_p`` (see
+:func:`~headrace.engine.native.sampler.find_support`); the rest is renormalised and sampled. The recorded logprob is
+that of this last distribution. Greedy rows (temperature 0) take the first most likely token after bias and penalties:
+it is certain, so its logprob is 0 and its kept-set is itself.
 
 A batch whose rows set nothing but a temperature takes a faster path.
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.recorded import KeptSets
 from headrace.base.types.sampling import Sampling
+from headrace.engine.native.masks import Masks
 from headrace.engine.native.sampler import (
     Draw,
     LogSoftmax,
@@ -45,7 +47,13 @@ class Controls:
     """The columns of sampling parameters. Rows ``0 .. count - 1`` are in use; ``join`` and ``move`` maintain that.
     ``log_softmax``, where given, computes the logprobs."""
 
-    def __init__(self, num_rows: int, device: torch.device, log_softmax: LogSoftmax | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device,
+        log_softmax: LogSoftmax | None = None,
+        masks: Masks | None = None,
+    ) -> None:
         self._device = device
         self._log_softmax = log_softmax
         self._count = 0
@@ -62,6 +70,7 @@ class Controls:
         self._requested_temperatures_R = np.ones(num_rows, np.float32)
         """The temperatures of the requests, which the entropy uses."""
         self._changes = Changes(num_rows, device)
+        self._masks = masks
         self._plain = True
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
@@ -82,6 +91,8 @@ class Controls:
         self._num_top_R[row] = sampling.record_top
         self._requested_temperatures_R[row] = sampling.temperature
         self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
+        if self._masks is not None:
+            self._masks.join(row, sampling, answer_ids_T)
         self._resize(row + 1)
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
@@ -92,6 +103,8 @@ class Controls:
         ):  # fmt: skip
             column[targets] = column[sources]
         self._changes.move(sources, targets)
+        if self._masks is not None:
+            self._masks.move(sources, targets, count)
         self._resize(count)
 
     def draw(self, logits_DV: Tensor, positions_D: Index, rows_D: Index | None = None) -> Draw:
@@ -103,6 +116,8 @@ class Controls:
         if self._plain:
             return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
         changed_DV = self._changes.apply(logits_DV, rows)
+        if self._masks is not None:
+            changed_DV = self._masks.apply(changed_DV, rows)
         draw = self._draw(changed_DV, temperatures_D, draws_D, rows)
         if num_top := int(self._num_top_R[rows].max(initial=0)):
             draw = dataclasses.replace(draw, top=likeliest(logits_DV, draw.ids_R, num_top))
@@ -127,8 +142,12 @@ class Controls:
 
     def append(self, ids_D: Tensor, rows_D: Index | None = None) -> None:
         """Count the sampled tokens for the penalties of the next draw."""
-        if not self._plain:
-            self._changes.append(ids_D, np.arange(self._count) if rows_D is None else rows_D)
+        if self._plain:
+            return
+        rows = np.arange(self._count) if rows_D is None else rows_D
+        self._changes.append(ids_D, rows)
+        if self._masks is not None:
+            self._masks.append(ids_D, rows)
 
     def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
         """Draw one token per row under top-k, top-p and min-p, and record the kept-sets of the rows that request
@@ -159,6 +178,7 @@ class Controls:
             or self._records_entropy_R[:count].any()
             or self._num_top_R[:count].any()
             or self._changes.any(count)
+            or (self._masks is not None and self._masks.any())
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:

@@ -38,6 +38,7 @@ from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.checks import refuse_long
 from headrace.engine.native.controls import Controls
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
+from headrace.engine.native.masks import MaskMaker, Masks
 from headrace.engine.native.memory import make_cache
 from headrace.engine.native.outbox import ChunkBuilder
 from headrace.engine.native.packing import PackedWeightReceiver
@@ -81,7 +82,8 @@ class NativeEngine:
 
     ``max_context`` is the most tokens of a prompt and its completion together. ``decode`` returns the text of ids, for
     stop strings; without it, requests with stop strings are refused. ``adapters`` are those that requests may choose;
-    by default, those that the model was loaded with. The same calls in the same order give the same tokens and
+    by default, those that the model was loaded with. ``masks`` reads the structures of answers; without it, requests
+    with one are refused. The same calls in the same order give the same tokens and
     logprobs, bit for bit; a draw does not depend on the other sequences of the batch.
     """
 
@@ -95,10 +97,10 @@ class NativeEngine:
         clock: Clock,
         decode: Decode | None = None,
         adapters: EngineAdapters | None = None,
+        masks: MaskMaker | None = None,
     ) -> None:
         refuse_long(max_context, context_limit(model.config))
-        self._model, self._config, self._clock = model, config, clock
-        self._device = model.device
+        self._model, self._config, self._clock, self._device = model, config, clock, model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _kernels(model, config), cache_shapes(model)
@@ -109,7 +111,7 @@ class NativeEngine:
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
         snapshots = None if self._states is None else self._states.snapshots
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
-        self._controls = Controls(config.max_sequences, self._device, exact)
+        self._controls = Controls(config.max_sequences, self._device, exact, None if masks is None else Masks(masks))
         self._stops = Stops(decode) if decode is not None else None
         stops = None if self._stops is None else StopsFollower(self._stops)
         followers: list[Follower] = [each for each in (self._controls, stops, self._states) if each is not None]
@@ -126,7 +128,7 @@ class NativeEngine:
         self._scorer = PrefillScorer(model, self._cache, self._maker, exact, self._states)
         bounds = Bounds(
             vocab_size=self._vocab_size, max_context=max_context, num_blocks=self._cache.num_blocks,
-            max_waiting=config.max_waiting, stop_strings=decode is not None, adapters=self._adapters,
+            max_waiting=config.max_waiting, stop_strings=decode is not None, adapters=self._adapters, masks=masks,
         )  # fmt: skip
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)

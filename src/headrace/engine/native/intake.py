@@ -15,6 +15,7 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.adapters import EngineAdapters
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import check_ids, request_problem
+from headrace.engine.native.masks import MaskMaker
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Sequence
 from headrace.models.paged.base import BLOCK
@@ -46,6 +47,8 @@ class Bounds:
     """The most requests in the queue."""
     stop_strings: bool
     """Whether the engine can decode tokens, which stop strings need."""
+    masks: MaskMaker | None
+    """The maker of masks, which structures need."""
     adapters: EngineAdapters
     """The adapters among which requests choose."""
 
@@ -220,6 +223,13 @@ class Intake:
                 f"{name}: stop={sampling.stop}, but this engine has no tokenizer",
                 remedy="give stop_ids, or give the engine a decode function",
             )
+        if sampling.structure and bounds.masks is None:
+            raise RequestError(
+                f"{name}: structure={sampling.structure[:80]!r}, but this engine has no masks",
+                remedy="leave structure out, or give the engine a maker of masks",
+            )
+        if sampling.structure and bounds.masks is not None:
+            bounds.masks(sampling.structure)  # raises for what it cannot read, before the sequence joins
         if sequence.max_length > bounds.max_context:
             raise RequestError(
                 f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "

@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse
 from starlette.types import Send
 
 from headrace.base.clock import Clock
-from headrace.base.errors import ComponentDied
+from headrace.base.errors import ComponentDied, RequestError
 from headrace.base.net.refusal import Refusal
 from headrace.engine.base import Engine
+from headrace.engine.native.masks import MaskMaker
 from headrace.wings.serve import prompts
 from headrace.wings.serve.answers import AnswerHead, Json, usage
 from headrace.wings.serve.body import BodyLimits, read_object
@@ -36,6 +37,9 @@ class Service:
     tokenizer: ServedTokenizer
     served: prompts.ServedModel
     clock: Clock
+    masks: MaskMaker | None = None
+    """The maker of masks that the engine uses: it refuses a structure that cannot be kept to; ``None``: there is
+    none."""
     encoder: Executor
     """The thread that turns prompts into tokens, so that a long prompt does not hold up the event loop and with it all
     streams."""
@@ -70,6 +74,8 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
     prompts.check_body(body, service.served)
     loop, tokenizer = asyncio.get_running_loop(), service.tokenizer
     ids = await loop.run_in_executor(service.encoder, prompts.encode, body, tokenizer, service.served)
+    if body.structure and service.masks is not None:
+        await loop.run_in_executor(service.encoder, _compile, service.masks, body.structure)
     choices = prompts.choices(body, ids, tokenizer, service.served)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = AnswerHead(
@@ -85,6 +91,14 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
     return ParsedRequest(
         body=body, choices=choices, num_prompt_tokens=sum(map(len, ids)), head=head, text_options=text_options
     )
+
+
+def _compile(masks: MaskMaker, structure: str) -> None:
+    """Compile ``structure`` in this thread: the engine's finds it done. Raises :class:`Refusal` if it is refused."""
+    try:
+        masks(structure)
+    except RequestError as error:
+        raise Refusal(error.problem, remedy=error.remedy, param="response_format", code="unsupported_value") from None
 
 
 class Meter:

@@ -214,4 +214,5 @@ def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, se
         seed=seed % 2**63,
         record_kept=body.kept_sizes,
         record_top=num_top(body),
+        structure=body.structure,
     )

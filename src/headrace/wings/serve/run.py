@@ -23,6 +23,7 @@ from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, u
 from headrace.base.types.versions import INITIAL
 from headrace.engine.base import EngineCore
 from headrace.engine.native import NativeEngine
+from headrace.engine.native.masks import MaskMaker
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.devices import use
@@ -37,6 +38,7 @@ from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.config import ServeConfig, ServeSection
 from headrace.wings.serve.prompts import ServedModel
+from headrace.wings.serve.structure import Grammars
 
 LAST_RESORT_S = 5.0
 """After the grace period, how long connections may take to end before they are cut."""
@@ -48,6 +50,8 @@ class LoadedModel:
 
     core: EngineCore
     """The engine's core, with weights committed."""
+    masks: MaskMaker
+    """The maker of masks that the core uses."""
     tokenizer: ServedTokenizer
     name: str
     agents: tuple[str, ...] = ()
@@ -149,6 +153,7 @@ class _ServeServer:
     def _service(self, loaded: LoadedModel, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
         return Service(
             engine=engine,
+            masks=loaded.masks,
             tokenizer=loaded.tokenizer,
             served=ServedModel(
                 name=loaded.name, agents=loaded.agents, max_context=loaded.max_context, settings=self._limits
@@ -181,6 +186,8 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
             remedy="give the model another name: serve.name",
         )
     model = load_model(config.model, device)
+    ends = stop_ids(path, hub_tokenizer.eos_token_id)
+    masks = Grammars(hub_tokenizer, model.get_input_embeddings().num_embeddings, ends)
     core = NativeEngine(
         model,
         engine.on(device, shared=False),
@@ -188,11 +195,14 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
         receiver=LoadedWeights(),
         clock=clock,
         decode=tokenizer.decode_all,
+        masks=masks,
     )
     core.commit(INITIAL)
     fits = min(max_context, core.stats().cache_blocks * BLOCK)  # the cache may hold less than one context
     facts = {"device": device, "weights_bytes": model_bytes(model), **core.facts()}
-    return LoadedModel(core=core, tokenizer=tokenizer, name=name, agents=agents, max_context=fits, facts=facts)
+    return LoadedModel(
+        core=core, masks=masks, tokenizer=tokenizer, name=name, agents=agents, max_context=fits, facts=facts
+    )
 
 
 def model_name(config: ServeConfig) -> str:

@@ -6,6 +6,7 @@ refused, unless their value asks for no effect.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -14,6 +15,7 @@ from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from headrace.wings.serve.strict import Strict, StrictBody, read_stop
+from headrace.wings.serve.structure import choice, json_schema, regex
 
 MAX_BIASES = 1024
 """Largest number of entries of one ``logit_bias``."""
@@ -37,7 +39,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -68,6 +69,58 @@ def _read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 
 def _are_ids(values: list[Any]) -> bool:
     return all(type(value) is int and 0 <= value <= INT32_MAX for value in values)
+
+
+def _read_format(value: object) -> str:
+    match value:
+        case {"type": "text", **rest} if not rest:
+            return ""
+        case {"type": "json_object", **rest} if not rest:
+            return json_schema({"type": "object"})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}, **rest} if not rest:
+            return json_schema(schema)
+    raise PydanticCustomError(
+        "response_format",
+        'expected the type "text", "json_object", or "json_schema" with {"json_schema": {"schema": ...}}',
+    )
+
+
+def _read_schema(value: object) -> str:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("schema", "expected a JSON schema: an object, or the text of one")
+    return json_schema(value)
+
+
+def _read_regex(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise PydanticCustomError("regex", "expected a regular expression as text")
+    return regex(value)
+
+
+def _read_choice(value: object) -> str:
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise PydanticCustomError("choice", "expected a list of texts, none empty")
+    return choice(value)
+
+
+def _read_structured(value: object) -> str:
+    if isinstance(value, dict):
+        given = {name: part for name, part in value.items() if part is not None}
+        match given:
+            case {"json": schema, **rest} if not rest:
+                return _read_schema(schema)
+            case {"regex": pattern, **rest} if not rest:
+                return _read_regex(pattern)
+            case {"choice": texts, **rest} if not rest:
+                return _read_choice(texts)
+            case {"json_object": True, **rest} if not rest:
+                return json_schema({"type": "object"})
+    raise PydanticCustomError("structured_outputs", "expected an object with one of json, regex, choice, json_object")
 
 
 def _read_bias(value: object) -> dict[int, float]:
@@ -130,8 +183,33 @@ class Body(StrictBody):
     """Seconds after which each choice ends with the tokens it has; unset: no limit."""
     kept_sizes: bool = False
     """Whether each token carries the size of the kept-set that it was drawn from."""
+    response_format: Annotated[str, PlainValidator(_read_format)] = ""
+    """OpenAI's form of a structure: ``json_object``, or ``json_schema`` with a schema."""
+    guided_json: Annotated[str, PlainValidator(_read_schema)] = ""
+    """A JSON schema that each choice follows, as an object or as text."""
+    guided_regex: Annotated[str, PlainValidator(_read_regex)] = ""
+    """A regular expression that each choice matches from beginning to end."""
+    guided_choice: Annotated[str, PlainValidator(_read_choice)] = ""
+    """Texts one of which each choice is."""
+    structured_outputs: Annotated[str, PlainValidator(_read_structured)] = ""
+    """The same as an object with one of ``json``, ``regex``, ``choice`` and ``json_object``."""
     return_tokens_as_token_ids: bool = False
     """Whether tokens are named ``token_id:N`` among the logprobs, as two tokens may have the same text."""
+
+    @property
+    def structure(self) -> str:
+        """Return the description of what each choice must look like; empty for anything."""
+        given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
+        return next(filter(None, given), "")
+
+    @pydantic.model_validator(mode="after")
+    def _one_structure(self) -> Body:
+        given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
+        if len(list(filter(None, given))) > 1:
+            raise PydanticCustomError("structure", "expected one structure: response_format, guided_*, or another")
+        if self.structure and self.ignore_eos:
+            raise PydanticCustomError("structure", "expected no ignore_eos: an answer of a structure has an end")
+        return self
 
     @pydantic.field_validator("temperature")
     @classmethod

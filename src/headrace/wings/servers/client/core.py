@@ -245,6 +245,8 @@ class ServedEngine:
             "kept-sets (record_kept)": sampling.record_kept and not self._limits.record_kept,
             "experts (record_routing)": sampling.record_routing and self._limits.routing is None,
             "entropies (record_entropy)": sampling.record_entropy and not self._can.entropies,
+            "likeliest entries (record_top)": sampling.record_top > 0,
+            "structure of answers": bool(sampling.structure),
             "pinned sequences": request.pinned and not self._can.pins,
             f"adapter of an agent {request.agent!r}": request.agent not in self._server.handover.form.adapters,
         }

@@ -1,0 +1,88 @@
+"""The structure of answers: which tokens may come next in each row whose request asks for one.
+
+What a structure is, the engine does not know: a request carries its description, and the maker that the engine was
+given turns it into a mask that follows the answer token by token. Tokens that the mask excludes get the logit −inf
+after bias and penalties, before temperature and truncation, so that logprobs, kept-sets and entropies are those of the
+masked distribution.
+
+Shape legend: V vocabulary, D rows that draw in this step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.sampling import Sampling
+
+
+class TokenMask(Protocol):
+    """The mask of one answer, which follows it."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return which ids may come next; ids beyond its end may not."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Append a token that was allowed."""
+        ...
+
+
+MaskMaker = Callable[[str], TokenMask]
+"""Makes the mask of a new answer from the description of its structure. Raises
+:class:`~headrace.base.errors.RequestError` for one that it cannot read."""
+
+
+class Masks:
+    """The masks of all rows. Rows without a structure cost nothing."""
+
+    def __init__(self, make: MaskMaker) -> None:
+        self._make = make
+        self._rows: dict[int, TokenMask] = {}
+
+    def any(self) -> bool:
+        """Return whether a row has a mask."""
+        return bool(self._rows)
+
+    def join(self, row: int, sampling: Sampling, answer_ids_T: IntColumn) -> None:
+        """Set up ``row`` for a new sequence that has sampled ``answer_ids_T`` before."""
+        self._rows.pop(row, None)
+        if sampling.structure:
+            mask = self._rows[row] = self._make(sampling.structure)
+            for token in answer_ids_T.tolist():
+                mask.accept(token)
+
+    def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], count: int) -> None:
+        """Move the rows ``sources`` to the places ``targets``, after rows have left; ``count`` rows are in use now."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            moved = self._rows.pop(source, None)
+            self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+        for row in [row for row in self._rows if row >= count]:
+            del self._rows[row]
+
+    def apply(self, logits_DV: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Return the logits with −inf at every token that may not come next; ``logits_DV`` is not changed."""
+        masked = [(place, self._rows[row]) for place, row in enumerate(rows.tolist()) if row in self._rows]
+        if not masked:
+            return logits_DV
+        excluded_DV = np.zeros(logits_DV.shape, bool)
+        for place, mask in masked:
+            allowed_V = mask.allowed()[: logits_DV.shape[1]]
+            excluded_DV[place] = True
+            excluded_DV[place, : len(allowed_V)] = ~allowed_V
+        return logits_DV.masked_fill(torch.from_numpy(excluded_DV).to(logits_DV.device), -torch.inf)
+
+    def append(self, ids_D: Tensor, rows: npt.NDArray[np.int64]) -> None:
+        """Pass the sampled tokens on to the masks of their rows."""
+        if any(row in self._rows for row in rows.tolist()):
+            for row, token in zip(rows.tolist(), ids_D.tolist(), strict=True):
+                if row in self._rows:
+                    self._rows[row].accept(token)

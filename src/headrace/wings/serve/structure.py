@@ -1,0 +1,132 @@
+"""The structure of an answer: a JSON schema, a regular expression or a choice of texts, which the engine keeps to.
+
+A request's form of it (OpenAI's ``response_format``, vLLM's ``guided_*`` and ``structured_outputs``) becomes one
+description, a text that travels with the request's sampling. :class:`Grammars` turns a description into masks, with
+llguidance, which is imported here alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import RequestError, visible
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CHARACTERS = 65_536
+"""Length of the longest description."""
+_REMEMBERED = 64
+"""How many compiled grammars are kept."""
+_REMEDY = "send a JSON schema, a regular expression or a choice that llguidance supports"
+
+
+def json_schema(schema: Mapping[str, Any]) -> str:
+    """Return the description of JSON that follows ``schema``; ``{}`` allows any JSON."""
+    return json.dumps({"json_schema": schema})
+
+
+def regex(pattern: str) -> str:
+    """Return the description of text that matches the whole ``pattern``."""
+    return json.dumps({"regex": pattern})
+
+
+def choice(texts: Sequence[str]) -> str:
+    """Return the description of one of ``texts``.
+
+    >>> choice(["yes", "no?"])
+    '{"regex": "yes|no\\\\\\\\?"}'
+    """
+    return regex("|".join(re.escape(text) for text in texts))
+
+
+class Grammars:
+    """The maker of masks of one tokenizer (:data:`headrace.engine.native.masks.MaskMaker`). It may be called from any
+    thread. ``vocab_size`` is that of the model; after a complete answer only ``stop_ids`` may come."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
+        self._wrapped: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, description: str) -> GrammarMask:
+        """Return the mask of a new answer. Raises :class:`~headrace.base.errors.RequestError` for a description that
+        llguidance refuses."""
+        with self._lock:
+            matcher = self._compiled.get(description)
+            if matcher is None:
+                matcher = self._compiled[description] = self._compile(description)
+            self._compiled.move_to_end(description)
+            if len(self._compiled) > _REMEMBERED:
+                self._compiled.popitem(last=False)
+            return GrammarMask(matcher.deep_copy(), self._vocab_size)
+
+    def _compile(self, description: str) -> LLMatcher:
+        if len(description) > MAX_CHARACTERS:
+            raise RequestError(
+                f"a structure of {len(description)} characters is longer than {MAX_CHARACTERS}", remedy="shorten it"
+            )
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise RequestError(
+                "structured output needs llguidance, which is not installed",
+                remedy="pip install 'headrace[structured]' where the server runs",
+            ) from None
+        tree = json.loads(description)
+        grammar = (
+            LLMatcher.grammar_from_regex(tree["regex"])
+            if "regex" in tree
+            else LLMatcher.grammar_from_json_schema(tree["json_schema"])
+        )
+        matcher = LLMatcher(self._wrap(), grammar, log_level=0)
+        if matcher.is_error():
+            words = visible(matcher.get_error().splitlines()[0], 300)
+            raise RequestError(f"the structure cannot be kept to: {words}", remedy=_REMEDY)
+        if not GrammarMask(matcher, self._vocab_size).allowed().any():
+            raise RequestError("the structure allows no answer that this tokenizer can write", remedy=_REMEDY)
+        return matcher
+
+    def _wrap(self) -> LLTokenizer:
+        if self._wrapped is None:
+            from llguidance.hf import from_tokenizer
+
+            try:
+                self._wrapped = from_tokenizer(
+                    copy.copy(self._tokenizer), n_vocab=self._vocab_size, eos_token=self._stop_ids
+                )
+            except ValueError as error:
+                raise RequestError(
+                    f"structured output needs a tokenizer of bytes, and this one is none: {visible(str(error), 200)}",
+                    remedy="leave the structure out, or serve a model with a byte-level or byte-fallback tokenizer",
+                ) from None
+        return self._wrapped
+
+
+class GrammarMask:
+    """The mask of one answer (:class:`headrace.engine.native.masks.TokenMask`)."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return which ids may come next; none if the grammar has failed (:mod:`llguidance` bounds its work)."""
+        if self._matcher.is_error():
+            return np.zeros(self._vocab_size, bool)
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return bits[: self._vocab_size].astype(bool)
+
+    def accept(self, token: int) -> None:
+        """Append a token that was allowed."""
+        self._matcher.consume_token(token)

@@ -1,0 +1,191 @@
+"""Structured output of a server: every answer fits, and logprobs are those of the masked distribution."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import string
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers import models as tokenizer_models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from headrace.base.clock import RealClock
+from headrace.base.config import validate
+from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
+from headrace.launch.inprocess import LocalEngine
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.wings.serve.answering import Service
+from headrace.wings.serve.app import ServerState, make_app
+from headrace.wings.serve.config import ServeConfig
+from headrace.wings.serve.prompts import ServedModel
+from headrace.wings.serve.run import LoadedModel, load
+from headrace.wings.serve.structure import json_schema, regex
+
+pytest.importorskip("llguidance")
+Post = Callable[..., Any]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ab", "c"]}, "yes": {"type": "boolean"}, "n": {"type": "integer", "maximum": 99, "minimum": 0}
+    },
+    "required": ["name", "yes", "n"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    letters = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(tokenizer_models.BPE({letter: at for at, letter in enumerate(["<eos>", *letters])}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
+    vocab = "".join(chr(0x100 + at) for at in range(260))  # more rows than tokens, as models have them
+    spec = TinySpec(vocab=vocab, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64, init_std=0.3)
+    directory = make_tiny(tmp_path_factory.mktemp("bytes") / "bytes", spec)
+    byte_tokenizer().save_pretrained(directory)
+    for name in ("config.json", "generation_config.json"):
+        tree = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps({**tree, "eos_token_id": 0, "pad_token_id": 0}))
+    return validate(ServeConfig, {"model": {"path": str(directory)}, "engine": {"cache_tokens": 2048}})
+
+
+@pytest.fixture(scope="module")
+def loaded(config: ServeConfig) -> LoadedModel:
+    return load(config, clock=RealClock())
+
+
+@pytest.fixture(scope="module")
+def post(config: ServeConfig, loaded: LoadedModel) -> Post:
+    async def run(path: str, body: dict[str, Any]) -> httpx.Response:
+        served = ServedModel(name=loaded.name, max_context=loaded.max_context, settings=config.serve)
+        with ThreadPoolExecutor(1) as encoder:
+            async with asyncio.timeout(60), LocalEngine(loaded.core, clock=RealClock()) as engine:
+                service = Service(
+                    engine=engine, masks=loaded.masks, tokenizer=loaded.tokenizer, served=served, clock=RealClock(),
+                    encoder=encoder,
+                )  # fmt: skip
+                transport = httpx.ASGITransport(make_app(ServerState(service=service), ""))
+                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                    return await client.post(path, json=body)
+
+    return lambda path, **body: asyncio.run(run(path, body))
+
+
+def texts(answer: Any) -> list[str]:
+    choices = answer.json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    return [choice.get("text", choice.get("message", {}).get("content")) for choice in choices]
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        ("/v1/completions", {"guided_json": SCHEMA}),
+        ("/v1/completions", {"structured_outputs": {"json": json.dumps(SCHEMA)}}),
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    ],
+)  # fmt: skip
+def test_every_answer_follows_its_schema(post: Post, path: str, form: dict[str, Any]) -> None:
+    prompt = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    # whitespace is allowed between parts, and a random model would write nothing else
+    answer = post(path, **prompt, **form, n=8, max_tokens=200, seed=3, logit_bias={str(at): -100 for at in blanks()})
+    for text in texts(answer):
+        tree = json.loads(text)
+        assert tree.keys() == SCHEMA["properties"].keys()
+        assert tree["name"] in ("ab", "c")
+        assert isinstance(tree["yes"], bool)
+        assert 0 <= tree["n"] <= 99
+
+
+def blanks() -> list[int]:
+    return [token for text in (" ", "\n", "\r", "\t") for token in byte_tokenizer().encode(text)]
+
+
+def test_answers_match_their_expression_and_are_one_of_their_choices(post: Post) -> None:
+    for text in texts(post("/v1/completions", prompt="Hi", guided_regex="[a-c]{2,5}z", n=8, max_tokens=20)):
+        assert re.fullmatch("[a-c]{2,5}z", text)
+    many = texts(post("/v1/completions", prompt="Hi", guided_choice=["yes", "no (or so)"], n=16, max_tokens=20, seed=1))
+    assert set(many) == {"yes", "no (or so)"}
+    (greedy,) = texts(post("/v1/completions", prompt="Hi", structured_outputs={"choice": ["a", "bé"]}, temperature=0))
+    assert greedy in ("a", "bé")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"guided_regex": "("}, "the structure cannot be kept to"),
+        ({"guided_json": {"type": "nope"}}, "the structure cannot be kept to"),
+        ({"guided_json": "{"}, "expected a JSON schema"),
+        ({"guided_choice": []}, "expected a list of texts"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "expected one structure"),
+        ({"guided_regex": "a", "ignore_eos": True}, "expected no ignore_eos"),
+        ({"response_format": {"type": "xml"}}, "expected the type"),
+        ({"structured_outputs": {"grammar": "x"}}, "expected an object with one of json"),
+        ({"guided_regex": "a" * 70_000}, "longer than 65536"),
+    ],
+)
+def test_structures_that_cannot_be_kept_are_refused_in_words(post: Post, body: dict[str, Any], words: str) -> None:
+    refused = post("/v1/completions", prompt="Hi", **body)
+    assert refused.status_code == 400
+    assert words in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_p": 0.8}])
+def test_recorded_kept_sets_make_logprobs_under_a_structure_exact(loaded: LoadedModel, how: dict[str, Any]) -> None:
+    engine, prompt = loaded.core, np.array([40, 41, 42], np.int32)
+    structures = [json_schema(SCHEMA), regex("[a-c]{2,5}z"), ""]
+    for number, structure in enumerate(structures):
+        sampling = Sampling(max_new_tokens=40, seed=number, structure=structure, record_kept=True, stop_ids=(0,), **how)
+        engine.add(GenerateRequest(request_id=number, prompt_ids_T=prompt, sampling=sampling))
+    parts: dict[int, list[Tokens]] = {number: [] for number in range(len(structures))}
+    while engine.has_work():
+        for chunk in engine.step():
+            parts[chunk.request_id].append(chunk.tokens)
+    for number, structure in enumerate(structures):
+        tokens = Tokens.concat([Tokens.observed(prompt), *parts[number]])
+        if structure:
+            assert tokens.kept is not None
+            assert 0 < tokens.kept.sizes_T[3:].min() <= tokens.kept.sizes_T[3:].max() < 200
+        scored = engine.score(ScoreTokens.of(0, tokens, how.get("temperature", 1.0)))
+        np.testing.assert_allclose(tokens.logprobs_T[3:], scored[3:], atol=1e-4)
+
+
+def test_a_preempted_answer_keeps_to_its_structure(config: ServeConfig) -> None:
+    small = config.model_copy(update={"engine": config.engine.model_copy(update={"cache_tokens": 64})})
+    engine = load(small, clock=RealClock()).core
+    for number in range(4):
+        sampling = Sampling(max_new_tokens=40, seed=number, structure=regex("(ab){12}"), stop_ids=(0,))
+        engine.add(GenerateRequest(request_id=number, prompt_ids_T=np.array([5] * 9, np.int32), sampling=sampling))
+    answers: dict[int, list[int]] = {number: [] for number in range(4)}
+    while engine.has_work():
+        for chunk in engine.step():
+            answers[chunk.request_id] += chunk.tokens.ids_T.tolist()
+    assert engine.stats().preempted > 0
+    assert {byte_tokenizer().decode(ids, skip_special_tokens=True) for ids in answers.values()} == {"ab" * 12}
+
+
+def test_a_tokenizer_that_is_not_of_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path / "m", TinySpec(vocab=string.ascii_letters, hidden_size=16, num_heads=2))
+    engine = load(validate(ServeConfig, {"model": {"path": str(directory)}}), clock=RealClock()).core
+    request = GenerateRequest(
+        request_id=0, prompt_ids_T=np.array([3], np.int32), sampling=Sampling(max_new_tokens=4, structure=regex("a"))
+    )
+    with pytest.raises(ValueError, match="needs a tokenizer of bytes"):
+        engine.add(request)
