@@ -51,7 +51,7 @@ TOKEN = (
     Hop("engine/native/rows", "Rows.record", "_logprobs_RC"),
     Hop("engine/native/rows", "Rows._tokens", "Tokens", "Tokens"),
     Hop("engine/native/rows", "Rows.flush", "TokenChunk", "TokenChunk"),
-    Hop("engine/native/outbox", "ChunkBuilder._flush", "flush"),
+    Hop("engine/native/rows", "ChunkBuilder._flush", "flush"),
     Hop("launch/hosts/engine", "EngineHost._report", "send"),
     Hop("launch/channel", "ControllerChannel.receive", "_decoded"),
     Hop("launch/clients/peer", "Peer._route", "handle"),

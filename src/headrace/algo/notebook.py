@@ -183,6 +183,7 @@ def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, 
 def _refuse_unknown(
     options: Mapping[str, Any], kinds: Mapping[str, type[Section]], extra: frozenset[str] = frozenset()
 ) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for an option that none of the formulas ``kinds`` has."""
     known = extra.union(*(options_of(kind) for kind in kinds.values()))
     for key in options:
         if key not in known:

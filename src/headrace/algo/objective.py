@@ -138,6 +138,7 @@ class Objective:
         return replace(inputs, selected_NP=inputs.selected_NP[:, mine : mine + 1])
 
     def _check(self, inputs: LossInputs) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for a column that a formula reads and the inputs lack."""
         held = {
             "log_ref": inputs.log_ref_N, "entropy": inputs.entropy_N, "selected": inputs.selected_NP,
             "pairs": inputs.groups_S, "top_k": inputs.log_nu_NK, "baseline": inputs.baseline,

@@ -1,4 +1,4 @@
-"""Settings of the engine, and the description of a kind of engine: its settings, its capabilities and how it is
+"""Settings of the engines, and the description of a kind of engine: its settings, its capabilities and how it is
 opened."""
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
 from headrace.base.plugins import Registry
 from headrace.engine.capabilities import Capabilities
-from headrace.models.devices import AUTO, CPU, DeviceName
+from headrace.models.devices import AUTO, CPU, DeviceName, Devices
 
 if TYPE_CHECKING:
-    # a run file is read without torch
     from torch import Tensor
 
     from headrace.engine.base import EngineCore
@@ -249,3 +248,25 @@ def _refuse_server_of_none(kind: str, tree: Any) -> None:
         f"engine.server is set, and engine.kind={kind!r} has none",
         remedy=f"set engine.kind = {' or '.join(map(repr, owners))}, or leave [engine.server] out",
     )
+
+
+class FleetConfig(EngineConfig):
+    """Settings of sampling, of the batch, and of the number of engines."""
+
+    count: int = Field(default=1, ge=1, le=64)
+    """The number of engines: processes of this machine that share the requests. ``launch.engine_threads`` is divided
+    among all of them, ``cache_share`` among those on one device; ``max_sequences``, ``cache_tokens``, ``max_waiting``
+    and ``fork_memory`` apply to each."""
+
+    def for_engine(self, place: int, devices: Devices) -> EngineConfig:
+        """Return the settings of the engine with index ``place``. Engines on one device divide its memory.
+
+        >>> two = Devices(engines=("cuda:1", "cuda:1"), learner=("cuda:0",))
+        >>> FleetConfig(count=2).for_engine(0, two).cache_share
+        0.45
+        """
+        device = devices.engines[place]
+        settled = self.on(device, shared=device in devices.learner)
+        share = (settled.cache_share or 0.0) / devices.engines.count(device)
+        one = EngineConfig.model_validate({**settled.model_dump(exclude={"count"}), "cache_share": share})
+        return one.model_copy(update={"server": one.server.for_engine(place)})

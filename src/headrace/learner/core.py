@@ -359,6 +359,7 @@ class LearnerCore:
         return spans
 
     def _refuse(self, batch: Batch) -> None:
+        """Raise an error of the run for a batch of another step, or one that this learner cannot compute."""
         if batch.step != self._step:
             raise RunError(
                 f"the batch is of step {batch.step}, the learner is at step {self._step}",

@@ -137,6 +137,8 @@ class MixtureBalance:
         return {name: Ratio(value, 1.0) for name, value in found.items()}
 
     def _see(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Add what the router of layer ``index`` chose in this pass to the sums; called as a forward hook of the
+        router."""
         logits_NE, experts_NK = output[0], output[2]
         seen = self._now
         if seen is None:  # another pass, or a layer that is computed again: it must save the same tensors

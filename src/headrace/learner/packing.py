@@ -201,6 +201,7 @@ def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[
 
 
 def _refuse_long(units: Sequence[Unit], rows_U: Index, budget: int) -> None:
+    """Raise :class:`~headrace.base.errors.RunError` for a sample that is longer than a micro-batch may be."""
     if not len(rows_U) or rows_U.max() <= budget:
         return
     longest = int(np.argmax(rows_U))

@@ -282,6 +282,7 @@ def _refuse_other(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
 
 
 def _peft() -> Any:
+    """Import and return the package peft. Raises :class:`~headrace.base.errors.ConfigError` if it is not installed."""
     try:
         import peft
         import peft.functional

@@ -285,6 +285,8 @@ def _numbers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
 
 
 def _whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class of a multimodal model. Raises :class:`~headrace.base.errors.ModelError` if it has
+    none."""
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise ModelError(
             f"model.path={path!r} is a {config.model_type}: it takes more than text, and transformers knows no "

@@ -83,6 +83,8 @@ class Slots:
         return self._exchange(version, -(-len(self._target) // parts))
 
     def _exchange(self, version: int, at_once: int) -> Iterator[None]:
+        """Point the model at the tensors of the other slot, ``at_once`` of them between two pauses, and make
+        ``version`` current."""
         views = self._slots[1 - self._used]
         for place, (tensor, view) in enumerate(zip(self._target, views, strict=True)):
             if place and place % at_once == 0:

@@ -241,6 +241,7 @@ class Conversations:
         )
 
     def _read(self, index: int, reading: Reading) -> ReadAnswer:
+        """Return the message that a sampled turn holds, and count its calls of tools."""
         if self._chat is None:
             return ReadAnswer(message=Message(role="assistant"))
         answer = self._chat.read(index, self.turns[index].tokens.ids_T.tolist(), reading)

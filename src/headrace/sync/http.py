@@ -109,6 +109,7 @@ class HttpOutbox:
         return True
 
     def _upload(self, url: str, key: str, request: SendRequest) -> None:
+        """Upload an update to one engine. Raises :class:`~headrace.base.errors.WeightsError` if that fails."""
         try:
             self._put(url, key, request)
         except (OSError, http.client.HTTPException) as error:

@@ -350,6 +350,7 @@ def _manifest(route: Route, weights: Weights) -> Manifest:
 
 
 def _refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
+    """Check that the receiver refuses ``update``, with all of ``words`` in its reason."""
     problem = None
     try:
         pair.receiver.stage(update)

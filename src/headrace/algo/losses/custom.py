@@ -92,6 +92,7 @@ class Custom(AnchoredLoss):
         return loss
 
     def _refuse_other_shapes(self, tokens_N: Tensor, log_pi_N: Tensor) -> None:
+        """Raise :class:`~headrace.base.errors.DataError` unless the user's loss has returned one value per token."""
         if not isinstance(tokens_N, type(log_pi_N)):
             problem = f"{self.ref} returned a {type(tokens_N).__name__}"
         elif tokens_N.shape != log_pi_N.shape:

@@ -32,6 +32,7 @@ def descriptions(kind: type[Section]) -> dict[str, str]:
 
 
 def _attribute_docstrings(kind: type[Section]) -> dict[str, str]:
+    """Return the docstrings of the fields of a section, by name, from its source."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     return {

@@ -386,6 +386,7 @@ class Fleet:
             await (member.engine.resume() if release is None else member.engine.pause(release=release))
 
     async def _stage_on(self, member: Member, update: WeightUpdate) -> NeedsFull | None:
+        """Stage ``update`` on one engine; return its refusal if it needs the whole version instead of a difference."""
         with self._tolerating_loss(member):
             try:
                 await member.engine.stage(update)

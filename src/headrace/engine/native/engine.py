@@ -40,11 +40,10 @@ from headrace.engine.native.controls import Controls
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
 from headrace.engine.native.masks import MaskMaker, Masks
 from headrace.engine.native.memory import make_cache
-from headrace.engine.native.outbox import ChunkBuilder
 from headrace.engine.native.packing import PackedWeightReceiver
 from headrace.engine.native.pins import Pins
 from headrace.engine.native.routes import RoutingStore
-from headrace.engine.native.rows import Flags, Follower, Index, Rows
+from headrace.engine.native.rows import ChunkBuilder, Flags, Follower, Index, Rows
 from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
@@ -414,6 +413,8 @@ class NativeEngine:
             self._pins.drop(sequence.pin, sequence.arrival)
 
     def _open_routes(self, request_id: int) -> None:
+        """Allocate what records routing. Raises :class:`~headrace.base.errors.RequestError` if this model or engine
+        cannot."""
         try:
             problem = self._routes.open()
         except ModelError as error:

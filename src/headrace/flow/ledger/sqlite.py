@@ -200,6 +200,7 @@ class SqliteLedger:
         # otherwise a writer's thread hangs in the database, which closes when the process ends
 
     def _copy_log(self) -> None:
+        """Ask for a copy of the write-ahead log into the database file, which a thread makes."""
         self._uncopied_bytes = 0
         if isinstance(self._path, str):
             return  # a ledger without a file has no log

@@ -82,6 +82,7 @@ def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
 
 
 def _turn(turn: _Turn) -> Turn:
+    """Return the turn that a record of the ledger holds."""
     return Turn(
         author=turn.author,
         tokens=Tokens(

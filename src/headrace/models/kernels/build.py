@@ -157,6 +157,8 @@ def _is_complete(file: Path) -> bool:
 
 
 def _build(command: Sequence[str], file: Path) -> None:
+    """Compile the kernels into ``file``, with a digest of their bytes at its end. The file appears only when it is
+    complete."""
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         for name, source in _SOURCES.items():
             (Path(scratch) / name).write_bytes(source)

@@ -91,6 +91,8 @@ def _instead(keys_BCE: Tensor, _: Tensor) -> Tensor:
 
 
 def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _IndexedRows:
+    """Return the indices that some rows of a pass need: their tokens, their blocks, and which positions each token may
+    see."""
     starts_B, counts_B = geometry.starts_R[members], geometry.counts_R[members]
     final_B = (starts_B + counts_B - 1) // BLOCK
     places_BM = np.minimum(np.arange(int(final_B.max()) + 1), final_B[:, None])

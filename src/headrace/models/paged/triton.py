@@ -70,6 +70,7 @@ class TritonAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _write(self, new_NKE: Tensor, pool_PKSE: Tensor) -> None:
+        """Write the keys or values of the new tokens into their blocks of the pool."""
         num_tokens, num_heads, size = new_NKE.shape
         _kernel("write")[num_tokens, num_heads](
             *(new_NKE, pool_PKSE, self._writer.blocks_N, self._writer.places_N),

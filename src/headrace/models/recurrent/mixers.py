@@ -97,6 +97,8 @@ def _convolve(recur: Recur, reference: Function) -> Function:
 
 
 def _delta_rule(recur: Recur, reference: Function) -> Function:
+    """Return a function that replaces transformers' gated delta rule in a mixer: it hands the inputs to ``recur``."""
+
     def delta_rule(
         query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, chunk_size: int = 64,
         use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,

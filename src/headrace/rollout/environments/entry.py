@@ -47,6 +47,7 @@ def load_entry(
 
 
 def _describe(found: Any) -> str:
+    """Return what a user has written in place of a rollout or an environment, for an error."""
     if inspect.isfunction(found):
         parameters = ", ".join(inspect.signature(found).parameters)
         return f"{'an async' if inspect.iscoroutinefunction(found) else 'a plain'} function of ({parameters})"
@@ -82,6 +83,8 @@ def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
 
 
 def _checked_rollout(found: Callable[..., Awaitable[Any]]) -> Rollout:
+    """Return the user's rollout with its result as an episode, whose reward is checked to be a number."""
+
     async def attempt(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         returned = await found(task, policy)
         return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))

@@ -88,6 +88,7 @@ def _check_prompt(prompt: Any, where: str) -> Prompt:
 
 
 def _encode_chat(messages: list[dict[str, Any]], tokenizer: PromptTokenizer, where: str) -> list[int]:
+    """Return the ids of chat messages by the model's template, with the beginning of an answer."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: chat messages, but the model's tokenizer has no chat template",

@@ -60,6 +60,7 @@ def _refuse_missing_cells(reward: RewardSection, tasks: Sequence[Task]) -> None:
 
 
 def _refuse_unknown_columns(reward: RewardSection, columns: frozenset[str]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a column that a reward reads and no row has."""
     for column, reader in reward.columns().items():
         if column not in columns:
             raise ConfigError(

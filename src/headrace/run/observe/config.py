@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.base.config import Section
-from headrace.run.observe.alarms.config import AlarmsConfig
-from headrace.run.observe.writers.registry import WriterConfig
+from headrace.run.observe.alarms.base import AlarmsConfig
+from headrace.run.observe.writers import WriterConfig
 
 
 class ObserveConfig(Section):

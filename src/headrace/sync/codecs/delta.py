@@ -108,6 +108,8 @@ def _damaged(words: str) -> NeedsFull:
 
 @lru_cache(maxsize=1)
 def _zstandard() -> Any:
+    """Import and return the package zstandard. Raises :class:`~headrace.base.errors.ConfigError` if it is not
+    installed."""
     try:
         import zstandard
     except ImportError:

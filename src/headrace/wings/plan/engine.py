@@ -295,6 +295,7 @@ class SimulatedEngine:
         self._changed[self] = None
 
     def _restart_running(self) -> None:
+        """Let all running answers begin again, without the tokens that they had."""
         for answer in self._running():
             received = self._steps - answer.joined_at
             self.counts.wasted += received

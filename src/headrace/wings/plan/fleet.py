@@ -148,6 +148,7 @@ class SimulatedFleet:
             committed()
 
     def _swap(self, engine: SimulatedEngine) -> None:
+        """Let one engine commit the newest version, and note when the commits of this moment have ended."""
         engine.swap(self._target_version, self._sync.interrupt, self._sync.gap_s)
         if engine not in self._indexed_load:
             self._index(engine)

@@ -92,6 +92,7 @@ class SimulatedLearner(Generic[B]):
         self._start_next()
 
     def _start_next(self) -> None:
+        """Start the step that was ordered first, if the learner is free."""
         if self.current is not None or not self._ordered:
             return
         work = self.current = self._ordered.popleft()

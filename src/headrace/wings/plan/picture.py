@@ -36,6 +36,7 @@ def _speeds(drawing: Drawing, found: SearchResult) -> None:
 
 
 def _idle(drawing: Drawing, rows: dict[str, PlanRow]) -> None:
+    """Draw the idle time of engines and learner, two bars for each row."""
     drawing.text(20, 400, "Idle time", size=15, color=INK)
     drawing.text(120, 400, "% of the time")
     drawing.legend(240, 400, [("engines", BLUE), ("learner", ORANGE)])

@@ -141,6 +141,7 @@ class Search:
         return self._result(began_s, requested, requested, fresh)
 
     def _result(self, began_s: float, best: Candidate, requested: Candidate, synchronous: Candidate) -> SearchResult:
+        """Return the result of the search, which began at ``began_s``."""
         return SearchResult(
             site=self.site,
             best=best,

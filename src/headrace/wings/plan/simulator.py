@@ -118,6 +118,8 @@ class Simulation:
         )
 
     def _run(self) -> None:
+        """Execute events until the last step is committed, and add the time in which the learner waits to what it waits
+        for."""
         self._settle()
         while self.flow.state.version < self.world.steps:
             before_s, waits = self.events.now_s, self._common_wait()
@@ -169,6 +171,7 @@ class Simulation:
     # --- generation
 
     def _start(self, admission: Admission) -> SimulatedGroup:
+        """Start a group that the flow admits: draw its difficulty, its prompt and the turns of its episodes."""
         self.flow.start(admission.number)
         group = SimulatedGroup(number=admission.number, chance=self._draws.chance())
         self.groups[group.number] = group

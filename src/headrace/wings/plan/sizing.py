@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace.base.errors import ConfigError
-from headrace.engine.fleet.config import FleetConfig
+from headrace.engine.config import FleetConfig
 from headrace.flow import FlowConfig
 from headrace.learner import LearnerConfig
 from headrace.models.config import LoraConfig, ModelConfig
@@ -113,6 +113,8 @@ def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
 
 
 def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit | None:
+    """Return a division of the cluster in which everything fits, with engines and learner apart or, failing that,
+    sharing accelerators; ``None`` if there is none."""
     division = _divide(request, cluster, longest)
     if _is_complete(division, cluster):
         return replace(division, shared_tokens=_shared_tokens(request, cluster, division.ways, longest))

@@ -164,6 +164,8 @@ class PlanContext:
         )
 
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
+        """Return the cost of a version: the measured one, or one from the sizes and the rates of copies, network and
+        memory."""
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=choice.interrupt)
         cost = TRANSPORTS.load(choice.transport).cost
@@ -184,6 +186,7 @@ class PlanContext:
         return request.weight_bytes * min(1.0, CODECS[request.sync.codec] * 4 / request.number_bytes)
 
     def _failure_cost(self, trainers: int) -> FailureCost:
+        """Return how often engines and learner fail, and how long their restarts take."""
         cluster = self.cluster
         if cluster.mtbf_h is None:
             return FailureCost()

@@ -70,6 +70,8 @@ class ViewAuth:
         await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
     def _answer(self, scope: Scope) -> Response | None:
+        """Return the answer to a request that may not pass: the form for the token, its cookie, or status 401; ``None``
+        to let it pass."""
         headers = Headers(scope=scope)
         given = parse_qs(scope["query_string"].decode("latin-1"), errors="replace").get("token", [""])[0]
         if given and scope["path"] == "/":

@@ -79,6 +79,8 @@ class EpisodeAdvantages:
 
 
 def _compute(run: OpenRun, step: int) -> _Step:
+    """Compute the advantages of all episodes of a step as the run did; return a reason instead where they cannot be
+    computed."""
     from headrace.algo.advantages import Outcomes
 
     try:
@@ -117,6 +119,8 @@ def _reverse_kl(run: OpenRun) -> ReverseKl | None:
 
 
 def _outcomes(kind: Any, rows: Sequence[EpisodeRow]) -> Any:
+    """Return the rewards, groups and lengths of the episodes as the record ``kind`` from which advantages are
+    computed."""
     names = list(rows[0].parts)
     parts_EK = None
     if names and all(list(row.parts) == names for row in rows):

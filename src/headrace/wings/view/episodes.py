@@ -1,12 +1,18 @@
 """The answers to the pages about episodes: the list, one episode with the graph of its turns, and windows of its
 tokens.
 
+Log-probabilities beside those of the engine come from two places:
+
+    a teacher with an engine           ··▶ columns of the turns, recorded before the step
+    the learner, a teacher beside it   ··▶ columns recorded by the step that trained the episode
+
 Shape legend: T tokens of one turn, W tokens of the window that is shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,12 +23,12 @@ from headrace.base.clock import Clock
 from headrace.base.errors import DataError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
 from headrace.base.types.recorded import Routing
-from headrace.base.types.tokens import versions_of
+from headrace.base.types.teacher_scores import TeacherScores
+from headrace.base.types.tokens import FloatColumn, versions_of
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeQuery, EpisodeRow
 from headrace.wings.view.credit import EpisodeAdvantages
 from headrace.wings.view.run import OpenRun
-from headrace.wings.view.teacher_columns import TeacherColumns, max_abs, no_teacher_reason
 
 PAGE = 50
 MOST_PAGE = 500
@@ -223,6 +229,7 @@ def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
 def _turn(
     run: OpenRun, index: int, turn: Turn, advantages: Sequence[float] | None, differing: npt.NDArray[np.int64] | None
 ) -> dict[str, Any]:
+    """Return what the page of an episode shows of one turn, without its tokens."""
     tokens = turn.tokens
     return {
         "index": index,
@@ -265,6 +272,8 @@ def _excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]
 
 
 def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
+    """Return where ``needle`` first stands in the text of an episode, with the text around it; ``None`` if it is not
+    there."""
     for index, turn in enumerate(episode.turns):
         text = run.words.text(turn.tokens.ids_T.tolist())
         at = text.casefold().find(needle)
@@ -328,3 +337,50 @@ def _range(values: npt.NDArray[Any]) -> tuple[float, float] | None:
 
 def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherColumns:
+    """The recorded values of one episode, by the index of the turn; turns without a record are left out."""
+
+    gaps: Mapping[int, FloatColumn]
+    """log π − log μ of each token that carried loss; NaN for the others."""
+    teacher_scores: Mapping[int, TeacherScores]
+    """The values that a teacher computed for the tokens, with an engine or beside the learner."""
+
+    @classmethod
+    def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
+        """Read the recorded values of ``episode``."""
+        learned = run.browser().learned(episode.key.group)
+        served = {
+            index: turn.tokens.teacher_scores
+            for index, turn in enumerate(episode.turns)
+            if turn.tokens.teacher_scores is not None
+        }
+        if learned is None:
+            return cls(gaps={}, teacher_scores=served)
+        return cls(gaps=learned.gaps(episode), teacher_scores={**learned.teacher_scores(episode), **served})
+
+    def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
+        """Return log ν − log μ of each token of a turn; NaN where the teacher computed nothing; ``None`` without a
+        record."""
+        teacher_scores = self.teacher_scores.get(turn)
+        return None if teacher_scores is None else teacher_scores.logprobs_T - episode.turns[turn].tokens.logprobs_T
+
+
+def no_teacher_reason(run: OpenRun, step: int | None) -> str:
+    """Return the reason why no teacher's values are recorded for an episode that ``step`` trained (``None``: no step
+    did)."""
+    teachers: list[dict[str, Any]] = run.setting("learner", "teachers") or []
+    if not teachers:
+        return "the run has no teacher"
+    if any(teacher.get("engine") is not None for teacher in teachers):
+        return "no teacher was asked about it"
+    if step is None:
+        return "no step has taken its group"
+    return "not recorded: a teacher beside the learner says log ν only where algo.advantage = 'reverse_kl' asks for it"
+
+
+def max_abs(gaps_T: FloatColumn | None) -> float | None:
+    """Return the largest finite absolute value; ``None`` if there is none."""
+    return None if gaps_T is None or not np.isfinite(gaps_T).any() else float(np.nanmax(np.abs(gaps_T)))

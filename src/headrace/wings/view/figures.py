@@ -225,6 +225,7 @@ def _survivors(browser: Browser) -> dict[str, Any] | None:
 
 
 def _fates(found: Conservation) -> dict[str, Any]:
+    """Return, for groups, episodes and tokens, how many were submitted and what became of them."""
     units: dict[str, UnitCounts] = {"groups": found.groups, "episodes": found.episodes, "tokens": found.tokens}
     return {
         name: {
@@ -254,6 +255,7 @@ def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(pid: object) -> dict[str, Any]:
+    """Return the memory, processor time and threads of a process; nothing if it has ended."""
     if not isinstance(pid, int):
         return {}
     try:

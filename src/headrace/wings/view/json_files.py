@@ -121,6 +121,7 @@ class JsonFile:
         return found if isinstance(found, dict) else {}
 
     def _read(self) -> dict[str, Any]:
+        """Return the content of the file; an empty one, and the problem in ``problem``, if it cannot be read."""
         self.problem = ""
         try:
             if self._path.stat().st_size > MOST_OBJECT_BYTES:

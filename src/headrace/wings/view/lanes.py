@@ -169,6 +169,8 @@ class LaneIndex:
         return {"lane": lane, "parts": parts}
 
     def _part(self, lane: str, name: str, inside: Places, few: bool, edges_B: Column) -> dict[str, Any]:
+        """Return one kind of span of a lane in a window: each span if there are ``few``, otherwise the filled share of
+        each bin."""
         kind = self._kinds[lane, name]
         part: dict[str, Any] = {"name": name, "wait": kind.waits, "count": len(inside)}
         if few:

@@ -51,6 +51,8 @@ def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
 def _candidates(
     episode: EpisodeGraph, row: EpisodeRow, gaps: Mapping[int, FloatColumn] | None
 ) -> list[tuple[float, tuple[int, int, int, int], dict[str, Any]]]:
+    """Return the least likely tokens of an episode (with ``gaps``, those with the largest difference of engine and
+    learner), each with its rank, its place for the order of equal ranks, and what the page shows of it."""
     found = []
     for index, turn in enumerate(episode.turns):
         tokens = turn.tokens

@@ -54,6 +54,7 @@ class DirectoryTokenizer:
 
 
 def _load(model_dir: str) -> Decode:
+    """Return the function from ids to text of the run's model, by the fast tokenizer if its file is there."""
     if not model_dir:
         raise ModelError("the settings of this run name no model", remedy="restore its config.json")
     model_dir = local_directory(model_dir, weights=False, fetch=False)

@@ -12,8 +12,17 @@ from statistics import median
 
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
-from headrace.run.observe.alarms.base import Alarm, Baseline, Lasting, Moment, Now, Numbers, Raised
-from headrace.run.observe.alarms.config import OFFERED, AlarmsConfig
+from headrace.run.observe.alarms.base import (
+    OFFERED,
+    Alarm,
+    AlarmsConfig,
+    Baseline,
+    Lasting,
+    Moment,
+    Now,
+    Numbers,
+    Raised,
+)
 from headrace.run.observe.metrics import flat
 from headrace.run.observe.words import duration, number
 

@@ -1,8 +1,23 @@
 """Writers of metrics to other programs: TensorBoard, Weights & Biases, trackio, MLflow, Prometheus. Each is one
 file."""
 
-from headrace.run.observe.writers.base import MetricWriter, RunFacts
+from __future__ import annotations
+
+from typing import Annotated
+
+from headrace.base.config.kinds import Kinds
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection
+from headrace.run.observe.writers.mlflow import Mlflow
 from headrace.run.observe.writers.posting import Posting
-from headrace.run.observe.writers.registry import WriterConfig
+from headrace.run.observe.writers.prometheus import Prometheus
+from headrace.run.observe.writers.tensorboard import TensorBoard
+from headrace.run.observe.writers.trackio import Trackio
+from headrace.run.observe.writers.wandb import Wandb
+
+AnyWriter = TensorBoard | Wandb | Trackio | Mlflow | Prometheus
+WRITERS = Kinds(AnyWriter, group="headrace.writers", setting="observe.writers", contract=WriterSection)
+"""Every kind of writer, those of installed packages included."""
+WriterConfig = Annotated[AnyWriter, WRITERS]
+"""The settings of any writer. A kind is a file, a row here and an extra; ``metrics.jsonl`` is always written."""
 
 __all__ = ["MetricWriter", "Posting", "RunFacts", "WriterConfig"]

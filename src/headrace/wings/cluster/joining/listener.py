@@ -174,6 +174,7 @@ class JoinListener:
         return request
 
     def _machine(self, request: JoinRequest) -> JoinedStarter:
+        """Return the starter of processes on a machine that has asked to join, under the next free name."""
         name = f"node-{self._num_machines}"
         self._num_machines += 1
         channel = ControllerChannel(self._site.directory, name, controller.Message, host=self._host)

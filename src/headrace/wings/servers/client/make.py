@@ -123,6 +123,7 @@ def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig |
 def _opened_carrier(
     parts: ServerParts, wire: Wire, handover: Handover, carrier_config: CarrierConfig | None
 ) -> Iterator[None]:
+    """Give ``handover`` a carrier of weights to other machines inside the context, if the settings ask for one."""
     if carrier_config is None:
         yield
         return

@@ -199,6 +199,7 @@ class AnswerStreams:
             self._held_back.append(answer)
 
     def _admit(self) -> None:
+        """Start the requests that wait, in the order of their priority, while there are free streams."""
         while self._waiting and len(self._running) < self._config.max_streams:
             _, answer = heapq.heappop(self._waiting)
             request_id = answer.request.request_id

@@ -118,6 +118,7 @@ class Wire:
         return ComponentDied(f"the connection to the server at {self.address} {words}", remedy="look at its log")
 
     def _run(self) -> None:
+        """Run the event loop of the wire's thread, and keep the error with which it ends."""
         try:
             asyncio.run(self._open())
         except asyncio.CancelledError:

@@ -100,6 +100,7 @@ class VersionReceiver:
         return {"path": str(directory), "hashes": hashes}
 
     def _join_group(self, order: dict[str, Any], attempt: str) -> _Group:
+        """Return the process group of the order, which is joined if it is another than before."""
         group, settings = self._group, order["group"]
         if group is None or group.name != settings["name"]:
             with self._while_latest(attempt):
