@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT, Block, blocks_of
 from tests.run.session.runs import make_run, tiny_model
 
 PAGE = ROOT / "CONTRIBUTING.md"
-FILES = [block for block in blocks_of(PAGE) if block.title.startswith("src/")]
+FILES = [block for block in blocks_of(PAGE) if block.title.startswith(("src/", "tests/"))]
 SHELL = "".join(block.text for block in blocks_of(PAGE) if block.language == "sh" and "huber" in block.text)
 COMMANDS = SHELL.splitlines()
 
@@ -40,6 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("contributor")
     shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (home / "docs").mkdir()
+    shutil.copytree(ROOT / "tests/algo", home / "tests/algo", ignore=shutil.ignore_patterns("__pycache__"))
     for block in FILES:
         lay_in(block, home)
     make_run(home / "there", tiny_model(home / "tiny"))
@@ -49,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_has_a_file_its_rows_and_commands() -> None:
-    assert [block.language for block in FILES] == ["python", "diff", "diff"]
+    assert [block.language for block in FILES] == ["python", "diff", "diff", "diff"]
     assert [line.split()[0] for line in COMMANDS] == ["headrace", "python", "headrace"]
 
 
@@ -65,3 +66,23 @@ def test_commands_of_the_page_do_what_it_says(line: str, home: Path) -> None:
     said = done.stdout or (home / "docs/formulas.md").read_text()
     assert "huber" in said
     assert "  fail  " not in said
+
+
+def test_the_suites_pass_with_the_loss_and_its_reference(home: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/algo/test_losses.py",
+        "-k",
+        "huber",
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home / "src"), str(home)])}
+    done = subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
