@@ -6,10 +6,12 @@ kill, at whichever moment, the state of a model is its last copy on the disk and
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +35,14 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 CREATE TABLE IF NOT EXISTS samplers (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, base TEXT NOT NULL, path TEXT, kind TEXT NOT NULL, model TEXT,
     directory TEXT, version INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS samples (
+    number INTEGER PRIMARY KEY, name TEXT NOT NULL, sampler TEXT NOT NULL, created_s REAL NOT NULL,
+    prompt BLOB NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, stop TEXT NOT NULL);
 """
 _FORMAT = "1"
+JOURNAL_FILE, LOCK_FILE = "journal.sqlite", "server.lock"
+KEPT_SAMPLES = 2000
+"""How many sampled sequences are kept for who looks at them later; older ones are deleted."""
 
 WAITING, DONE, FAILED = "waiting", "done", "failed"
 """The states of a request: waiting ──▶ done or failed."""
@@ -64,26 +72,27 @@ class Outcome:
 
 
 class Journal:
-    """An SQLite database in ``directory``, used by one process at a time; any of its threads may call."""
+    """An SQLite database in ``directory``, written by one process at a time; any of its threads may call. Others may
+    read it meanwhile."""
 
     def __init__(self, directory: Path) -> None:
         """Open the journal, or make it. Raises :class:`~headrace.base.errors.ConfigError` for one of another format,
         and if another process has it open."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(directory / "journal.sqlite", check_same_thread=False, isolation_level=None)
+        self._descriptor = _hold(directory)
+        self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         self._lock = threading.RLock()
         try:
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_TABLES)
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
         except sqlite3.OperationalError as error:
-            self._db.close()
+            self.close()
             raise ConfigError(
                 f"--state {directory}: its journal cannot be used: {error}",
-                remedy="end the server that uses it, or give another directory",
+                remedy="end the program that writes it, or give another directory",
             ) from None
         found = self.value("format")
         if found != _FORMAT:
@@ -96,6 +105,7 @@ class Journal:
         """Close the database."""
         with self._lock:
             self._db.close()
+            os.close(self._descriptor)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -159,6 +169,15 @@ class Journal:
         )
         return [JournalEntry(**dict(row)) for row in rows]
 
+    def keep_samples(self, rows: Sequence[tuple[object, ...]]) -> None:
+        """Write sampled sequences, each as the values of the columns after its number."""
+        with self.transaction():
+            self._db.executemany("INSERT INTO samples VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+
+    def forget_samples(self) -> None:
+        """Delete the sampled sequences before the last :data:`KEPT_SAMPLES`."""
+        self.run("DELETE FROM samples WHERE number <= (SELECT max(number) FROM samples) - ?", KEPT_SAMPLES)
+
     def forget_before(self, model: str, seq: int, fetched_before_s: float) -> None:
         """Drop the bodies of requests up to ``seq``, which a copy on the disk covers, and results that were fetched
         before a time."""
@@ -168,6 +187,20 @@ class Journal:
                 "UPDATE requests SET result = NULL WHERE model = ? AND seq <= ? AND fetched_s < ?",
                 model, seq, fetched_before_s,
             )  # fmt: skip
+
+
+def _hold(directory: Path) -> int:
+    """Return a descriptor that holds the directory until it is closed. Raises
+    :class:`~headrace.base.errors.ConfigError` while another process holds it."""
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"--state {directory} is used by another server", remedy="end that server, or give another directory"
+        ) from None
+    return descriptor
 
 
 def facts_of(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import secrets
 import socket
@@ -166,6 +167,7 @@ class _LoadedBase:
         ends = stop_ids(path, tokenizer.eos_token_id)
         self.sample_limits = SampleLimits(vocab_size=vocab, max_context=context, stop_ids=ends)
         self.architecture = type(model).__name__
+        self.journal.set_value("bases", json.dumps(dict.fromkeys(config.names, path)))
         if self.journal.value("seed") is None:
             self.journal.set_value("seed", secrets.token_hex(8))
 

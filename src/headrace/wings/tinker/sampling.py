@@ -64,6 +64,8 @@ class SamplePlan:
 
 Score = Callable[[Array, int, Array | None], Awaitable[PromptScores]]
 """Scores a sequence: its ids, how many likeliest entries, and targets."""
+Keep = Callable[[Sequence[tuple[Tokens, StopReason]]], None]
+"""Is told the samples of a request, and why each ended."""
 
 
 def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
@@ -171,14 +173,16 @@ def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> Array:
     return values.reshape(shape)
 
 
-async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Score) -> bytes:
-    """Sample, score, and return the answer as bytes. If the caller is cancelled, so are the samples."""
+async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Score, keep: Keep) -> bytes:
+    """Sample, score, and return the answer as bytes; ``keep`` is called with the samples. If the caller is cancelled,
+    so are the samples."""
     try:
         async with asyncio.TaskGroup() as group:  # all start in one turn of the loop, so they join the batch together
             tasks = [group.create_task(_one(plan.prompt_N, each, engine, adapter)) for each in plan.samplings]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     sampled = [task.result() for task in tasks]
+    keep(sampled)
     sequences = [await _sequence(plan, tokens, reason, score) for tokens, reason in sampled]
     logprobs_N, top, targets = None, None, None
     if plan.wants_prompt or plan.top_prompt or plan.targets_NK is not None:

@@ -8,16 +8,20 @@ import json
 import secrets
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headrace.base.clock import Clock
 from headrace.base.errors import EngineFull
 from headrace.base.net.refusal import Refusal, shown
+from headrace.base.types.episode import StopReason
+from headrace.base.types.tokens import Tokens
 from headrace.engine.base import TokenSource
 from headrace.wings.tinker import schema, wire
 from headrace.wings.tinker.compute import BaseCompute, PromptScores
@@ -124,6 +128,7 @@ class TinkerService:
         expired = "SELECT path FROM checkpoints WHERE expires_s < ?"
         for row in self._journal.all(expired, self._clock.wall()):
             self.remove_checkpoint(row["path"])
+        self._journal.forget_samples()
 
     def _park(self, session: str) -> None:
         self._beats.pop(session, None)
@@ -302,7 +307,7 @@ class TinkerService:
 
     async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
         try:
-            return await self._sample(given, record)
+            return await self._sample(given, record, name)
         except EngineFull as error:
             return Found(body=failure(error), status=410)  # the client asks anew
         except Exception as error:  # noqa: BLE001 - the edge of a request: one client's must not end the others'
@@ -311,18 +316,34 @@ class TinkerService:
             if name in self._samples:
                 self._samples[name].ended_s = self._clock.now()
 
-    async def _sample(self, given: schema.SampleBody, record: SamplerRecord) -> Found:
+    async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
         plan = plan_of(given, self._parts.sample_limits, secrets.randbits(62))
         weights = self._parts.weights
         adapter = "" if record.directory is None else record.id
         if adapter:
             await asyncio.to_thread(weights.use, adapter, lambda: self._read_sampler(record))
         try:
-            score = partial(self._score, record)
-            return Found(body=await answer(plan, self._parts.engine, adapter, score), media=PROTOBUF)
+            score, keep = partial(self._score, record), partial(self._keep, record, name, plan.prompt_N)
+            return Found(body=await answer(plan, self._parts.engine, adapter, score, keep), media=PROTOBUF)
         finally:
             if adapter:
                 weights.release(adapter)
+
+    def _keep(
+        self, record: SamplerRecord, name: str, prompt_N: Array, sampled: Sequence[tuple[Tokens, StopReason]]
+    ) -> None:
+        """Write what was sampled, with the version of each token, for who looks at it later."""
+        now_s, prompt = self._clock.wall(), prompt_N.astype(np.int32).tobytes()
+        self._journal.keep_samples(
+            [
+                (
+                    f"{name}:{place}", record.id, now_s, prompt, tokens.ids_T.astype(np.int32).tobytes(),
+                    tokens.logprobs_T.astype(np.float32).tobytes(), tokens.versions_T.astype(np.int32).tobytes(),
+                    reason.value,
+                )
+                for place, (tokens, reason) in enumerate(sampled)
+            ]
+        )  # fmt: skip
 
     def _read_sampler(self, record: SamplerRecord) -> Any:
         newest = self._sampler(record.id)

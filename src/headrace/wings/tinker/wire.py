@@ -196,6 +196,11 @@ def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) 
     return out
 
 
+def read_metrics(result: bytes) -> dict[str, float]:
+    """Return the metrics of a ForwardBackwardOutput."""
+    return {key: float(value) for number, part in _fields(result) if number == 3 for key, value in [_entry(part)]}
+
+
 def write_tensor(values: Array) -> bytes:
     """Return a dense Tensor of int64 or float32."""
     whole = np.issubdtype(values.dtype, np.integer)

@@ -62,7 +62,7 @@ def make_app(
             number = request.path_params["run"]
             if number >= len(runs):
                 raise HTTPException(404, f"there is no run {number}: {len(runs)} are open")
-            return _json(answer(runs[number], request))
+            return answered(answer(runs[number], request))
 
         return handler
 
@@ -74,10 +74,10 @@ def make_app(
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def list_runs(_: Request) -> Response:
-        return _json([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
+        return answered([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
 
     def compare_runs(_: Request) -> Response:
-        return _json(figures.compared(runs))
+        return answered(figures.compared(runs))
 
     app = Starlette(
         routes=[
@@ -88,7 +88,7 @@ def make_app(
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/", _page),
         ],
-        exception_handlers={HeadraceError: _refused, HTTPException: _not_found},
+        exception_handlers={HeadraceError: refused, HTTPException: not_found},
     )
     return ViewAuth(app, token=token, secure=secure)
 
@@ -145,18 +145,21 @@ def _parameter(request: Request, name: str) -> str:
     return request.query_params.get(name, "")
 
 
-def _json(value: Any, status: int = 200) -> Response:
+def answered(value: Any, status: int = 200) -> Response:
+    """Return ``value`` as JSON."""
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
-def _refused(_: Request, error: Exception) -> Response:
+def refused(_: Request, error: Exception) -> Response:
+    """Return an error of Headrace as the page shows it."""
     assert isinstance(error, HeadraceError)
-    return _json({"problem": error.problem, "remedy": error.remedy}, 422)
+    return answered({"problem": error.problem, "remedy": error.remedy}, 422)
 
 
-def _not_found(_: Request, error: Exception) -> Response:
+def not_found(_: Request, error: Exception) -> Response:
+    """Return an error of HTTP as the page shows it."""
     assert isinstance(error, HTTPException)
-    return _json({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)
+    return answered({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)
 
 
 EVERY_S = 0.4

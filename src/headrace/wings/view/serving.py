@@ -7,23 +7,31 @@ import secrets
 import socket
 import threading
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
-from headrace.base.clock import Clock
 from headrace.base.config.tls import refuse_incomplete_tls, server_context
 from headrace.base.errors import ConfigError
 from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket
-from headrace.wings.view.app import make_app
-from headrace.wings.view.run import OpenRun
+from headrace.wings.view.auth import ViewAuth
 
 
-def serve(runs: Sequence[OpenRun], config: ViewConfig, *, clock: Clock, report: Callable[[str], None]) -> None:
-    """Serve the dashboard of ``runs`` until Ctrl-C or SIGTERM; ``report`` is called with the address to open, which
-    includes the token.
+class AppOf(Protocol):
+    """A function that returns what is served, behind its token."""
+
+    def __call__(self, *, token: str, secure: bool, ending: Callable[[], bool]) -> ViewAuth:
+        """Return the application. Its event streams end once ``ending()`` is true; ``secure`` says that it is reached
+        over TLS only."""
+        ...
+
+
+def serve(app_of: AppOf, config: ViewConfig, *, report: Callable[[str], None]) -> None:
+    """Serve a dashboard until Ctrl-C or SIGTERM; ``report`` is called with the address to open, which includes the
+    token.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or the certificate cannot be
     used.
@@ -32,17 +40,15 @@ def serve(runs: Sequence[OpenRun], config: ViewConfig, *, clock: Clock, report: 
     if config.tls_certificate:
         server_context(config.tls_certificate, config.tls_key)
     with bind(config) as listening:
-        server = make_server(runs, config, clock)
+        server = make_server(app_of, config)
         report(address(listening, config))
         server.run(sockets=[listening])
 
 
-def make_server(runs: Sequence[OpenRun], config: ViewConfig, clock: Clock) -> HttpServer:
-    """Return the HTTP server of the dashboard of ``runs``; Ctrl-C ends it."""
+def make_server(app_of: AppOf, config: ViewConfig) -> HttpServer:
+    """Return the HTTP server of a dashboard; Ctrl-C ends it."""
     limits = ShellLimits(tls_certificate=config.tls_certificate, tls_key=config.tls_key)
-    app = make_app(
-        runs, clock=clock, token=config.token, ending=lambda: server.should_exit, secure=bool(config.tls_certificate)
-    )  # fmt: skip
+    app = app_of(token=config.token, ending=lambda: server.should_exit, secure=bool(config.tls_certificate))
     server = HttpServer(app, limits, own_logging=True, takes_signals=True)
     return server
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+from headrace.base.errors import ConfigError
 from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, readable, starting
+
+if TYPE_CHECKING:
+    from headrace.base.clock import Clock
+    from headrace.wings.view.serving import AppOf, ViewConfig
 
 TOKEN_VARIABLE = "HEADRACE_VIEW_TOKEN"
 
 
 def view(
     directories: list[Path] = typer.Argument(
-        None, help="Run directories, or one that holds some; default: runs.", metavar="[RUN_DIR]...",
+        None, help="Run directories, one that holds some, or the state of a headrace tinker; default: runs.",
+        metavar="[RUN_DIR]...",
         show_default=False,
     ),
     live: bool = typer.Option(False, "--live", help="Only the run that wrote last: the one that is running."),
@@ -34,16 +42,30 @@ def view(
 ) -> None:  # fmt: skip
     """Show runs in a browser, while they run or afterwards: verdict, timeline, flow, every token of every episode.
 
-    Works from the run directories alone, without network. Several runs are compared.
+    Works from the run directories alone, without network. Several runs are compared. Of a headrace tinker it shows the
+    tenants, their queues, and what each token was.
     """
     starting("looking for runs")
     from headrace.base.clock import RealClock
-    from headrace.wings.view.run import OpenRun, changed_s, find_runs
-    from headrace.wings.view.serving import ViewConfig, open_browser, serve
+    from headrace.wings.tinker.records import is_state
+    from headrace.wings.view.serving import ViewConfig
 
-    out, clock = console(), RealClock()
     config = ViewConfig(host=host, port=port, token=token.strip(), tls_certificate=tls_certificate, tls_key=tls_key)
-    found = find_runs(directories or [Path("runs")])
+    asked, clock = directories or [Path("runs")], RealClock()
+    states = [each for each in asked if is_state(each)]
+    if states:
+        _refuse_others(asked, alone=not live and not export)
+        _tenants(states[0].resolve(), config, clock, browser=not no_browser)
+        return
+    _runs(asked, config, clock, live=live, export=export, browser=not no_browser)
+
+
+def _runs(asked: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool) -> None:
+    """Serve or export the dashboard of runs."""
+    from headrace.wings.view.app import make_app
+    from headrace.wings.view.run import OpenRun, changed_s, find_runs
+
+    found = find_runs(asked)
     if live:
         found = [max(found, key=changed_s)]
     if export:
@@ -51,20 +73,46 @@ def view(
         return
     runs = [OpenRun(directory, clock) for directory in found]
     for run in runs:
-        out.print(f"{readable(run.name):<28} {run.state()['state']:<10} {readable(str(run.directory))}")
-
-    def report(url: str) -> None:
-        out.print(f"open     {url}", style="bold", soft_wrap=True)
-        out.print("end it   Ctrl-C")
-        if not no_browser:
-            open_browser(url, out.print, Path(private))
-
+        console().print(f"{readable(run.name):<28} {run.state()['state']:<10} {readable(str(run.directory))}")
     try:
-        with tempfile.TemporaryDirectory(prefix="headrace-view-") as private:
-            serve(runs, config, clock=clock, report=report)
+        _serve(partial(make_app, runs, clock=clock), config, browser=browser)
     finally:
         for run in runs:
             run.close()
+
+
+def _tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) -> None:
+    """Serve the page about a server of the Tinker protocol."""
+    from headrace.wings.tinker.records import ServerRecords
+    from headrace.wings.view.tenants import make_tenants_app
+
+    console().print(f"tenants    {readable(str(state))}")
+    _serve(partial(make_tenants_app, ServerRecords(state), clock=clock), config, browser=browser)
+
+
+def _refuse_others(asked: list[Path], *, alone: bool) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for other directories beside the state of a server, and for
+    options that are about runs."""
+    if len(asked) > 1 or not alone:
+        raise ConfigError(
+            "the state of a headrace tinker has a page of its own", remedy="name it alone, without --live or --export"
+        )
+
+
+def _serve(app_of: AppOf, config: ViewConfig, *, browser: bool) -> None:
+    """Serve a dashboard, and open a browser if there is one."""
+    from headrace.wings.view.serving import open_browser, serve
+
+    out = console()
+    with tempfile.TemporaryDirectory(prefix="headrace-view-") as private:
+
+        def report(url: str) -> None:
+            out.print(f"open     {url}", style="bold", soft_wrap=True)
+            out.print("end it   Ctrl-C")
+            if browser:
+                open_browser(url, out.print, Path(private))
+
+        serve(app_of, config, report=report)
 
 
 def _export(found: list[Path]) -> None:

@@ -1,0 +1,153 @@
+"""What a server has written, read from its state directory by another process, while it serves or afterwards.
+
+Nothing here needs torch. Every answer is read anew in a connection that cannot write.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import DataError
+from headrace.wings.tinker.data import ADVANTAGES, LOGPROBS, WEIGHTS
+from headrace.wings.tinker.journal import DONE, FAILED, JOURNAL_FILE, WAITING
+from headrace.wings.tinker.wire import read_metrics, read_train_request
+
+MOST_ROWS = 100
+"""The most rows of a list."""
+
+
+def is_state(directory: Path) -> bool:
+    """Return whether ``directory`` is the state of a server."""
+    return (directory / JOURNAL_FILE).is_file()
+
+
+class ServerRecords:
+    """The state in ``directory``. Any thread may call."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def bases(self) -> dict[str, str]:
+        """Return the directory of the base behind each name."""
+        with self._reading() as db:
+            row = db.execute("SELECT value FROM meta WHERE key = 'bases'").fetchone()
+        return {} if row is None else dict(json.loads(row["value"]))
+
+    def tenants(self, now_s: float) -> list[dict[str, Any]]:
+        """Return the models, the one used last first, each with its queue at ``now_s``."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT m.*, s.facts, s.finished FROM models m LEFT JOIN sessions s ON s.id = m.session "
+                "ORDER BY m.used_s DESC, m.id LIMIT ?", (MOST_ROWS,),
+            ).fetchall()  # fmt: skip
+            return [self._tenant(db, row, now_s) for row in rows]
+
+    def _tenant(self, db: sqlite3.Connection, row: sqlite3.Row, now_s: float) -> dict[str, Any]:
+        model, spec = row["id"], json.loads(row["spec"] or "{}")
+        counts = dict.fromkeys((WAITING, DONE, FAILED), 0)
+        query = "SELECT status, count(*) AS n FROM requests WHERE model = ? GROUP BY status"
+        counts |= {each["status"]: each["n"] for each in db.execute(query, (model,))}
+        oldest = "SELECT min(created_s) AS s FROM requests WHERE model = ? AND status = ?"
+        since_s = db.execute(oldest, (model, WAITING)).fetchone()["s"]
+        steps = "SELECT count(*) AS n FROM requests WHERE model = ? AND kind = 'optim_step' AND status = ?"
+        last = (
+            "SELECT result FROM requests WHERE model = ? AND kind = 'forward_backward' AND status = ? "
+            "AND result IS NOT NULL ORDER BY seq DESC LIMIT 1"
+        )
+        trained = db.execute(last, (model, DONE)).fetchone()
+        return {
+            "model": model,
+            "base": spec.get("base", ""),
+            "rank": spec.get("rank"),
+            "parts": spec.get("parts", []),
+            "who": str(json.loads(row["facts"] or "{}").get("display_name") or ""),
+            "finished": bool(row["finished"]),
+            "idle_s": max(0.0, now_s - row["used_s"]),
+            **counts,
+            "waiting_s": 0.0 if since_s is None else max(0.0, now_s - since_s),
+            "steps": db.execute(steps, (model, DONE)).fetchone()["n"],
+            "loss": None if trained is None else read_metrics(trained["result"]).get("loss:sum"),
+        }
+
+    def queue(self, now_s: float) -> list[dict[str, Any]]:
+        """Return the requests that wait at ``now_s``, the oldest first."""
+        query = (
+            "SELECT model, seq, kind, length(body) AS bytes, created_s FROM requests WHERE status = ? "
+            "ORDER BY created_s, seq LIMIT ?"
+        )
+        with self._reading() as db:
+            rows = db.execute(query, (WAITING, MOST_ROWS)).fetchall()
+        return [{**dict(row), "waiting_s": max(0.0, now_s - row["created_s"])} for row in rows]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Return the last sampled sequences, the newest first, without their tokens."""
+        query = (
+            "SELECT a.number, a.sampler, s.base, s.kind, s.model, a.stop, a.created_s, length(a.prompt) / 4 AS prompt, "
+            "length(a.ids) / 4 AS tokens FROM samples a LEFT JOIN samplers s ON s.id = a.sampler "
+            "ORDER BY a.number DESC LIMIT ?"
+        )
+        with self._reading() as db:
+            return [dict(row) for row in db.execute(query, (MOST_ROWS,))]
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """Return a sampled sequence with its tokens. Raises :class:`~headrace.base.errors.DataError` for an unknown
+        one."""
+        query = "SELECT a.*, s.base, s.model FROM samples a LEFT JOIN samplers s ON s.id = a.sampler WHERE a.number = ?"
+        with self._reading() as db:
+            row = db.execute(query, (number,)).fetchone()
+        if row is None:
+            raise DataError(
+                f"there is no sampled sequence {number}", remedy="choose one of the list: old ones are gone"
+            )
+        columns = {name: np.frombuffer(row[name], np.int32).tolist() for name in ("prompt", "ids", "versions")}
+        logprobs = np.frombuffer(row["logprobs"], np.float32).tolist()
+        return {**{name: row[name] for name in ("name", "base", "model", "stop")}, **columns, "logprobs": logprobs}
+
+    def trained(self, model: str) -> list[dict[str, Any]]:
+        """Return the data of the last forward_backward requests of a model, the newest first: of each position its
+        target, and what the loss reads. Requests before the model's last copy on the disk have no data any more."""
+        query = (
+            "SELECT seq, status, body FROM requests WHERE model = ? AND kind = 'forward_backward' AND length(body) > 0 "
+            "ORDER BY seq DESC LIMIT 8"
+        )
+        with self._reading() as db:
+            rows = db.execute(query, (model,)).fetchall()
+        return [one for row in rows for one in _data_of(row)][:MOST_ROWS]
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        file = self.directory / JOURNAL_FILE
+        try:
+            with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=5.0)) as db:
+                db.row_factory = sqlite3.Row
+                yield db
+        except sqlite3.Error as error:
+            raise DataError(f"{file} cannot be read: {error}", remedy="give the state of a headrace tinker") from None
+
+
+def _data_of(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
+    try:
+        request = read_train_request(row["body"])
+    except DataError:  # the server has said so to the client that sent it
+        return
+    for place, datum in enumerate(request.data):
+        targets = datum.inputs.get("target_tokens", datum.ids_N)
+        columns = {
+            name: datum.inputs[name].tolist() for name in (WEIGHTS, ADVANTAGES, LOGPROBS) if name in datum.inputs
+        }
+        yield {
+            "seq": row["seq"],
+            "status": row["status"],
+            "place": place,
+            "loss": request.loss_fn,
+            "ids": datum.ids_N.tolist(),
+            "targets": targets.tolist(),
+            **columns,
+        }

@@ -1,0 +1,88 @@
+"""The page about a server of the Tinker protocol: its tenants, their queues, and what each token was.
+
+    /api/tenants                   tenants, waiting requests, the last samples
+    /api/tenants/samples/N         one sampled sequence: text, log-probability and version of each token
+    /api/tenants/trained/MODEL     the data of the model's last forward_backward requests
+
+The server's state directory is read, and nothing is asked of the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from headrace.base.clock import Clock
+from headrace.base.errors import HeadraceError
+from headrace.wings.tinker.records import ServerRecords
+from headrace.wings.view.app import STATIC, answered, not_found, refused
+from headrace.wings.view.auth import ViewAuth
+from headrace.wings.view.text import DirectoryTokenizer
+
+
+def make_tenants_app(
+    records: ServerRecords, *, clock: Clock, token: str, secure: bool, ending: Callable[[], bool]
+) -> ViewAuth:
+    """Return the page about the server as an ASGI application; see
+    :class:`headrace.wings.view.serving.AppOf`. It has no event stream that ``ending`` would end."""
+    words = _Words(records)
+
+    def tenants(_: Request) -> Response:
+        now_s = clock.wall()
+        lists = {"tenants": records.tenants(now_s), "queue": records.queue(now_s), "samples": records.samples()}
+        return answered({"directory": str(records.directory), "now_s": now_s, **lists})
+
+    def sample(request: Request) -> Response:
+        found = records.sample(request.path_params["number"])
+        pieces = words.of(found["base"], [*found["prompt"], *found["ids"]])
+        first = len(found["prompt"])
+        return answered({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
+
+    def trained(request: Request) -> Response:
+        model = request.path_params["model"]
+        base = next((each["base"] for each in records.tenants(clock.wall()) if each["model"] == model), "")
+        data = records.trained(model)
+        return answered([{**datum, "pieces": words.of(base, _first(datum["targets"]))} for datum in data])
+
+    app = Starlette(
+        routes=[
+            Route("/api/tenants", tenants),
+            Route("/api/tenants/samples/{number:number}", sample),
+            Route("/api/tenants/trained/{model}", trained),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/", _page),
+        ],
+        exception_handlers={HeadraceError: refused, HTTPException: not_found},
+    )
+    return ViewAuth(app, token=token, secure=secure)
+
+
+class _Words:
+    """The text of tokens with the tokenizer of the base that sampled them."""
+
+    def __init__(self, records: ServerRecords) -> None:
+        self._records = records
+        self._of: dict[str, DirectoryTokenizer] = {}
+
+    def of(self, base: str, ids: Sequence[int]) -> list[str]:
+        if base not in self._of:
+            self._of[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
+        return self._of[base].pieces(ids)
+
+
+def _first(targets: Sequence[Any]) -> list[int]:
+    """Return the target of each position, the first where there are several."""
+    return [each[0] if isinstance(each, list) else each for each in targets]
+
+
+def _page(_: Request) -> Response:
+    page = files("headrace.wings.view") / "static" / "tenants.html"
+    return Response(page.read_bytes(), media_type="text/html")
