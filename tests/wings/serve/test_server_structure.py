@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import string
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.base.clock import RealClock
 from headrace.base.config import validate
+from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
@@ -189,3 +191,61 @@ def test_a_tokenizer_that_is_not_of_bytes_is_refused_by_name(tmp_path: Path) -> 
     )
     with pytest.raises(ValueError, match="needs a tokenizer of bytes"):
         engine.add(request)
+
+
+def some_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema whose every answer has an end."""
+    kinds = ["integer", "string", "boolean", "enum", "null", "pattern"] + (
+        ["object", "array", "any"] if depth < 2 else []
+    )
+    match rng.choice(kinds) if depth else "object":
+        case "integer":
+            low = rng.randint(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 100)}
+        case "string":
+            return {"type": "string", "maxLength": rng.randint(0, 6)}
+        case "pattern":
+            return {"type": "string", "pattern": f"^[a-f]{{1,{rng.randint(1, 4)}}}-[0-9]$"}
+        case "enum":
+            return {"enum": rng.sample(["a", "bc", 3, True, None, "d e"], rng.randint(1, 4))}
+        case "array":
+            return {"type": "array", "items": some_schema(rng, depth + 1), "maxItems": rng.randint(0, 2)}
+        case "any":
+            return {"anyOf": [some_schema(rng, depth + 1) for _ in range(2)]}
+        case "object":
+            names = rng.sample(["x", "y", "name", "a b", "k1"], rng.randint(1, 3))
+            properties = {name: some_schema(rng, depth + 1) for name in names}
+            required = [name for name in names if rng.random() < 0.7]
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case kind:
+            return {"type": kind}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_schemas_are_followed_with_exact_logprobs(loaded: LoadedModel) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    engine, rng, prompt = loaded.core, random.Random(0), np.array([40, 41, 42], np.int32)
+    schemas = [some_schema(rng) for _ in range(1000)]
+    bias = dict.fromkeys(blanks(), -1e4)  # where anything else may come, never
+    parts: dict[int, list[TokenChunk]] = {number: [] for number in range(len(schemas))}
+    for number, schema in enumerate(schemas):
+        sampling = Sampling(
+            max_new_tokens=400, seed=number, structure=json_schema(schema), record_kept=True, stop_ids=(0,),
+            logit_bias=bias,
+        )  # fmt: skip
+        engine.add(GenerateRequest(request_id=number, prompt_ids_T=prompt, sampling=sampling))
+        while engine.stats().waiting > 32 or (number == len(schemas) - 1 and engine.has_work()):
+            for chunk in engine.step():
+                parts[chunk.request_id].append(chunk)
+    tokenizer, worst = byte_tokenizer(), 0.0
+    for number, schema in enumerate(schemas):
+        whole = TokenChunk.joined(parts[number])
+        assert whole.stop_reason is StopReason.STOP
+        text = tokenizer.decode(whole.tokens.ids_T.tolist(), skip_special_tokens=True)
+        jsonschema.validate(json.loads(text), schema)
+        assert whole.tokens.kept is not None
+        tokens = Tokens.concat([Tokens.observed(prompt), whole.tokens])
+        scored = engine.score(ScoreTokens.of(0, tokens, 1.0))
+        worst = max(worst, float(np.abs(tokens.logprobs_T[3:] - scored[3:]).max()))
+    assert worst < 1e-4

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from headrace.base.errors import ConfigError
+from headrace.base.plugins import Registry
 from headrace.run.cli.commands import USE, Verb
 from headrace.run.cli.output import VISIBLE, console, print_json, readable, starting, table
 from headrace.run.cli.train import SET_HELP
@@ -16,12 +19,15 @@ if TYPE_CHECKING:
     from headrace.run.session import Evaluation
 
 
+HARNESSES: Registry[Callable[[Path, Sequence[str]], int]] = Registry(group="headrace.harnesses", setting="--harness")
+"""Functions that run an evaluation harness on the weights of a run, with its arguments, and return its exit code."""
 TOKEN_VARIABLE = "HEADRACE_EVAL_TOKEN"
 """The environment variable with the bearer token for ``--url``, which must not stand among the arguments."""
 
 
 def evaluate(
     where: Path = typer.Argument(help="A run file (TOML), for its model; or a run directory, for its last checkpoint."),
+    arguments: list[str] = typer.Argument(None, help="After --: what a harness reads.", metavar="[-- ARGUMENT...]"),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     n: int = typer.Option(None, "--n", help="Attempts at each row; unset: run.eval_samples.", show_default=False),
     ks: list[int] = typer.Option(
@@ -40,9 +46,14 @@ def evaluate(
     served: str = typer.Option("", "--served", help="The model's name in that API; unset: the first that it lists."),
     token: str = typer.Option("", envvar=TOKEN_VARIABLE, help="The bearer token of that API.", show_default=False),
     pages: int = typer.Option(1000, "--pages", min=0, help="Largest number of episodes that get a page."),
+    harness: str = typer.Option(
+        "", "--harness", help="Let a harness measure instead: lm-eval or inspect.", show_default=False
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Measure a model on the held-out rows, without training: avg@k, pass@k, pass^k, and a page for each episode."""
+    read_here = {"n": n, "set": overrides, "k": ks, "temperature": temperature, "out": out, "url": url}
+    _leave_to_harness(harness, where, arguments or [], read_here)
     starting(f"reading {where} and loading what an evaluation needs")
     from headrace.base.clock import RealClock
     from headrace.base.config.addresses import refuse_secret
@@ -55,20 +66,29 @@ def evaluate(
         from headrace.run.session.directory import choose_directory, run_file_of
 
     refuse_secret("--url", url, f"set {TOKEN_VARIABLE}", reason=VISIBLE)
-    given = [] if n is None else [f"run.eval_samples={n}"]
-    given += [] if temperature is None else [f"run.eval_temperature={temperature}"]
+    settings = {"run.eval_samples": n, "run.eval_temperature": temperature}
+    given = [f"{name}={value}" for name, value in settings.items() if value is not None]
     directory = choose_directory("" if out is None else str(out), RealClock(), prefix="eval-")
     if out is None and where.is_dir():
         directory = where / directory.name
     elsewhere = RemoteEndpoint(url=url, model=served, token=token) if url else None
-    measures = Measures(
-        ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, elsewhere=elsewhere
-    )  # fmt: skip
+    measures = Measures(ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, elsewhere=elsewhere)
     result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures, on_progress=starting)
-    if as_json:
-        print_json(result)
-    else:
-        _show(result)
+    print_json(result) if as_json else _show(result)
+
+
+def _leave_to_harness(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
+    """Run the harness, if there is one, and exit with its code. Refuse options that would have no effect."""
+    if not harness and arguments:
+        raise ConfigError(f"{arguments[0]!r} is for a harness, and there is none", remedy="name one: --harness lm-eval")
+    if not harness:
+        return
+    unread = next((name for name, value in read_here.items() if value not in (None, "", [])), None)
+    if unread is not None:
+        raise ConfigError(f"--{unread} is not read by a harness", remedy="give the harness its own arguments after --")
+    run = HARNESSES.load(harness)
+    starting(f"serving the weights of {where} for {harness}")
+    raise typer.Exit(run(where, arguments))
 
 
 def _show(result: Evaluation) -> None:

@@ -1,0 +1,142 @@
+"""``headrace eval --harness``: an evaluation harness of others against weights of a run, served while it runs.
+
+    run or checkpoint ──export──▶ a plain model ──headrace serve, free port──▶ its URL ──▶ the harness, unmodified
+
+The harness is a program of its own, started with the arguments that the user gives; what it prints and writes is its
+own too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+
+from headrace.base.environ import program_environment
+from headrace.base.errors import ConfigError, RunError
+from headrace.models.settings import context_length
+from headrace.run.session.exporting import export
+
+START_S = 900.0
+"""Longest time that a server may take to load its model."""
+POLL_S = 0.2
+_PROGRAM = "from headrace.run.cli import main; main()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedSnapshot:
+    """A model that is served for a harness."""
+
+    url: str
+    """The server's URL without ``/v1``."""
+    token: str
+    """What callers must send."""
+    name: str
+    """The model's name in requests."""
+    directory: Path
+    """The model's files, for harnesses that read its tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessProgram:
+    """A harness: what it is called, and how it reaches a server."""
+
+    module: str
+    """The package that is imported by ``python -m``."""
+    install: str
+    """What ``pip install`` takes."""
+    arguments: Callable[[ServedSnapshot, Sequence[str]], list[str]]
+    """Returns its arguments, those of the user included."""
+    variables: Callable[[ServedSnapshot], Mapping[str, str]]
+    """Returns the environment variables by which it finds address and token."""
+
+    def __call__(self, where: Path, arguments: Sequence[str]) -> int:
+        """Run the harness on the newest weights of ``where``, and return its exit code."""
+        if find_spec(self.module.partition(".")[0]) is None:
+            raise ConfigError(f"the harness {self.module} is not installed", remedy=f"pip install '{self.install}'")
+        with _served(where) as served:
+            command = [sys.executable, "-m", self.module, *self.arguments(served, arguments)]
+            done = subprocess.run(command, env=program_environment(self.variables(served)), check=False)
+        return done.returncode
+
+
+@contextmanager
+def _served(where: Path) -> Iterator[ServedSnapshot]:
+    """Serve the newest weights of ``where`` on a free port of this machine."""
+    with tempfile.TemporaryDirectory(prefix="headrace-harness-") as scratch:
+        name = where.expanduser().absolute().name
+        directory, token = Path(scratch) / name, secrets.token_hex(16)
+        export(where, directory)
+        log = Path(scratch) / "serve.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, "serve", str(directory), "--port", "0", "--set", f"serve.name={name}"],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=program_environment({"HEADRACE_SERVE_TOKEN": token, "COLUMNS": "200"}),
+            )
+        try:
+            url = _ready(process, log, token)
+            yield ServedSnapshot(url=url, token=token, name=name, directory=directory)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
+    """Return the URL of the server once it has loaded its model. Raises
+    :class:`~headrace.base.errors.RunError` if it ends or takes too long."""
+    for _ in range(int(START_S / POLL_S)):
+        said = log.read_text(encoding="utf-8", errors="replace")
+        if process.poll() is not None:
+            raise RunError(f"the server ended with code {process.returncode}: {said[-800:]}", remedy="see its words")
+        url = said.partition("listening on ")[2].partition(";")[0].strip()
+        if url and _healthy(url, token):
+            return url
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+    raise RunError(f"the server was not ready after {START_S:g} s", remedy="serve the model alone: headrace serve")
+
+
+def _healthy(url: str, token: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", headers={"authorization": f"Bearer {token}"}, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _lm_eval(served: ServedSnapshot, arguments: Sequence[str]) -> list[str]:
+    length = context_length(str(served.directory))
+    model = (
+        f"model={served.name},base_url={served.url}/v1/completions,tokenizer={served.directory},"
+        f"max_length={length},num_concurrent=4"
+    )
+    return ["--model", "local-completions", "--model_args", model, *arguments]
+
+
+def _inspect(served: ServedSnapshot, arguments: Sequence[str]) -> list[str]:
+    return ["eval", *arguments, "--model", f"openai-api/headrace/{served.name}"]
+
+
+LM_EVAL = HarnessProgram(
+    module="lm_eval",
+    install="lm_eval[api]",
+    arguments=_lm_eval,
+    variables=lambda served: {"OPENAI_API_KEY": served.token},
+)
+"""EleutherAI's lm-evaluation-harness: tasks of likelihood, multiple choice, perplexity and generation."""
+INSPECT = HarnessProgram(
+    module="inspect_ai",
+    install="inspect-ai openai",
+    arguments=_inspect,
+    variables=lambda served: {"HEADRACE_BASE_URL": f"{served.url}/v1", "HEADRACE_API_KEY": served.token},
+)
+"""The UK AI Security Institute's Inspect: tasks in Python, over chats."""
