@@ -6,9 +6,13 @@ import pytest
 import torch
 from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
+from tinker.types import RequestErrorCategory
+from typer.testing import CliRunner
 
+from headrace.base.errors import ConfigError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
+from headrace.run.cli.app import app
 from tests.wings.tinker.serving import NAME, client, datum, served
 
 IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
@@ -221,8 +225,9 @@ def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
 )
 def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how, loss, words):
     trained = new(service)
-    with pytest.raises(RequestFailedError, match=words):
+    with pytest.raises(RequestFailedError, match=words) as failed:
         trained.forward_backward([datum(IDS, **how)], loss).result()
+    assert failed.value.category is RequestErrorCategory.User
     assert step(trained).metrics["loss:sum"] > 0
 
 
@@ -231,14 +236,16 @@ def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how
     [({"base_model": "other/model"}, "there is no model"), ({"rank": 0}, "rank=0"), ({"rank": 9999}, "rank=9999")],
 )
 def test_a_model_that_cannot_be_made_is_refused(service, how, words):
-    with pytest.raises(APIStatusError, match=words):
+    with pytest.raises(APIStatusError, match=words) as refused:
         service.create_lora_training_client(**{"base_model": NAME, "rank": 4, **how}).result()
+    assert refused.value.body["category"] == "user"
 
 
 def test_a_datum_that_does_not_fit_fails_by_name_and_the_model_goes_on(service):
     trained = new(service)
-    with pytest.raises(RequestFailedError, match="300 tokens; give 1 to 256"):
+    with pytest.raises(RequestFailedError, match="300 tokens; give 1 to 256") as failed:
         trained.forward_backward([datum([5] * 301)], "cross_entropy").result()
+    assert failed.value.category is RequestErrorCategory.User
     assert step(trained).metrics["loss:sum"] > 0
 
 
@@ -286,8 +293,9 @@ def test_an_adapter_that_trains_nothing_is_refused(server):
 
 def test_a_prompt_that_does_not_fit_fails_by_name(service):
     sampler = service.create_sampling_client(base_model=NAME).result()
-    with pytest.raises(RequestFailedError, match="exceed the context of 256"):
+    with pytest.raises(RequestFailedError, match="exceed the context of 256") as failed:
         sampled(sampler, max_tokens=300)
+    assert failed.value.category is RequestErrorCategory.User
     assert sampled(sampler).sequences
 
 
@@ -325,3 +333,20 @@ def test_a_client_that_ends_makes_room_for_the_models_of_others(model, tmp_path)
         service.close("success").result()
         assert new(other).model_id
     assert losses[0] > 0
+
+
+def test_a_second_directory_is_refused_by_name(model, tmp_path):
+    arguments = [
+        "tinker",
+        str(model),
+        "--name",
+        f"A={model}",
+        "--name",
+        f"B={tmp_path}",
+        "--state",
+        str(tmp_path / "s"),
+    ]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, ConfigError)
+    assert f"--name B={tmp_path}: this server's base is {model}" in error.problem
+    assert "another server" in error.remedy
