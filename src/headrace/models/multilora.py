@@ -90,7 +90,6 @@ class LoraStack:
     """The tensors of several adapters in one piece, with those of smaller rank padded with zeros. It is a copy, which
     training an adapter does not change."""
 
-    num_adapters: int
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """A ``[G, I, R]`` and scaled B ``[G, R, O]`` of each layer that any of them adapts."""
 
@@ -108,7 +107,7 @@ class LoraStack:
                     a_GIR[place, :, : each.rank] = pair[0].T
                     b_GRO[place, : each.rank] = pair[1].T * each.scale
             pairs[name] = a_GIR, b_GRO
-        return cls(len(loras), pairs)
+        return cls(pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
