@@ -47,7 +47,7 @@ def test_answers_that_are_owed_are_counted_with_the_oldest_first() -> None:
             await asyncio.sleep(3)
             with board.requesting("left", "a reward", provider="workers"):
                 await asyncio.sleep(1)
-                assert board.table()[0].what == "not started; 2 times a reward owed by workers, for up to 4 s"
+                assert board.table()[0].what == "not started; 2 × a reward, owed by workers for up to 4 s"
         assert board.table()[0].what == "not started"
 
     run_virtual(main())

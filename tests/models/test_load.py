@@ -76,7 +76,7 @@ def test_pickled_weights_are_refused_with_the_way_out(copy: Path) -> None:
 def test_damaged_weights_are_refused(copy: Path) -> None:
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    assert "cannot be loaded" in refused(copy)
+    assert "model.safetensors is damaged or incomplete" in refused(copy)
 
 
 def test_missing_weight_is_named_and_not_made_up(copy: Path) -> None:

@@ -202,4 +202,5 @@ def _pending_words(pending: dict[int, _PendingRequest], now: float) -> str:
     if not pending:
         return ""
     oldest = next(iter(pending.values()))
-    return f"; {len(pending)} times {oldest.what} owed by {oldest.provider}, for up to {now - oldest.since:.0f} s"
+    number = f"{len(pending)} × " if len(pending) > 1 else ""
+    return f"; {number}{oldest.what}, owed by {oldest.provider} for up to {now - oldest.since:.0f} s"

@@ -19,6 +19,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from headrace.base.errors import CheckpointError, DataError
+from headrace.models.load import refuse_damaged_weights
 
 CHECKSUMS_FILE = "checksums.xxh3"
 _HASH_DIGITS = 32
@@ -81,7 +82,8 @@ def verify(directory: Path, names: Iterable[str] | None = None) -> bool:
 
 def verify_model(directory: Path) -> bool:
     """Verify the files from which a model or an adapter is loaded, without the optimizer; return whether there are any
-    checksums.
+    checksums. Raises :class:`Damaged`, and :class:`~headrace.base.errors.ModelError` where weights are missing or cut
+    short.
 
     The checksums of a snapshot cover the adapters of agents in it, so those of the directory two levels above count
     too.
@@ -89,6 +91,7 @@ def verify_model(directory: Path) -> bool:
     found = False
     for sealed in (directory, directory.parent.parent):
         found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith("optimizer")])
+    refuse_damaged_weights(directory)  # most models come without checksums
     return found
 
 

@@ -9,12 +9,14 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.buffers import zeros
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
+from headrace.models.hub import pinned
 from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope
 from headrace.models.settings import (
     REMEDY,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 CACHE_LINE = 64
 """The size of a cache line in bytes."""
+INDEX_FILE = "model.safetensors.index.json"
+"""The file that says in which file of a divided checkpoint each tensor is."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 LAYER_TYPES = frozenset(
     {
@@ -52,12 +56,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
     from headrace.models import check
 
-    directory = model_directory(config.path)
     read = supported_config(config.path)
-    if not any(directory.glob("*.safetensors")):
-        raise ModelError(
-            f"model.path={config.path!r} holds no *.safetensors file", remedy=_safetensors_remedy(directory)
-        )
+    refuse_damaged_weights(model_directory(config.path))
     logging.disable_progress_bar()
     try:
         model, info = _from_files(config, read)
@@ -147,6 +147,47 @@ def _align(model: PreTrainedModel) -> None:
     for parameter, start in zip(there, [0, *ends], strict=False):
         place = room[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         parameter.data = place.copy_(parameter.data)
+
+
+def refuse_damaged_weights(directory: Path) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` where the weights of a model or an adapter are missing, or a file
+    of them cannot be read to its end.
+
+    Only the headers of the files are read. A directory in the hub's cache may lack weights that are fetched later.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not directory.is_dir():
+        return  # refused by the setting that names it
+    files = {each.name for each in directory.glob("*.safetensors") if not each.name.startswith("optimizer")}
+    missing = sorted(_indexed_files(directory) - files)
+    if (missing or not files) and pinned(str(directory)) == str(directory):
+        raise ModelError(
+            f"{directory} holds no {missing[0]}, which {INDEX_FILE} beside it names"
+            if missing
+            else f"{directory} holds no *.safetensors file",
+            remedy=_safetensors_remedy(directory),
+        )
+    for name in sorted(files):
+        try:
+            with safe_open(directory / name, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{directory / name} is damaged or incomplete: {error}",
+                remedy="copy or fetch that file again, and compare its size with the original's",
+            ) from None
+
+
+def _indexed_files(directory: Path) -> set[str]:
+    """Return the names of the files that the index of a divided checkpoint lists; none for one without an index."""
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return set()
+    try:
+        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} cannot be used: {error!r}", remedy="copy or fetch that file again") from None
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -119,6 +119,7 @@ def test_a_call_that_makes_no_sense_is_a_usage_error(program: Program, arguments
         (["train", "RUN", "--set", "run.dir=RUN"], "cannot be used", "choose a directory that can be written"),
         (["eval", "RUN"], "data.eval_path is not set", "set data.eval_path"),
         (["eval", "."], "holds no run", "name a run file"),
+        (["eval", "nowhere"], "nowhere does not exist", "or the directory of a run"),
         (["status", "."], "holds no run", "name the directory of a run"),
         (["ledger", "."], "no ledger at ledger.sqlite", "give the directory of a run"),
         (["bench", "lop"], "lop", "loop"),

@@ -13,10 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.base.errors import ConfigError, DataError
-from headrace.base.types.observation import LiveState
+from headrace.base.types.observation import LiveState, Wait
+from headrace.launch.order import ComponentStatus
 from headrace.run.cli.app import app
 from headrace.run.observe import load_run
 from headrace.run.observe.otel import send_trace
+from headrace.run.session.directory import Status
 from tests.run.observe.synthetic import MakeRun
 
 
@@ -64,6 +66,21 @@ def test_watch_draws_the_present_moment_of_a_run(tmp_path: Path) -> None:
     text = said("watch", tmp_path)
     for words in ("step 42/100", "1 min 01 s left", "learner-bound: the engine waits."):
         assert words in text
+
+
+def test_watch_says_how_a_run_ended_and_shows_no_loop_at_work(tmp_path: Path) -> None:
+    wait = Wait(loop="learner", state="busy", what="snapshot of step 100", since_s=1.0)
+    state = LiveState(steps_done=100, steps_total=100, phase="training", eta_s=0.0, waits=(wait,))
+    (tmp_path / "live.json").write_bytes(msgspec.json.encode(state))
+    no_process = 2**22 + 1  # the kernel gives no number this large
+    controller = ComponentStatus(role="controller", pid=no_process, state="ready", version=None)
+    status = Status(
+        phase="training", steps_done=100, steps_total=100, version=100, written_s=0.0, components=[controller], waits=[]
+    )
+    (tmp_path / "status.json").write_bytes(msgspec.json.encode(status))
+    text = said("watch", tmp_path)
+    assert "killed" in text
+    assert not any(words in text for words in ("training", "snapshot of step 100", "left"))
 
 
 def test_watch_shows_every_word_of_the_verdict_on_a_narrow_terminal(tmp_path: Path) -> None:

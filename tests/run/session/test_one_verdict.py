@@ -43,6 +43,7 @@ def test_summary_dashboard_report_and_sentence_have_the_same_figures(tmp_path: P
     assert lanes["controller"] == pytest.approx(account["controller_busy_s"] / account["seconds"])
 
     assert load_run(run_dir).verdict == verdict
+    assert json.loads((run_dir / "live.json").read_text())["verdict"] == verdict
     words = " ".join(verdict.partition(": ")[2].split()[:12])
     page = (run_dir / "report" / "report.html").read_text()
     assert words in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +38,37 @@ def test_a_run_that_can_work_is_prepared(prepared: Prepare) -> None:
     assert made.max_context == len("10+11=") + 4
     assert made.decode([3, 1, 4]) == "01"  # the end of the sequence is no text
     assert made.sampling.stop_ids == (1,)
+
+
+def _without_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def _cut_short(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _without_one_file(model: Path) -> None:
+    index = {"weight_map": {"one": "model.safetensors", "other": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (_without_weights, "holds no *.safetensors file"),
+        (_cut_short, "model.safetensors is damaged or incomplete"),
+        (_without_one_file, "holds no model-00002-of-00002.safetensors"),
+    ],
+)
+def test_missing_or_incomplete_weights_are_refused_before_anything_starts(
+    spoil: Callable[[Path], None], problem: str, prepared: Prepare, model_dir: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(model_dir, tmp_path / "spoilt"))
+    spoil(model)
+    with pytest.raises(ModelError, match=re.escape(problem)):
+        prepared(model=model)
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -265,7 +265,7 @@ class Bound(enum.StrEnum):
     """The learner waits while the engine works, and the engine while the learner works."""
     BALANCED = "balanced"
     """Engine and learner both work nearly all the time."""
-    NOTHING = "nothing single binds"
+    NOTHING = "bound by no single part"
     """No part works nearly all the time, and none is what the learner mostly waits for."""
 
 

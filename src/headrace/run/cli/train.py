@@ -105,6 +105,8 @@ def show_summary(summary: Summary) -> None:
     out = console()
     out.print()
     out.print(f"{summary.status} after {plural(summary.steps, 'step')}", style="bold")
+    if summary.versions and summary.versions[0] > 0:  # the books below are of all lives
+        out.print(f"continued at step {summary.versions[0]}: times, tokens and ages are those since then")
     for name, figure in _figures(summary):
         out.print(f"  {name:<28} {figure}")
     if summary.verdict:

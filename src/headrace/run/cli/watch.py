@@ -31,7 +31,7 @@ def watch(
 
     out = console()
     out.soft_wrap = False  # the picture is drawn for the width of the terminal, and its sentences wrap
-    state = _read(run_dir)
+    state = _present(run_dir)
     if once or not out.is_terminal:
         out.print(draw(state, out.width))
         return
@@ -45,10 +45,25 @@ async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
 
     from headrace.run.cli.status import look
 
-    show(_read(run_dir))
     while look(run_dir)["state"] == "running":
-        await asyncio.sleep(RENEWED_S)
         show(_read(run_dir))
+        await asyncio.sleep(RENEWED_S)
+    show(_present(run_dir))
+
+
+def _present(run_dir: Path) -> LiveState:
+    """Return the last state that the run has written; for a run that has ended, with the way it ended as its phase,
+    and without loops at work."""
+    import msgspec
+
+    from headrace.run.cli.status import look
+    from headrace.run.session.directory import read_status
+
+    state = _read(run_dir)
+    if read_status(run_dir) is None:  # a run that starts writes its status after this state
+        return state
+    ended = look(run_dir)["state"]
+    return state if ended == "running" else msgspec.structs.replace(state, phase=ended, waits=())
 
 
 def _read(run_dir: Path) -> LiveState:

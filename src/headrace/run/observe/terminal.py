@@ -195,7 +195,7 @@ class _Rows:
         state = self._state
         frac = state.steps_done / state.steps_total if state.steps_total else 0.0
         text = Text.assemble((self._bar(frac), "cyan"), f" step {state.steps_done}/{state.steps_total}")
-        left = f"  {duration(state.eta_s)} left" if state.eta_s is not None else ""
+        left = f"  {duration(state.eta_s)} left" if state.eta_s is not None and frac < 1 else ""
         return text.append(f"  {duration(state.wall_s)}{left}", style="dim")
 
     def reward(self) -> Text:

@@ -273,6 +273,8 @@ def _damaged(path: Path, error: Exception) -> DataError:
 def run_file_of(where: Path) -> dict[str, Any] | Path:
     """Return the run file to evaluate: ``where`` itself where it is a file; for a run directory its settings, with
     the newest checkpoint as the model."""
+    if not where.exists():
+        raise ConfigError(f"{where} does not exist", remedy="name a run file, or the directory of a run")
     if not where.is_dir():
         return where
     try:

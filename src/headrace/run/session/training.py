@@ -381,7 +381,7 @@ async def _renew_status(controller: Controller, world: LaunchedRun, watchers: Wa
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
         with suppress(HeadraceError):  # the disk may be what went wrong
             watchers.held.refuse_lost()
-            _write_status(controller, controller.live(), world, ended)
+            _write_status(controller, watchers.watching.look(controller, ended), world, ended)
 
 
 def _write_status(
