@@ -295,6 +295,13 @@ def test_a_program_is_found_by_its_path_from_where_the_check_is_started(
     assert report.ok, str(report)
 
 
+def test_a_file_without_the_name_of_a_function_is_refused_with_both_ways_to_write_it(file: Path) -> None:
+    with pytest.raises(ConfigError, match="names no function") as refused:
+        check_env(str(file))
+    assert f"{file}:NAME" in refused.value.remedy
+    assert f"'python {file}'" in refused.value.remedy
+
+
 @pytest.mark.parametrize(("command", "words"), [("", "is empty"), ("python 'agent.py", "cannot be split")])
 def test_a_command_that_is_none_is_refused_in_words(command: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

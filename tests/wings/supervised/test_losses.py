@@ -24,6 +24,8 @@ def test_pairs_gain_on_the_rejected_answers(model: Path, tmp_path: Path) -> None
     summary = dpo(tree, data=pairs(12), eval_data=pairs(12))
     assert summary.eval_last["pair_accuracy"] > 0.9
     assert summary.eval_last["loss"] < summary.eval_first["loss"]
+    of_a_sampler = [name for name in summary.eval_last if "_mu" in name or "ess" in name or "age" in name]
+    assert not of_a_sampler  # nobody has sampled these rows
 
 
 def test_kto_raises_good_answers_over_bad_ones(model: Path, tmp_path: Path) -> None:

@@ -85,9 +85,12 @@ def model(
     from importlib import import_module
 
     from headrace.models.hub import local_directory
+    from headrace.models.settings import model_directory
 
+    directory = local_directory(path)
+    model_directory(directory)  # a wrong path is refused before torch is imported
     checking = import_module("headrace.policy.model_check")  # the policy stands above the program that runs files
-    report = checking.check_model(local_directory(path), dtype=dtype, lora=lora, longest=tokens)
+    report = checking.check_model(directory, dtype=dtype, lora=lora, longest=tokens)
     if as_json:
         print_json({"ok": report.ok, **to_builtins(report)})
     else:

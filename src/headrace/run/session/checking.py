@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import itertools
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -485,6 +486,11 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
     if library in BRIDGES and what and (BRIDGES.load(library).names_file or ".py:" not in what):
         find_bridge(reference)
         return "bridge", _with_full_path(library, what), None
+    if reference.endswith(".py") and " " not in reference and not os.access(reference, os.X_OK):
+        raise ConfigError(
+            f"{reference} names no function or class, and is no program that can be started",
+            remedy=f"write {reference}:NAME for what the file defines, or 'python {reference}' for a program",
+        )
     if ".py:" not in reference:
         return "program", _with_absolute_command(reference), None
     path, name = find_in_file(reference, "the environment")
