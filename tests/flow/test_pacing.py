@@ -7,12 +7,14 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.base.heap import gc_frozen
 from headrace.flow import FlowConfig
-from headrace.flow.pacing import Eager, JustInTime, JustInTimePacer, Pacer, lead_time
+from headrace.flow.lateness import Cohort, expected_wait_s
+from headrace.flow.pacing import MOST_DURATIONS, Eager, JustInTime, JustInTimePacer, OpenGroups, Pacer
 from headrace.run.session import load_config
 from headrace.wings.plan import Simulation, World
 from headrace.wings.plan.costs import FailureCost, Linear, SyncCost, TrainingRate
@@ -152,12 +154,19 @@ class Wrong(JustInTimePacer):
         super().__init__(learner_waits=0.02, window=24)
         self._rng = rng
 
+    def num_now(self, count: int, groups: OpenGroups, now_s: float) -> tuple[int, float | None]:
+        if self._rng.random() < 0.5:  # predictions that are made up
+            return super().num_now(count, groups, now_s)
+        next_ones = (groups.version + 2 - groups.step) * groups.batch_size - groups.num_started
+        least = min(count, max(0, next_ones))
+        num = self._rng.randint(least, count)
+        return num, None if num == count else now_s + self._rng.choice([0.3, 5.0, 1e3, 1e9])
+
     def want_s(self, step: int, now_s: float) -> float:
         return now_s + self._rng.choice([-1e9, -1.0, 0.0, 0.3, 5.0, 1e3, 1e9])
 
-    @property
-    def experienced(self) -> bool:
-        return True
+    def left(self, number: int, now_s: float, *, ready: bool) -> None:
+        super().left(number, now_s - self._rng.choice([-1e9, 0.0, 1e3]), ready=self._rng.random() < 0.7)
 
 
 class Needs:
@@ -256,21 +265,54 @@ def test_bound_books_and_the_last_step_hold_in_ten_thousand_histories(part: int)
         _history(seed)
 
 
-def test_group_of_the_next_step_is_never_held_back() -> None:
-    pacer = Wrong(random.Random(0))
-    for version in range(50):
-        assert pacer.start_s(version + 1, version=version, now_s=3.0) == 3.0
-        assert pacer.start_s(version, version=version, now_s=3.0) == 3.0
+def open_groups(*, version: int, step: int, started: int, size: int = 4) -> OpenGroups:
+    return OpenGroups(
+        step=step, batch_size=size, num_started=started, num_ready=started, version=version,
+        deadline=lambda sampled: sampled + 3, in_order=False,
+    )  # fmt: skip
 
 
-def test_lead_time_lets_the_learner_wait_for_the_allowed_mean_and_no_more() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        needed = [rng.lognormvariate(0, 2) - 1 for _ in range(rng.randrange(1, 30))]
-        allowed = rng.choice([0.0, 0.01, 0.5, 3.0])
-        found = lead_time(needed, allowed)
-        waits = sum(max(0.0, each - found) for each in needed) / len(needed)
-        assert waits == pytest.approx(allowed, abs=1e-9)
+def test_groups_of_the_next_step_are_never_held_back() -> None:
+    pacer = JustInTime().pacer()
+    _trained(pacer, steps=8, step_s=1.0, batch_s=0.1)
+    now_s = 8.0
+    for started in range(5):
+        num, again_s = pacer.num_now(8, open_groups(version=7, step=8, started=started), now_s)
+        assert num == 4 - started, "those of step 8 start at once, and those of step 9 only when they are needed"
+        assert again_s is not None
+        assert now_s < again_s < now_s + 1.0
+
+
+def _wait_by_trial(rng: random.Random, took_s: list[float], cohorts: list[Cohort], needed: int) -> float:
+    """Return when the batch is ready in one trial, in which every group draws its duration among those that are longer
+    than it has run."""
+    ready_s, due_s = [], 0.0
+    for cohort in cohorts:
+        for _ in range(cohort.size):
+            left_s = rng.choice([each for each in took_s if each > max(0.0, cohort.age_s)]) - cohort.age_s
+            ready_s.append(left_s)
+            due_s = max(due_s, left_s if cohort.due else 0.0)
+    return max(sorted(ready_s)[needed - 1], due_s)
+
+
+@pytest.mark.parametrize("due", [False, True])
+@pytest.mark.parametrize("needed", [4, 6, 7])
+def test_expected_wait_is_the_mean_of_trials(needed: int, due: bool) -> None:
+    rng = random.Random(needed)
+    took_s = sorted(rng.lognormvariate(0, 0.7) for _ in range(80))
+    want_s = sorted(rng.uniform(0.5, 1.5) for _ in range(9))
+    cohorts = [Cohort(0.7, 3), Cohort(0.2, 2, due=due), Cohort(-0.4, 2)]
+    expected_s = expected_wait_s(np.array(want_s), np.array(took_s), cohorts, needed)
+    trials = [_wait_by_trial(rng, took_s, cohorts, needed) - rng.choice(want_s) for _ in range(8_000)]
+    assert expected_s == pytest.approx(sum(max(0.0, each) for each in trials) / len(trials), rel=0.08)
+
+
+def test_group_that_was_dropped_or_has_run_longer_than_any_other_is_never_expected() -> None:
+    want_s, took_s = np.array([1.0]), np.array([0.5, 0.6, 0.7])
+    assert expected_wait_s(want_s, took_s, [Cohort(0.0, 2)], 2) == 0.0
+    assert expected_wait_s(np.array([0.0, 1.0]), took_s, [Cohort(0.8, 1), Cohort(0.0, 1)], 2) > 0.3
+    assert expected_wait_s(np.array([0.0]), np.array([0.5, np.inf]), [Cohort(0.0, 2)], 2) > 0.3
+    assert expected_wait_s(want_s, took_s, [Cohort(0.0, 2)], 3) == np.inf
 
 
 def _trained(pacer: Pacer, *, steps: int, step_s: float, batch_s: float) -> None:
@@ -278,10 +320,11 @@ def _trained(pacer: Pacer, *, steps: int, step_s: float, batch_s: float) -> None
     for step in range(steps):
         now_s = step * step_s
         pacer.committed(step, now_s)
-        pacer.admitted(step + 1, now_s)
+        pacer.admitted(step + 1, step + 1, step, now_s)
         if step == 0:
-            pacer.admitted(0, now_s)
+            pacer.admitted(0, 0, 0, now_s)
         pacer.taken(step, max(0.0, now_s - step_s + batch_s), now_s)
+        pacer.left(step + 1, now_s + batch_s, ready=True)
         pacer.trained(step, now_s + step_s)
 
 
@@ -296,9 +339,9 @@ def test_needed_age_and_the_price_of_one_version_less_are_measured(batch_s: floa
 
 def test_history_is_bounded() -> None:
     pacer = JustInTime(window=8).pacer()
-    _trained(pacer, steps=500, step_s=1.0, batch_s=0.4)
+    _trained(pacer, steps=2 * MOST_DURATIONS, step_s=1.0, batch_s=0.4)
     kept = [value for value in vars(pacer).values() if isinstance(value, deque | dict)]
-    assert max(map(len, kept)) <= 100
+    assert max(map(len, kept)) <= MOST_DURATIONS
 
 
 def test_pacing_is_a_setting_that_says_when_it_cannot_be() -> None:

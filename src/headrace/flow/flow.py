@@ -20,7 +20,7 @@ from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, ResumeState
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, ResumedGroup, Submit
 from headrace.flow.ledger.streams import RunningTurns
-from headrace.flow.pacing import AgeNeed, Eager
+from headrace.flow.pacing import AgeNeed, Eager, OpenGroups
 from headrace.flow.state import FlowState, GroupEntry
 
 
@@ -67,7 +67,8 @@ class Flow:
         self._policy = config.policy
         self._pacer = (config.pacing if config.policy.paced and not config.policy.recorded else Eager()).pacer()
         self.planned_s: float | None = None
-        """When the next group may start that the pacing holds back, on the clock; ``None``: it holds none back."""
+        """When a group that the pacing holds back may start though nothing changes, on the clock; ``None``: it holds
+        none back."""
         self._ready_s: dict[int, float] = {}
         self._writer = writer
         self._clock = clock
@@ -96,24 +97,36 @@ class Flow:
         numbers = self.state.next_submitted(max(0, min(count, waiting + len(rows))))
         if rows:
             self._writer.write(Submit(numbers=tuple(rows), rows=tuple(rows.values()), at_s=self._clock.wall()))
+        self._note_started(numbers)
         self._move(numbers, GroupState.ADMITTED, versions=(self.state.version, self.state.version))
         return [self._admission(number, rows.get(number)) for number in numbers]
 
     def _paced(self, count: int) -> int:
-        """Return how many of ``count`` groups may start now by the pacing, and plan when the next one may."""
-        state, size, now_s = self.state, self.state.limits.batch_size, self._clock.now()
-        self.planned_s = None
-        free_step, placed = state.free_step, state.num_open - state.num_waiting
-        paced = 0
-        while paced < count:
-            batch, place = divmod(placed + paced, size)
-            start_s = self._pacer.start_s(free_step + batch, version=state.version, now_s=now_s)
-            if start_s > now_s:
-                self.planned_s = start_s
-                break
-            self._pacer.admitted(free_step + batch, now_s)
-            paced += min(size - place, count - paced)
+        """Return how many of ``count`` groups may start now by the pacing, and note when to ask again."""
+        state, self.planned_s = self.state, None
+        if count <= 0:
+            return count
+        groups = OpenGroups(
+            step=state.free_step,
+            batch_size=state.limits.batch_size,
+            num_started=state.num_open - state.num_waiting,
+            num_ready=sum(map(len, state.ready_by_oldest.values())),
+            version=state.version,
+            deadline=state.deadline,
+            in_order=state.limits.strict or self._policy.in_order,
+        )
+        paced, self.planned_s = self._pacer.num_now(count, groups, self._clock.now())
         return paced
+
+    def _note_started(self, numbers: Sequence[int]) -> None:
+        """Tell the pacing which groups start, and for which step each does by its place."""
+        state, now_s = self.state, self._clock.now()
+        place = state.num_open - state.num_waiting
+        for number in numbers:
+            step = state.groups[number].step
+            if step is None:
+                step, place = state.free_step + place // state.limits.batch_size, place + 1
+            self._pacer.admitted(number, step, state.version, now_s)
 
     def _pick_rows(self, count: int) -> dict[int, int]:
         """Return the rows of up to ``count`` new groups, by group number; fewer if no rows are left."""
@@ -157,7 +170,8 @@ class Flow:
         assert entry.oldest_version is not None
         versions = group.versions() or (entry.oldest_version, entry.oldest_version)
         self._buffer[group.number] = group
-        self._ready_s[group.number] = self._clock.now()
+        self._ready_s[group.number] = now_s = self._clock.now()
+        self._pacer.left(group.number, now_s, ready=True)
         self._move([group.number], GroupState.READY, versions=versions)
         self._drop_all(self._policy.leave(self.state))
 
@@ -165,6 +179,7 @@ class Flow:
         """Drop a group without training it, which frees its slot."""
         ready = self._buffer.pop(number, None)
         self._ready_s.pop(number, None)
+        self._pacer.left(number, self._clock.now(), ready=False)
         if ready is not None:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
         self._move([number], GroupState.DROPPED, reason=reason)

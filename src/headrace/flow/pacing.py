@@ -7,45 +7,47 @@ A token that waits in a queue grows old for nothing. ``eager`` starts a group as
     committed           n − 1 ▲        n ▲
     eager         ▒▒▒▒ n + 1 ▒▒▒▒ · · · waits · · · ·┤            sampled by version n − 1, trained at age 2
     just in time                 │       ├▒▒ n + 1 ▒▒┤            sampled by version n, trained at age 1
-                                 └ want − lead time  └ want
 
 A group for step s starts, with v committed, as soon as one of these holds:
 
-    s ≤ v + 1                    no newer weights can come before step s begins, unless the learner waits for them
-    now ≥ want(s) − lead time    the learner would wait for the batch if the group started later
+    s ≤ v + 1         no newer weights can come before step s begins, unless the learner waits for them
+    it is needed      to start it a little later, or with the next weights, would make the learner wait for too long
 
-``want(s)`` is when the learner will have trained all steps before s, by the median of its last steps; now, if it has
-nothing to do. The lead time is found from the last batches. Each tells how long before the learner wanted it, by the
-prediction of that time, it had to be begun:
+Whether it is needed is asked group by group, from what is known of each: the time it has run, the durations of the last
+groups (:mod:`~headrace.flow.lateness`), and when the learner will want the batch, by the durations of its last steps.
+Scoring, environments, the engine's load and groups that are dropped and replaced are all in a group's duration. The
+answer is no as long as the expected wait stays within its allowance even if every group that the batch lacks starts
+later, with a few to spare. So a batch of which one answer takes long does not start sooner as a whole: a group of the
+next one starts beside it and takes its place, and the long one is trained with the batch after. A group that is due
+has no substitute, so that shortly before a commit it is better to wait for it: what starts then has a step more.
 
-    needed = (all groups ready − first group admitted) + (predicted want − real want) + time to lay it out
-
-Scoring, environments, replaced groups, the engine's load and errors of the prediction are all in it. The lead time is
-the smallest with which the learner would have waited for at most half of the share ``learner_waits`` of the time: the
-mean of max(0, needed − lead time) is that share of a step. One long batch raises it at once, and is forgotten after a
-window of batches. The next batches are not the last ones, so a margin is added: what the learner really waits beyond
-its share raises it at once, and every step without a wait lowers it a little. A batch for which the learner waits right
-now counts with the time it has taken so far, so durations that become a hundred times as long end the holding back
-before the first of them is over.
+The allowance is a share of the step, ``learner_waits``; what the learner has really waited beyond it is a debt, which
+lowers the allowance until enough steps went by without a wait.
 
 What this assumes: nothing for safety, for it only withholds what the policy would admit, and never a group of the next
 step after the committed version, so the bound stays the policy's and a run cannot stall whatever is predicted. For
-little waiting: that the next batch resembles one of the last. Times without a mean, a slow engine or a slow environment
-need ever longer lead times, which is ``eager``; without history it is ``eager`` too.
+little waiting: that groups and steps take about as long as the last ones did, independently of each other. A group
+that has run longer than all others did counts as late, so that durations that become a hundred times as long end the
+holding back before the first of them is over; times without a mean, a slow engine or a slow environment need every
+group at once, which is ``eager``; without history it is ``eager`` too.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
 from headrace.base.config import Section
 from headrace.base.config.kinds import Kinds
+from headrace.flow.lateness import Cohort, Seconds, expected_wait_s
 
 EVIDENCE = 2
 """Number of trained steps and of ready batches without which no group is held back."""
@@ -55,10 +57,25 @@ STEPS = 8
 """Number of steps whose median duration is expected of the next ones."""
 MOST_VERSIONS = 64
 """Number of versions whose commits are remembered."""
-GAIN = 4.0
-"""Factor by which a wait beyond the share that is allowed raises the margin, and a step without one lowers it."""
-CLOSE = 0.02
-"""Share of a step for which it is not worth to hold a group back."""
+MOST_DURATIONS = 512
+"""Greatest number of durations of groups that are remembered."""
+ALLOWED = 0.25
+"""Part of ``learner_waits`` that the learner may be expected to wait for one batch. The rest is for what history does
+not contain."""
+LATER = 1 / 12
+"""Share of a step, or of a group's duration where that is more, by which a group is held back at a time."""
+WORTH = 1 / 8
+"""Part of the allowed wait that has to be gained by a group that starts now and not later."""
+DEBT = 1 / 4
+"""Debt, in steps, with which no wait is allowed."""
+EAGER_DEBT = 1.0
+"""Debt, in steps, with which no group is held back: the engine is slow, or durations have changed."""
+MOST_DEBT = 1.5
+"""Greatest debt, in steps; what is beyond it is forgotten."""
+MOMENT_S = 1e-6
+"""Time after a commit at which its version is surely the committed one."""
+SPARE = 1 / 8
+"""Share of a batch that may start in addition, to take the places of groups that take long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +101,6 @@ class _OpenStep:
 
     begun_s: float | None = None
     """When the first group of its batch started; ``None``: before this process did."""
-    want_s: float | None = None
-    """When the learner was to want the batch, by what was known then; ``None`` without history."""
     ready_s: float = 0.0
     """When the last group of its batch was ready."""
     taken_s: float = 0.0
@@ -93,8 +108,26 @@ class _OpenStep:
     """When the batch was given to the learner; ``None``: it is not taken."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroups:
+    """The groups in no batch when a pacing is asked."""
+
+    step: int
+    """The first step that has no batch."""
+    batch_size: int
+    num_started: int
+    """Number of groups that run or are ready; those that start next come after them."""
+    num_ready: int
+    version: int
+    """The committed version."""
+    deadline: Callable[[int], int]
+    """Returns the last step that may train tokens of a version."""
+    in_order: bool
+    """Whether groups are trained in the order in which they start."""
+
+
 class Pacer:
-    """The memory of a pacing, and its decision when a group may start. This one starts every group at once, and
+    """The memory of a pacing, and its decision which groups may start. This one starts every group at once, and
     measures what age was needed.
 
     The flow reports what happens; times are seconds on its clock.
@@ -104,9 +137,7 @@ class Pacer:
         self.learner_waits = learner_waits
         self.need: AgeNeed | None = None
         """What the batch of the last trained step needed; ``None``: not known."""
-        self._steps_s: deque[float] = deque(maxlen=STEPS)
-        self._needed_s: deque[float] = deque(maxlen=window)
-        """How long before the learner wanted them, as predicted, the last batches had to be begun."""
+        self._steps_s: deque[float] = deque(maxlen=window)
         self._open: dict[int, _OpenStep] = {}
         self._next_step: int | None = None
         """The step that the learner trains next, or now; ``None`` before the first."""
@@ -115,24 +146,17 @@ class Pacer:
         self._commits_s: dict[int, float] = {}
         self._all_ready_s = 0.0
         """When the last group of all trained batches was ready."""
-        self._margin_s = 0.0
-        """Added to the lead time because the learner has waited for more than its share."""
 
-    def start_s(self, step: int, *, version: int, now_s: float) -> float:
-        """Return when a group for ``step`` may start while ``version`` is committed; ``now_s`` or less for now."""
-        return now_s
+    def num_now(self, count: int, groups: OpenGroups, now_s: float) -> tuple[int, float | None]:
+        """Return how many of ``count`` groups that the policy admits may start now, and when to ask again about the
+        others; ``None`` if there are none, or if only a change can let them start."""
+        return count, None
 
     @property
     def step_s(self) -> float:
         """The expected duration of a step."""
-        if len(self._steps_s) < SURE:
-            return min(self._steps_s, default=0.0)
-        return statistics.median(self._steps_s)
-
-    @property
-    def experienced(self) -> bool:
-        """Whether enough was seen to predict anything."""
-        return min(len(self._steps_s), len(self._needed_s)) >= EVIDENCE
+        last_s = list(islice(reversed(self._steps_s), STEPS))
+        return min(last_s, default=0.0) if len(last_s) < SURE else statistics.median(last_s)
 
     def want_s(self, step: int, now_s: float) -> float:
         """Return when the learner will have trained all steps before ``step``, by what is known now."""
@@ -143,11 +167,13 @@ class Pacer:
         end_s = max(now_s, max(self._free_s, ordered_s) + self.step_s)
         return end_s + (step - current - 1) * self.step_s
 
-    def admitted(self, step: int, now_s: float) -> None:
-        """Note that a group for ``step`` starts."""
+    def admitted(self, number: int, step: int, version: int, now_s: float) -> None:
+        """Note that the group ``number`` starts, for ``step`` by its place, with ``version`` committed."""
         if step not in self._open:
-            want_s = self.want_s(step, now_s) if len(self._steps_s) >= EVIDENCE else None
-            self._open[step] = _OpenStep(begun_s=now_s, want_s=want_s)
+            self._open[step] = _OpenStep(begun_s=now_s)
+
+    def left(self, number: int, now_s: float, *, ready: bool) -> None:
+        """Note that a group that was started is ready, or was dropped."""
 
     def taken(self, step: int, ready_s: float, now_s: float) -> None:
         """Note that ``step`` has its batch, the last group of which was ready at ``ready_s``."""
@@ -167,24 +193,11 @@ class Pacer:
         self.need = None
         step_s = now_s - max(self._free_s, trained.ordered_s)
         self._steps_s.append(step_s)
-        self._adapt_margin(max(0.0, trained.ordered_s - self._free_s))
         if trained.begun_s is not None:
             took_s = trained.ready_s - trained.begun_s + trained.ordered_s - trained.taken_s
-            late_s = 0.0 if trained.want_s is None else trained.want_s - self._free_s
-            self._needed_s.append(took_s + late_s)
             self.need = self._need_of(step, took_s, step_s, trained)
         self._all_ready_s = max(self._all_ready_s, trained.ready_s)
         self._next_step, self._free_s = step + 1, now_s
-
-    def _adapt_margin(self, waited_s: float) -> None:
-        """Raise the margin if the learner has waited for more than its share of a step, and lower it otherwise.
-
-        A longer lead time takes effect only after as long, so the more steps it spans, the more it has to grow at once.
-        """
-        over_s = waited_s - self.learner_waits * self.step_s
-        spanned = max(self._needed_s, default=0.0) / self.step_s if over_s > 0 and self.step_s > 0 else 1.0
-        if self.experienced:
-            self._margin_s = max(0.0, self._margin_s + GAIN * max(1.0, spanned) * over_s)
 
     def _need_of(self, step: int, took_s: float, step_s: float, trained: _OpenStep) -> AgeNeed | None:
         """Return the age that a step needed whose batch took ``took_s``, and was wanted when the learner was free."""
@@ -249,42 +262,175 @@ PACINGS = Kinds(AnyPacing, group="headrace.pacings", setting="flow.pacing", cont
 PacingConfig = Annotated[AnyPacing, PACINGS]
 
 
-def lead_time(needed_s: Sequence[float], allowed_s: float) -> float:
-    """Return the smallest lead time with which the mean of max(0, needed − lead time) is at most ``allowed_s``.
-
-    >>> lead_time([2.0, 2.0, 6.0], 0.0), lead_time([2.0, 2.0, 6.0], 1.0), lead_time([2.0, 2.0, 6.0], 2.0)
-    (6.0, 3.0, 1.3333333333333333)
-    """
-    budget_s, total_s, found_s = allowed_s * len(needed_s), 0.0, float("-inf")
-    for count, longest_s in enumerate(sorted(needed_s, reverse=True), start=1):
-        total_s += longest_s
-        found_s = max(found_s, (total_s - budget_s) / count)
-    return found_s
-
-
 class JustInTimePacer(Pacer):
-    """A pacer that holds groups back by the lead time of the last batches."""
+    """A pacer that holds back groups of later steps until one of the batches needs them."""
 
-    def start_s(self, step: int, *, version: int, now_s: float) -> float:
-        if step <= version + 1 or not self.experienced:
-            return now_s
-        start_s = self.want_s(step, now_s) - self._lead_time(now_s)
-        return start_s if start_s - now_s > CLOSE * self.step_s else now_s
+    def __init__(self, *, learner_waits: float, window: int) -> None:
+        super().__init__(learner_waits=learner_waits, window=window)
+        self._window = window
+        self._started: dict[int, tuple[float, int]] = {}
+        """When each group that runs started, and under which version, by number."""
+        self._took_s: deque[float] = deque(maxlen=MOST_DURATIONS)
+        """Durations of the last groups from their start to being ready; infinite for those that were dropped."""
+        self._sorted_took_s: Seconds = np.zeros(0)
+        self._sorted_steps_s: Seconds = np.zeros(0)
+        self._later_s = 0.0
+        """For how long a group is held back at a time."""
+        self._debt_s = 0.0
+        """What the learner has waited beyond its share."""
+        self._commit_lag_s = 0.0
+        """How long the last commit came after the end of its step."""
+        self._asked_again_s: float | None = None
+        """When the answer may change though nothing does; ``None``: it may have changed already."""
 
-    def _lead_time(self, now_s: float) -> float:
-        allowed_s = self.learner_waits * self.step_s / 2
-        waited_s = self._waited_for(now_s)
-        needed_s = list(self._needed_s)
-        found_s = lead_time(needed_s, allowed_s)
-        if waited_s is None or waited_s <= found_s:
-            return found_s + self._margin_s
-        return lead_time([*needed_s[1:], waited_s], allowed_s) + self._margin_s
+    def admitted(self, number: int, step: int, version: int, now_s: float) -> None:
+        super().admitted(number, step, version, now_s)
+        self._started[number] = now_s, version
 
-    def _waited_for(self, now_s: float) -> float | None:
-        """Return how long before its want the batch for which the learner waits had to be begun, if it were ready now;
-        ``None`` if the learner has one."""
-        waiting = None if self._next_step is None else self._open.get(self._next_step)
-        if waiting is None or waiting.ordered_s is not None or waiting.begun_s is None:
-            return None
-        free_s = max(self._free_s, waiting.begun_s)
-        return now_s - waiting.begun_s + (free_s if waiting.want_s is None else waiting.want_s) - free_s
+    def left(self, number: int, now_s: float, *, ready: bool) -> None:
+        started = self._started.pop(number, None)
+        if started is not None:
+            self._took_s.append(now_s - started[0] if ready else math.inf)
+        if not ready:
+            self._asked_again_s = None
+
+    def taken(self, step: int, ready_s: float, now_s: float) -> None:
+        super().taken(step, ready_s, now_s)
+        self._asked_again_s = None
+
+    def trained(self, step: int, now_s: float) -> None:
+        ordered_s = self._open[step].ordered_s
+        assert ordered_s is not None
+        over_s = max(0.0, ordered_s - self._free_s) - self.learner_waits * self.step_s
+        super().trained(step, now_s)
+        self._debt_s = min(max(0.0, self._debt_s + over_s), MOST_DEBT * self.step_s) if self.experienced else 0.0
+        self._sorted_took_s = np.sort(np.array(self._took_s))
+        self._sorted_steps_s = np.sort(np.array(self._steps_s))
+        usual_s = statistics.median_low(self._took_s) if self._took_s else 0.0
+        self._later_s = LATER * max(self.step_s, usual_s if math.isfinite(usual_s) else 0.0)
+        self._asked_again_s = None
+
+    def committed(self, version: int, now_s: float) -> None:
+        super().committed(version, now_s)
+        if version == self._next_step:
+            self._commit_lag_s = now_s - self._free_s
+        self._asked_again_s = None
+
+    @property
+    def experienced(self) -> bool:
+        """Whether enough was seen to predict anything."""
+        return min(len(self._steps_s), len(self._sorted_took_s)) >= EVIDENCE
+
+    @property
+    def _holds_back(self) -> bool:
+        return self.experienced and self._debt_s < EAGER_DEBT * self.step_s
+
+    def num_now(self, count: int, groups: OpenGroups, now_s: float) -> tuple[int, float | None]:
+        next_ones = (groups.version + 2 - groups.step) * groups.batch_size - groups.num_started
+        num = min(count, max(0, next_ones)) if self._holds_back else count
+        if num == count:
+            return count, None
+        if not num and self._asked_again_s is not None and now_s < self._asked_again_s:
+            return 0, self._asked_again_s  # nothing has changed but that groups are ready, as was expected
+        while num < count and self._needs_one_more(num, groups, now_s):
+            num += 1
+        self._asked_again_s = now_s + self._later_s
+        return num, self._asked_again_s if num < count else None
+
+    def _needs_one_more(self, num: int, groups: OpenGroups, now_s: float) -> bool:
+        """Return whether a batch would come too late if only ``num`` groups start now, and one more would help."""
+        share_s = ALLOWED * self.learner_waits * self.step_s
+        allowed_s = share_s * max(0.0, 1 - self._debt_s / (DEBT * self.step_s))
+        for index in range((groups.num_started + num) // groups.batch_size + 1):
+            batch = self._batch(index, num, groups, now_s)
+            waits_s = batch.wait_s(batch.fresh, self._later_s)
+            if waits_s > allowed_s and not batch.lacking:
+                waits_s = min(waits_s, batch.wait_s(0, 0.0))
+            if waits_s > allowed_s and batch.commit_s > 0:
+                waits_s = min(waits_s, batch.wait_s(batch.fresh, batch.commit_s + MOMENT_S))
+            if waits_s > allowed_s and waits_s - batch.wait_s(batch.fresh, 0.0) > WORTH * share_s:
+                return True
+        return False
+
+    def _batch(self, index: int, num: int, groups: OpenGroups, now_s: float) -> _Awaited:
+        """Return what is known of the batch that comes ``index`` batches after the next one, if ``num`` groups start
+        now."""
+        step, size = groups.step + index, groups.batch_size
+        needed = (index + 1) * size - groups.num_ready
+        started = sorted(Counter(self._started.values()).items())
+        cohorts = [
+            Cohort(now_s - start_s, count, groups.deadline(version) <= step) for (start_s, version), count in started
+        ]
+        if num:
+            cohorts.append(Cohort(0.0, num, groups.deadline(groups.version) <= step))
+        pass_rate = max(SPARE, np.count_nonzero(np.isfinite(self._sorted_took_s)) / len(self._sorted_took_s))
+        lacking = max(0, math.ceil(needed / pass_rate - len(self._started) - num))
+        return _Awaited(
+            needed=needed,
+            lacking=lacking,
+            spare=0 if groups.in_order else max(1, round(SPARE * size)),
+            cohorts=_first(cohorts, needed) if groups.in_order else cohorts,
+            want_s=self._wants_s(step, now_s),
+            took_s=self._sorted_took_s,
+            commit_s=self._commit_s(groups.version, now_s) - now_s,
+            due=(groups.deadline(groups.version) <= step, groups.deadline(groups.version + 1) <= step),
+        )
+
+    def _wants_s(self, step: int, now_s: float) -> Seconds:
+        """Return the times from now at which the learner may want the batch of ``step``, in ascending order."""
+        current = step if self._next_step is None else self._next_step
+        if step <= current:
+            return np.zeros(1)
+        ordered_s = self._open[current].ordered_s if current in self._open else None
+        if ordered_s is None:
+            return (step - current) * self._sorted_steps_s
+        left_s = self._sorted_steps_s - (now_s - max(self._free_s, ordered_s))
+        left_s = left_s[left_s > 0] if left_s[-1] > 0 else np.zeros(1)
+        return left_s + (step - current - 1) * self.step_s
+
+    def _commit_s(self, version: int, now_s: float) -> float:
+        """Return when the version after ``version`` will be committed, by what is known now."""
+        if self._next_step is None:
+            return math.inf
+        trained_s = self._free_s if self._next_step > version else self.want_s(self._next_step + 1, now_s)
+        return trained_s + self._commit_lag_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Awaited:
+    """A batch that is not complete, and what is known of the groups that may make it."""
+
+    needed: int
+    lacking: int
+    """Number of groups that have to start for it, so that as many as it needs are ready by the usual share of them."""
+    spare: int
+    """Number of groups that may start beyond these."""
+    cohorts: list[Cohort]
+    want_s: Seconds
+    took_s: Seconds
+    commit_s: float
+    """Seconds until the next version is committed."""
+    due: tuple[bool, bool]
+    """Whether the batch has to wait for each group that starts before that, and after it."""
+
+    @property
+    def fresh(self) -> int:
+        """The number of groups that may start for it."""
+        return self.lacking + self.spare
+
+    def wait_s(self, fresh: int, delay_s: float) -> float:
+        """Return the expected wait of the learner if ``fresh`` groups start after ``delay_s``. Groups that are due take
+        no other's place, so that no spare ones would start."""
+        due = self.due[delay_s > self.commit_s]
+        num = min(fresh, self.lacking) if due else fresh
+        cohorts = [*self.cohorts, Cohort(-delay_s, num, due)] if num else self.cohorts
+        return expected_wait_s(self.want_s, self.took_s, cohorts, self.needed)
+
+
+def _first(cohorts: list[Cohort], count: int) -> list[Cohort]:
+    """Return the first ``count`` groups of ``cohorts``, each of which the batch has to wait for."""
+    first: list[Cohort] = []
+    for cohort in cohorts:
+        first.append(Cohort(cohort.age_s, min(cohort.size, count), due=True))
+        count -= first[-1].size
+    return [cohort for cohort in first if cohort.size > 0]

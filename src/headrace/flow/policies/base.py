@@ -42,6 +42,11 @@ class StalenessPolicy(Section):
     """Whether the policy repeats the decisions of another run, whatever this run needs."""
 
     @property
+    def in_order(self) -> bool:
+        """Whether groups are always trained in the order in which they start, so that none takes another's place."""
+        return False
+
+    @property
     def drops_stale(self) -> bool:
         """Return whether the policy drops groups that have become too old."""
         return False

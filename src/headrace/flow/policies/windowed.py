@@ -31,6 +31,10 @@ class Windowed(StalenessPolicy):
     """Size of the window, in batches from the oldest untrained group on; 1 trains in the order of admission."""
     fixes: ClassVar = {"order": "ready_first"}
 
+    @property
+    def in_order(self) -> bool:
+        return self.window == 1
+
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
         if self.window > max_age + lead + 1:
             raise ConfigError(
