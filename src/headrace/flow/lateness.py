@@ -23,7 +23,7 @@ import numpy.typing as npt
 Seconds = npt.NDArray[np.float64]
 """Times or durations."""
 
-POINTS = 13
+POINTS = 25
 """Number of times at which the chance of a late batch is computed."""
 
 
@@ -33,6 +33,7 @@ class Cohort(NamedTuple):
     age_s: float
     """Seconds since they started; negative if they would be started later."""
     size: int
+    """Number of groups."""
     due: bool = False
     """Whether the batch has to wait for each of them, because none may be trained later."""
 
