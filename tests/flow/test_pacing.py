@@ -28,12 +28,21 @@ BURN_IN = 12
 """First steps that are not judged: without history every group starts at once."""
 
 
-def world(*, answers: Spread | int = 40, tok_s: float = 800, steps: int = 60, work: Any = None, **flow: Any) -> World:
+def world(
+    *,
+    answers: Spread | int = 40,
+    tok_s: float = 800,
+    steps: int = 60,
+    work: Any = None,
+    num_engines: int = 1,
+    **flow: Any,
+) -> World:
     """A run of eight groups a step, whose engine needs 0.4 s for an answer of 40 tokens."""
     return World(
         flow=FlowConfig(**{"groups_per_step": 8, "group_size": 2, "max_age": 2} | flow),
         steps=steps,
-        engine=Linear(fixed_s=0.01),
+        engine=Linear(fixed_s=0.01, sequence_s=0.002 if num_engines > 1 else 0.0),
+        num_engines=num_engines,
         max_sequences=1000,
         max_new_tokens=4000,
         learner=TrainingRate(tok_s=tok_s),
@@ -50,10 +59,10 @@ def mean_of(steps: Any) -> float:
     return sum(age * tokens for step in steps for age, tokens in step.ages.items()) / sum(step.tokens for step in steps)
 
 
-def both(given: World) -> tuple[SimulatedOutcome, SimulatedOutcome]:
+def both(given: World, *, seed: int = 0) -> tuple[SimulatedOutcome, SimulatedOutcome]:
     """Return what becomes of a run that starts every group at once, and of the same run just in time."""
     eager = replace(given, flow=given.flow.model_copy(update={"pacing": Eager()}))
-    return Simulation(eager, seed=0).run(), Simulation(given, seed=0).run()
+    return Simulation(eager, seed=seed).run(), Simulation(given, seed=seed).run()
 
 
 @pytest.mark.parametrize("answers", [40, Lognormal(mean=40, cv=0.5)])
