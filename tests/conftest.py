@@ -8,9 +8,25 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from hypothesis import HealthCheck, settings  # noqa: E402 - the environment above must stand first
+from pathlib import Path  # noqa: E402 - the environment above must stand first
+
+import pytest  # noqa: E402 - as above
+from hypothesis import HealthCheck, settings  # noqa: E402 - as above
 
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 # CI draws the same examples every time; at a desk each run draws new ones
 settings.register_profile("ci", settings.get_profile("house"), derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "house")
+
+ROOT = Path(__file__).parents[1]
+SLOW_CASES = frozenset(
+    line for line in (ROOT / "tests/slow_cases.txt").read_text().splitlines() if line and not line.startswith("#")
+)
+"""The cases that `make test` leaves to `make test-slow`, since it runs others of the same test or of the same kind."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of tests/slow_cases.txt slow: a line is a case, or a test with all of its cases."""
+    for item in items:
+        if item.nodeid in SLOW_CASES or item.nodeid.partition("[")[0] in SLOW_CASES:
+            item.add_marker(pytest.mark.slow)

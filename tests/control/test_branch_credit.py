@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_segments_are_credited_by_the_formula_of_the_paper() -> None:
 
 def test_a_turn_that_carries_no_loss_is_no_segment() -> None:
     kept = segmented(0, 1.0, [(3, 0.2), (2, 0.9)])
-    left_out = replace(kept.turns[2], untrained="not_chosen", process=100.0)
+    left_out = msgspec.structs.replace(kept.turns[2], untrained="not_chosen", process=100.0)
     other = segmented(1, 0.0, [(3, 0.2)])
     group = ScoredGroup(number=0, episodes=(replace(kept, turns=[*kept.turns[:2], left_out]), other))
     found = credit(AlgoConfig(advantage="prpo"), [group])[0]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -117,7 +118,7 @@ def test_a_teacher_with_a_prompt_of_its_own_reads_that_before_the_same_answer() 
 
 def test_an_episode_that_was_asked_something_else_cannot_be_read_with_another_prompt() -> None:
     episode, engine = graph(sampled([3], 0)), Reader()
-    episode.turns[0] = replace(episode.turns[0], tokens=Tokens.observed([1, 2, 2]))
+    episode.turns[0] = msgspec.structs.replace(episode.turns[0], tokens=Tokens.observed([1, 2, 2]))
     failure = taught(episode, task_of(), {"": (engine, call_config(prompts=[np.array([9], np.int32)]))})
     assert failure.startswith("teacher_error: the episode does not begin")
     assert not engine.asked

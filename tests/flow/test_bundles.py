@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
@@ -67,7 +65,7 @@ def test_what_few_turns_have_stays_with_its_own_turn() -> None:
     told = ended(0, 1)
     for more, column in zip(rare, columns, strict=True):
         tokens = msgspec.structs.replace(told.turns[1].tokens, **column)
-        told.turns.append(replace(told.turns[1], tokens=tokens, **more))
+        told.turns.append(msgspec.structs.replace(told.turns[1], tokens=tokens, **more))
     data, _ = encode_bundle([plain, told, plain])
     assert decode_entry(data, 0)[1].reward is None
     first, second = decode_entry(data, 1)[2:]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -251,7 +251,10 @@ class PivotResampler:
             name = Branch(
                 pivot=place.number, number=branch, reward=None if attempt.untrained else attempt.episode.reward
             )
-            turns = [replace(turn, untrained=attempt.untrained or turn.untrained) for turn in attempt.episode.turns]
+            turns = [
+                msgspec.structs.replace(turn, untrained=attempt.untrained or turn.untrained)
+                for turn in attempt.episode.turns
+            ]
             graft(episode.turns, index, at, turns, name)
         for attempt in attempts:
             if attempt.untrained:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -109,7 +109,7 @@ class Teaching:
             return scores_by_turn
         for place, teacher_scores in scores_by_turn.items():
             turn = episode.turns[place]
-            episode.turns[place] = replace(
+            episode.turns[place] = msgspec.structs.replace(
                 turn, tokens=msgspec.structs.replace(turn.tokens, teacher_scores=teacher_scores), teacher=teacher.name
             )
         return ""

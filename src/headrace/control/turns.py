@@ -7,8 +7,9 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from headrace.base.clock import off_loop
@@ -85,11 +86,11 @@ class ProcessRewards:
         turns = await self._join(episode)
         both = turns.beside(graded)
         parts = {label: both.parts[label] for label in self._scorer.labels if label in both.parts}
-        both = replace(both, parts=parts, extra=graded.extra)
+        both = msgspec.structs.replace(both, parts=parts, extra=graded.extra)
         if graded.reward is None or turns.reward is None:
             failed = graded if graded.reward is None else turns
-            return replace(both, reward=None, failure=failed.failure)
-        return replace(both, reward=graded.reward + turns.reward)
+            return msgspec.structs.replace(both, reward=None, failure=failed.failure)
+        return msgspec.structs.replace(both, reward=graded.reward + turns.reward)
 
     async def _join(self, episode: EpisodeGraph) -> Graded:
         """Add the process rewards to the turns of an episode, and return them combined, with the results of their
@@ -107,20 +108,22 @@ class ProcessRewards:
             place = held[id(one.ids_T)]
             if scored.extra:
                 turn = episode.turns[place]
-                episode.turns[place] = replace(turn, extra={**turn.extra, **scored.extra})
+                episode.turns[place] = msgspec.structs.replace(turn, extra={**turn.extra, **scored.extra})
         failed = next((one for one in graded if one.reward is None), None)
         if failed is not None:
-            return replace(combined, reward=None, failure=failed.failure or REWARD_NONE, parts=failed.parts)
+            return msgspec.structs.replace(
+                combined, reward=None, failure=failed.failure or REWARD_NONE, parts=failed.parts
+            )
         if self._parts.segments is not None:
             places = [(held[id(one.ids_T)], one.start) for one in queries]
             _cut(episode.turns, [(*place, one.reward or 0.0) for place, one in zip(places, graded, strict=True)])
-            return replace(combined, parts=self._scorer.parts_of_turns(graded))
+            return msgspec.structs.replace(combined, parts=self._scorer.parts_of_turns(graded))
         shares = self._scorer.over_turns(graded)
         for one, share in zip(queries, shares, strict=True):
             place = held[id(one.ids_T)]
             turn = episode.turns[place]
-            episode.turns[place] = replace(turn, reward=(turn.reward or 0.0) + share)
-        return replace(combined, reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
+            episode.turns[place] = msgspec.structs.replace(turn, reward=(turn.reward or 0.0) + share)
+        return msgspec.structs.replace(combined, reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
 
     async def _score(
         self, key: EpisodeKey, task: Task, history_T: IntColumn, ids_T: IntColumn, *, number: int
@@ -145,7 +148,7 @@ def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
         segments = [(start, reward) for turn, start, reward in graded if turn == place]
         split(turns, place, [start for start, _ in segments[1:]])
         for number, (_, reward) in enumerate(segments, start=place):
-            turns[number] = replace(turns[number], process=reward)
+            turns[number] = msgspec.structs.replace(turns[number], process=reward)
 
 
 def assign_reward(episode: EpisodeGraph, graded: Graded) -> None:
@@ -154,7 +157,7 @@ def assign_reward(episode: EpisodeGraph, graded: Graded) -> None:
     sampled = [place for place, turn in enumerate(episode.turns) if turn.stop_reason is not None]
     if graded.extra and sampled:
         turn = episode.turns[sampled[-1]]
-        episode.turns[sampled[-1]] = replace(turn, extra={**turn.extra, **graded.extra})
+        episode.turns[sampled[-1]] = msgspec.structs.replace(turn, extra={**turn.extra, **graded.extra})
     episode.reward, episode.parts = graded.reward, dict(graded.parts)
     episode.cause = graded.failure or (REWARD_NONE if graded.reward is None else "")
     episode.status = EpisodeStatus.FAILED if episode.cause else EpisodeStatus.SCORED

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -74,12 +73,12 @@ def split(turns: list[Turn], index: int, ends: Sequence[int]) -> None:
     continue the last part, which keeps its stop reason and reward."""
     whole, added = turns[index], len(ends)
     bounds = [0, *ends, len(whole.tokens)]
-    pieces = [replace(whole, tokens=whole.tokens[: bounds[1]])]
+    pieces = [msgspec.structs.replace(whole, tokens=whole.tokens[: bounds[1]])]
     for place in range(1, added + 1):
         tokens = whole.tokens[bounds[place] : bounds[place + 1]]
-        pieces.append(replace(whole, tokens=tokens, parent=index + place - 1, context_routing=None))
-    pieces[:-1] = [replace(piece, stop_reason=StopReason.SPLIT, reward=None) for piece in pieces[:-1]]
-    later = [replace(turn, parent=_moved(turn.parent, index, added)) for turn in turns[index + 1 :]]
+        pieces.append(msgspec.structs.replace(whole, tokens=tokens, parent=index + place - 1, context_routing=None))
+    pieces[:-1] = [msgspec.structs.replace(piece, stop_reason=StopReason.SPLIT, reward=None) for piece in pieces[:-1]]
+    later = [msgspec.structs.replace(turn, parent=_moved(turn.parent, index, added)) for turn in turns[index + 1 :]]
     turns[index:] = [*pieces, *later]
 
 
@@ -111,7 +110,7 @@ def graft(turns: list[Turn], index: int, at: int, attempt: Sequence[Turn], branc
         first = len(turns) == base
         shared = turn.parent is None or turn.parent < index
         turns.append(
-            replace(
+            msgspec.structs.replace(
                 turn,
                 tokens=turn.tokens[at:] if first else turn.tokens,
                 parent=index if first else turn.parent if shared else _moved(turn.parent, index, base - index),

@@ -53,8 +53,7 @@ class EpisodeLimits:
 UNLIMITED = EpisodeLimits()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRequest:
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to sample one turn."""
 
     prompt_ids_T: IntColumn

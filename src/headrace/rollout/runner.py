@@ -7,7 +7,7 @@ import hashlib
 import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from headrace.base.errors import EpisodeError, HeadraceError, RequestError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
-from headrace.base.types.tokens import IntColumn, Tokens
+from headrace.base.types.tokens import NO_TOKENS, IntColumn, Tokens
 from headrace.engine import RequestOptions, TokenSource
 from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, of_frozen
 from headrace.rollout.chat import Chat
@@ -92,10 +92,10 @@ class EnginePolicy:
         """Sample a turn, append it, and return its index."""
         frozen = self.agents.frozen(request.author)
         if frozen is not None:
-            request = replace(request, untrained=FROZEN_AGENT)
+            request = msgspec.structs.replace(request, untrained=FROZEN_AGENT)
         prompt = self._prompt_key(request)
         number = self._number(prompt)
-        empty = TokenChunk(key=self.key, turn=number, prompt=prompt, tokens=Tokens.concat([]))
+        empty = TokenChunk(key=self.key, turn=number, prompt=prompt, tokens=NO_TOKENS)
         self._sampled[number] = empty
         parts: list[TokenChunk] = []
         try:
@@ -309,7 +309,9 @@ def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]
     for index, turn in enumerate(turns):
         is_left_out = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
         reason = turn.untrained or (NOT_CHOSEN if is_left_out else "")
-        episode.turns.append(replace(turn, untrained=reason, reward=outcome.turn_rewards.get(index)))
+        reward = outcome.turn_rewards.get(index)
+        stays = (reason, reward) == (turn.untrained, turn.reward)  # as most turns do
+        episode.turns.append(turn if stays else msgspec.structs.replace(turn, untrained=reason, reward=reward))
     episode.reward, episode.agent_rewards = outcome.reward, outcome.agent_rewards
     if outcome.agent_rewards:
         _refuse_unrewarded(episode)

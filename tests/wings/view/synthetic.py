@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models
 
 from headrace.base.clock import RealClock

@@ -100,8 +100,7 @@ class Branch(NamedTuple):
     """The reward of the whole branch; ``None`` if it has none and carries no loss."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Contiguous tokens by one author."""
 
     author: str
@@ -126,7 +125,7 @@ class Turn:
     """The branch of a resampled turn; ``None`` for a turn of the episode itself."""
     teacher: str = ""
     """The name of the teacher that scored its tokens, if there are several; empty otherwise."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = {}
     """The columns that reward functions logged about the turn with ``log_extra``: numbers and short texts."""
 
 

@@ -17,7 +17,7 @@ from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
-__all__ = ["FloatColumn", "IntColumn", "Tokens", "versions_of"]
+__all__ = ["NO_TOKENS", "FloatColumn", "IntColumn", "Tokens", "versions_of"]
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -76,18 +76,21 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @classmethod
     def observed(cls, ids: Sequence[int] | IntColumn) -> Tokens:
         """Return the span of given tokens, which no policy sampled."""
-        count = len(ids)
-        return cls(
-            ids_T=np.asarray(ids, np.int32),
-            logprobs_T=np.zeros(count, np.float32),
-            versions_T=np.full(count, NOT_SAMPLED, np.int32),
-        )
+        ids_T = np.asarray(ids, np.int32)
+        if len(ids_T) > len(_NO_VERSIONS):
+            return cls(
+                ids_T=ids_T,
+                logprobs_T=np.zeros(len(ids_T), np.float32),
+                versions_T=np.full(len(ids_T), NOT_SAMPLED, np.int32),
+            )
+        # every episode begins with a given prompt: short ones share their constant columns
+        return cls(ids_T=ids_T, logprobs_T=_NO_LOGPROBS[: len(ids_T)], versions_T=_NO_VERSIONS[: len(ids_T)])
 
     @classmethod
     def concat(cls, parts: Sequence[Tokens]) -> Tokens:
         """Return the concatenation of ``parts``."""
         if not parts:
-            return cls.observed([])
+            return NO_TOKENS
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -127,6 +130,13 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __add__(self, other: Tokens) -> Tokens:
         return Tokens.concat([self, other])
+
+
+_NO_LOGPROBS, _NO_VERSIONS = np.zeros(4096, np.float32), np.full(4096, NOT_SAMPLED, np.int32)
+for _column in (_NO_LOGPROBS, _NO_VERSIONS):
+    _column.flags.writeable = False
+NO_TOKENS = Tokens.observed([])
+"""The empty span."""
 
 
 def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:

@@ -157,8 +157,8 @@ class Feeder:
         the bound, so such a group was admitted under other settings."""
         flow = self._state.flow.state
         floor = -1 if taken.oldest_version is None else taken.oldest_version
-        oldest_versions = [old for group in taken.groups if (old := group.oldest_version()) is not None]
-        for version in {max(old, floor) for old in oldest_versions}:
+        oldest_versions = {flow.groups[group.number].oldest_version for group in taken.groups}
+        for version in {max(old, floor) for old in oldest_versions if old is not None}:
             age, allowed = taken.step - version, flow.allowed_age(version)
             if age > allowed:
                 raise RunError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+
+import msgspec
 
 from headrace.base.errors import EnvError, NoRewards
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
@@ -182,7 +183,7 @@ class ScoringLoop:
         if self._turns is not None:
             graded = await self._turns.add(episode, graded)
         self._state.metrics.answer_graded(graded, lambda words, kind: self._state.warn(words, kind=kind))
-        assign_reward(episode, replace(graded, reward=None, failure=failure) if failure else graded)
+        assign_reward(episode, msgspec.structs.replace(graded, reward=None, failure=failure) if failure else graded)
 
     def _finish_episodes(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
         """Record scored episodes, and close their group when all of its episodes have ended."""

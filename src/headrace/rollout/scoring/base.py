@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self, TypeVar
 
+import msgspec
 import pydantic
 from pydantic import Field
 
@@ -23,28 +23,27 @@ from headrace.base.types.tokens import IntColumn
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Graded:
+class Graded(msgspec.Struct, frozen=True, kw_only=True):
     """The result of scoring one completion."""
 
     reward: float | None
     """The reward; ``None``: none, for the reason in ``failure``, or because the function returned ``None``."""
     failure: str = ""
     """``reason: description``; empty if scoring did not fail."""
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = {}
     """The components of the reward by name: clamped, not weighted."""
-    calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    calls: dict[str, tuple[str, ...]] = {}
     """For each component by name, the failure of each call; empty for a call that succeeded. Components that count as
     their default are included."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = {}
     """The columns that reward functions added with ``log_extra``."""
-    metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    metrics: dict[str, tuple[float, ...]] = {}
     """The values that reward functions passed to ``log_metric``; for a group that is scored at once, with its first
     completion."""
 
     def beside(self, earlier: Graded) -> Graded:
         """Return this result, with the components, calls, columns and metrics of ``second`` before its own."""
-        return replace(
+        return msgspec.structs.replace(
             self,
             parts={**earlier.parts, **self.parts},
             calls=_merged(earlier.calls, self.calls),
@@ -57,26 +56,24 @@ def _merged(first: Mapping[str, tuple[T, ...]], second: Mapping[str, tuple[T, ..
     return {name: (*first.get(name, ()), *second.get(name, ())) for name in {**first, **second}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringContext:
+class ScoringContext(msgspec.Struct, frozen=True, kw_only=True):
     """Information for scorers besides the task and the text of the completions."""
 
     completion_ids: tuple[IntColumn, ...] = ()
     """The tokens of each completion as they were sampled, a stop token included."""
-    trainer: TrainerState = field(default_factory=TrainerState)
+    trainer: TrainerState = msgspec.field(default_factory=TrainerState)
     """The progress of the run."""
 
     def at(self, index: int) -> ScoringContext:
         """Return the context of one completion."""
-        return replace(self, completion_ids=self.completion_ids[index : index + 1])
+        return msgspec.structs.replace(self, completion_ids=self.completion_ids[index : index + 1])
 
 
 NO_CONTEXT = ScoringContext()
 """The context without any information."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """The result of scoring several completions."""
 
     rewards: tuple[float | None, ...]
@@ -86,7 +83,7 @@ class Scores:
     ``reward_crashed``."""
     graded: tuple[Graded, ...] = ()
     """One result per completion, for a reward of several components, of which only some may fail."""
-    metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    metrics: dict[str, tuple[float, ...]] = {}
     """The values that the function passed to ``log_metric``, by name."""
     extra: tuple[dict[str, Any], ...] = ()
     """The values that it passed to ``log_extra``: the columns of each completion; empty if there are none."""

@@ -8,7 +8,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ class RewardFunction:
             if error is None:
                 scores = _check(returned if self.by_group else [returned], len(request.completions))
                 metrics = {name: tuple(values) for name, values in log.metrics.items()}
-                return replace(scores, metrics=metrics, extra=log.rows())
+                return msgspec.structs.replace(scores, metrics=metrics, extra=log.rows())
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - the boundary of user code: its failure is a record
             error = raised
         return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")

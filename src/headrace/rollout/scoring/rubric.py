@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -76,12 +76,11 @@ class Rubric:
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
         scores_by_label = await _gather({c.label: self._grade(c, task, completions, context) for c in self._whole})
+        names_parts = len(self._labels) > 1  # the only component is the reward
         graded = tuple(
-            self._sum(self._whole, {label: scores.of(index) for label, scores in scores_by_label.items()})
+            self._sum(self._whole, {label: scores.of(index) for label, scores in scores_by_label.items()}, names_parts)
             for index in range(len(completions))
         )
-        if len(self._labels) == 1:  # it is the reward
-            graded = tuple(replace(each, parts={}) for each in graded)
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
     async def score_turn(
@@ -139,9 +138,9 @@ class Rubric:
             await asyncio.sleep(pause_s)
             pause_s, retries = min(2 * pause_s, LONGEST_PAUSE_S), retries - 1
 
-    def _sum(self, components: Sequence[RubricPart], graded: Mapping[str, Graded]) -> Graded:
+    def _sum(self, components: Sequence[RubricPart], graded: Mapping[str, Graded], names_parts: bool = True) -> Graded:
         """Add up the components of one completion. An optional component counts as its default if it fails, and if it
-        returned ``None``, which is not a failure."""
+        returned ``None``, which is not a failure. ``names_parts`` says whether the result lists the components."""
         parts: dict[str, float] = {}
         without_reward: list[str] = []
         failures: list[str] = []
@@ -155,18 +154,24 @@ class Rubric:
                 (failures if graded_part.failure else without_reward).append(
                     self._with_label(component, graded_part.failure)
                 )
-        total = Graded(reward=None, parts=parts, calls={label: (each.failure,) for label, each in graded.items()})
+        extra: dict[str, Any] = {}
+        metrics: dict[str, tuple[float, ...]] = {}
         for label, each in graded.items():
-            extra = {f"{label}.{name}" if name in total.extra else name: value for name, value in each.extra.items()}
-            total = Graded(reward=None, extra=extra, metrics=each.metrics).beside(total)
-        if failures or without_reward:
-            return replace(total, failure=failures[0] if failures else "")
-        if not self._labels:  # no component: the environment gives the reward
-            return total
-        reward = sum(component.section.weight * parts[component.label] for component in components)
-        if not math.isfinite(reward):
-            return replace(total, failure="reward_nan: the weighted sum is not finite")
-        return replace(total, reward=reward)
+            extra |= {f"{label}.{name}" if name in extra else name: value for name, value in each.extra.items()}
+            metrics |= {name: (*metrics.get(name, ()), *values) for name, values in each.metrics.items()}
+        reward, failure = None, failures[0] if failures else ""
+        if self._labels and not failures and not without_reward:  # without a component the environment rewards
+            reward = sum(component.section.weight * parts[component.label] for component in components)
+            if not math.isfinite(reward):
+                reward, failure = None, "reward_nan: the weighted sum is not finite"
+        return Graded(
+            reward=reward,
+            failure=failure,
+            parts=parts if names_parts else {},
+            calls={label: (each.failure,) for label, each in graded.items()},
+            extra=extra,
+            metrics=metrics,
+        )
 
     def _with_label(self, component: RubricPart, failure: str) -> str:
         """Return a failure with the name of its component, if there are several."""
