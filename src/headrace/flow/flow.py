@@ -20,7 +20,7 @@ from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, ResumeState
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, ResumedGroup, Submit
 from headrace.flow.ledger.streams import RunningTurns
-from headrace.flow.pacing import AgeNeed, Eager, OpenGroups
+from headrace.flow.pacing import Eager, OpenGroups, SynchronousTime
 from headrace.flow.state import FlowState, GroupEntry
 
 
@@ -69,7 +69,6 @@ class Flow:
         self.planned_s: float | None = None
         """When a group that the pacing holds back may start though nothing changes, on the clock; ``None``: it holds
         none back."""
-        self._ready_s: dict[int, float] = {}
         self._writer = writer
         self._clock = clock
         self.running_turns = RunningTurns(writer, clock, most=config.record_tokens)
@@ -97,7 +96,8 @@ class Flow:
         numbers = self.state.next_submitted(max(0, min(count, waiting + len(rows))))
         if rows:
             self._writer.write(Submit(numbers=tuple(rows), rows=tuple(rows.values()), at_s=self._clock.wall()))
-        self._note_started(numbers)
+        for number in numbers:
+            self._pacer.admitted(number, self.state.version, self._clock.now())
         self._move(numbers, GroupState.ADMITTED, versions=(self.state.version, self.state.version))
         return [self._admission(number, rows.get(number)) for number in numbers]
 
@@ -117,16 +117,6 @@ class Flow:
         )
         paced, self.planned_s = self._pacer.num_now(count, groups, self._clock.now())
         return paced
-
-    def _note_started(self, numbers: Sequence[int]) -> None:
-        """Tell the pacing which groups start, and for which step each does by its place."""
-        state, now_s = self.state, self._clock.now()
-        place = state.num_open - state.num_waiting
-        for number in numbers:
-            step = state.groups[number].step
-            if step is None:
-                step, place = state.free_step + place // state.limits.batch_size, place + 1
-            self._pacer.admitted(number, step, state.version, now_s)
 
     def _pick_rows(self, count: int) -> dict[int, int]:
         """Return the rows of up to ``count`` new groups, by group number; fewer if no rows are left."""
@@ -170,15 +160,13 @@ class Flow:
         assert entry.oldest_version is not None
         versions = group.versions() or (entry.oldest_version, entry.oldest_version)
         self._buffer[group.number] = group
-        self._ready_s[group.number] = now_s = self._clock.now()
-        self._pacer.left(group.number, now_s, ready=True)
+        self._pacer.left(group.number, self._clock.now(), ready=True)
         self._move([group.number], GroupState.READY, versions=versions)
         self._drop_all(self._policy.leave(self.state))
 
     def drop(self, number: int, reason: str) -> None:
         """Drop a group without training it, which frees its slot."""
         ready = self._buffer.pop(number, None)
-        self._ready_s.pop(number, None)
         self._pacer.left(number, self._clock.now(), ready=False)
         if ready is not None:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
@@ -201,8 +189,7 @@ class Flow:
         self._move(selection.take, GroupState.TAKEN, step=step)
         self.state.next_step += 1
         groups = [self._buffer.pop(number) for number in selection.take]
-        now_s = self._clock.now()
-        self._pacer.taken(step, max(self._ready_s.pop(number, 0.0) for number in selection.take), now_s)
+        self._pacer.taken(step, selection.take, self._clock.now())
         return TakenBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
 
     def ordered(self, step: int) -> None:
@@ -210,9 +197,10 @@ class Flow:
         self._pacer.ordered(step, self._clock.now())
 
     @property
-    def age_need(self) -> AgeNeed | None:
-        """The age that the batch of the last trained step needed; ``None``: not known."""
-        return self._pacer.need
+    def turns(self) -> SynchronousTime | None:
+        """The time that the last trained step would have taken if generation and training took turns; ``None``: not
+        known."""
+        return self._pacer.turns
 
     def _drop_all(self, leave: Mapping[int, str]) -> None:
         for number, reason in leave.items():

@@ -34,10 +34,11 @@ group at once, which is ``eager``; without history it is ``eager`` too.
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Literal
@@ -55,8 +56,6 @@ SURE = 4
 """Number of steps below which the shortest one is taken as the duration, because first steps take longer."""
 STEPS = 8
 """Number of steps whose median duration is expected of the next ones."""
-MOST_VERSIONS = 64
-"""Number of versions whose commits are remembered."""
 MOST_DURATIONS = 512
 """Greatest number of durations of groups that are remembered."""
 ALLOWED = 0.25
@@ -79,33 +78,35 @@ SPARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgeNeed:
-    """The age that the batch of a step needed, and what less would have cost."""
+class SynchronousTime:
+    """How long a step would have taken if generation and training took turns."""
 
-    age: int
-    """The smallest age, at least 1, at which the batch, begun when the weights of that age were committed, would have
-    been ready in time."""
-    less_s: float
-    """Seconds that the learner would have waited for a batch that was begun one version later."""
-    turns_s: float
-    """Seconds that the step would have taken if generation and training took turns: its batch from the first group's
-    start to the last one's end, its training, and the commit of the weights before. Where batches share a busy engine,
-    each of them counts as long as it took beside the others."""
-    turns_least_s: float
+    most_s: float
+    """Seconds for its batch, if all of its groups started at once and each took as long as it did, for its training,
+    and for the commit of the weights before. Where groups share a busy engine, each of them counts as long as it took
+    beside the others."""
+    least_s: float
     """The same if a batch that shares the engine with those before it needs only the time after their end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadyGroup:
+    """A group that is ready, and in no batch."""
+
+    started_s: float
+    ready_s: float
 
 
 @dataclass(slots=True, kw_only=True)
 class _OpenStep:
-    """What is known of a step that is not trained."""
+    """What is known of a step that has its batch and is not trained."""
 
-    begun_s: float | None = None
-    """When the first group of its batch started; ``None``: before this process did."""
-    ready_s: float = 0.0
-    """When the last group of its batch was ready."""
-    taken_s: float = 0.0
-    ordered_s: float | None = None
-    """When the batch was given to the learner; ``None``: it is not taken."""
+    ordered_s: float
+    """When the batch was given to the learner, or when it was complete, until that is known."""
+    taken_s: float
+    batch_s: tuple[float, float] | None
+    """Seconds that its batch would have taken by itself, at least and at most; ``None``: some of its groups started
+    before this process did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,60 +128,69 @@ class OpenGroups:
 
 
 class Pacer:
-    """The memory of a pacing, and its decision which groups may start. This one starts every group at once, and
-    measures what age was needed.
+    """The memory of a pacing, and its decision which groups may start. This one starts every group at once.
+
+    It also measures how long each step would have taken if generation and training took turns.
 
     The flow reports what happens; times are seconds on its clock.
     """
 
-    def __init__(self, *, learner_waits: float, window: int) -> None:
-        self.learner_waits = learner_waits
-        self.need: AgeNeed | None = None
-        """What the batch of the last trained step needed; ``None``: not known."""
-        self._steps_s: deque[float] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self.turns: SynchronousTime | None = None
+        """Of the last trained step; ``None``: not known."""
         self._open: dict[int, _OpenStep] = {}
         self._next_step: int | None = None
         """The step that the learner trains next, or now; ``None`` before the first."""
         self._free_s = 0.0
         """When the learner had trained the step before that one."""
-        self._commits_s: dict[int, float] = {}
+        self._commit_lag_s = 0.0
+        """How long the last commit came after the end of its step."""
+        self._started: dict[int, tuple[float, int]] = {}
+        """When each group that runs started, and under which version, by number."""
+        self._ready: dict[int, _ReadyGroup] = {}
+        self._dropped_s: dict[int, float] = {}
+        """Durations of the groups that ran and were dropped, by number, until a later group is in a batch."""
         self._all_ready_s = 0.0
-        """When the last group of all trained batches was ready."""
+        """When the last group of all batches was ready."""
 
     def num_now(self, count: int, groups: OpenGroups, now_s: float) -> tuple[int, float | None]:
         """Return how many of ``count`` groups that the policy admits may start now, and when to ask again about the
         others; ``None`` if there are none, or if only a change can let them start."""
         return count, None
 
-    @property
-    def step_s(self) -> float:
-        """The expected duration of a step."""
-        last_s = list(islice(reversed(self._steps_s), STEPS))
-        return min(last_s, default=0.0) if len(last_s) < SURE else statistics.median(last_s)
-
-    def want_s(self, step: int, now_s: float) -> float:
-        """Return when the learner will have trained all steps before ``step``, by what is known now."""
-        current = step if self._next_step is None else self._next_step
-        ordered_s = self._open[current].ordered_s if current in self._open else None
-        if ordered_s is None:
-            return now_s + (step - current) * self.step_s
-        end_s = max(now_s, max(self._free_s, ordered_s) + self.step_s)
-        return end_s + (step - current - 1) * self.step_s
-
-    def admitted(self, number: int, step: int, version: int, now_s: float) -> None:
-        """Note that the group ``number`` starts, for ``step`` by its place, with ``version`` committed."""
-        if step not in self._open:
-            self._open[step] = _OpenStep(begun_s=now_s)
+    def admitted(self, number: int, version: int, now_s: float) -> None:
+        """Note that the group ``number`` starts, with ``version`` committed."""
+        self._started[number] = now_s, version
 
     def left(self, number: int, now_s: float, *, ready: bool) -> None:
         """Note that a group that was started is ready, or was dropped."""
+        self._ready.pop(number, None)
+        started = self._started.pop(number, None)
+        if started is None:
+            return
+        if ready:
+            self._ready[number] = _ReadyGroup(started_s=started[0], ready_s=now_s)
+        else:
+            self._dropped_s[number] = now_s - started[0]
 
-    def taken(self, step: int, ready_s: float, now_s: float) -> None:
-        """Note that ``step`` has its batch, the last group of which was ready at ``ready_s``."""
+    def taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
+        """Note that ``step`` has its batch, of the groups ``numbers``."""
         if self._next_step is None:
             self._next_step, self._free_s = step, now_s
-        taken = self._open.setdefault(step, _OpenStep())
-        taken.ready_s, taken.taken_s, taken.ordered_s = ready_s, now_s, now_s
+        batch = {number: self._ready.pop(number) for number in numbers if number in self._ready}
+        batch_s = None if len(batch) < len(numbers) else self._by_itself_s(batch)
+        self._open[step] = _OpenStep(ordered_s=now_s, taken_s=now_s, batch_s=batch_s)
+        self._all_ready_s = max([self._all_ready_s, *(group.ready_s for group in batch.values())])
+
+    def _by_itself_s(self, batch: Mapping[int, _ReadyGroup]) -> tuple[float, float]:
+        """Return how long a batch would have taken whose groups started at once, at least and at most."""
+        began_s = min(group.started_s for group in batch.values())
+        ready_s = max(group.ready_s for group in batch.values())
+        groups = [(number, group.ready_s - group.started_s, True) for number, group in batch.items()]
+        before = [number for number in self._dropped_s if number < max(batch)]
+        groups += [(number, self._dropped_s.pop(number), False) for number in before]
+        most_s = _together_s([(took_s, kept) for _, took_s, kept in sorted(groups)])
+        return min(most_s, max(0.0, ready_s - max(began_s, self._all_ready_s))), most_s
 
     def ordered(self, step: int, now_s: float) -> None:
         """Note that the batch of ``step`` is laid out and given to the learner."""
@@ -189,49 +199,41 @@ class Pacer:
     def trained(self, step: int, now_s: float) -> None:
         """Note that the learner has trained ``step``."""
         trained = self._open.pop(step)
-        assert trained.ordered_s is not None
-        self.need = None
-        step_s = now_s - max(self._free_s, trained.ordered_s)
-        self._steps_s.append(step_s)
-        if trained.begun_s is not None:
-            took_s = trained.ready_s - trained.begun_s + trained.ordered_s - trained.taken_s
-            self.need = self._need_of(step, took_s, step_s, trained)
-        self._all_ready_s = max(self._all_ready_s, trained.ready_s)
+        self.turns = None
+        if trained.batch_s is not None:
+            step_s = now_s - max(self._free_s, trained.ordered_s)
+            rest_s = trained.ordered_s - trained.taken_s + step_s + self._commit_lag_s
+            least_s, most_s = trained.batch_s
+            self.turns = SynchronousTime(least_s=least_s + rest_s, most_s=most_s + rest_s)
         self._next_step, self._free_s = step + 1, now_s
-
-    def _need_of(self, step: int, took_s: float, step_s: float, trained: _OpenStep) -> AgeNeed | None:
-        """Return the age that a step needed whose batch took ``took_s``, and was wanted when the learner was free."""
-        assert trained.begun_s is not None
-        commit_s = max(0.0, self._commits_s.get(step, self._free_s) - self._free_s)
-        shared_s = max(0.0, self._all_ready_s - trained.begun_s)
-        waits_s, before_s = 0.0, took_s
-        for age in range(1, step + 1):
-            if step - age not in self._commits_s:
-                return None
-            waits_s = took_s - (self._free_s - self._commits_s[step - age])
-            if waits_s <= self.learner_waits * self.step_s:
-                return AgeNeed(
-                    age=age,
-                    less_s=max(0.0, before_s),
-                    turns_s=took_s + step_s + commit_s,
-                    turns_least_s=max(0.0, took_s - shared_s) + step_s + commit_s,
-                )
-            before_s = waits_s
-        return None
 
     def committed(self, version: int, now_s: float) -> None:
         """Note that the engines use ``version``."""
-        self._commits_s[version] = now_s
-        self._commits_s.pop(version - MOST_VERSIONS, None)
+        if version == self._next_step:
+            self._commit_lag_s = now_s - self._free_s
+
+
+def _together_s(groups: Sequence[tuple[float, bool]]) -> float:
+    """Return when the last group of a batch is ready whose groups start at once, and in which each group that is
+    dropped makes room for another. ``groups`` are their durations, and whether they are kept, in the order in which
+    they start; the last one is kept.
+
+    >>> _together_s([(1.0, True), (3.0, False), (2.0, True)])
+    5.0
+    """
+    free_s = [0.0] * sum(kept for _, kept in groups)
+    last_s = 0.0
+    for took_s, kept in groups:
+        end_s = heapq.heappop(free_s) + took_s
+        if kept:
+            last_s = max(last_s, end_s)
+        else:
+            heapq.heappush(free_s, end_s)
+    return last_s
 
 
 class PacingSection(Section):
     """The base class of the settings of a pacing."""
-
-    learner_waits: float = Field(default=0.02, gt=0, lt=1)
-    """Share of the time for which the learner may wait for batches that are begun late."""
-    window: int = Field(default=24, ge=4)
-    """Number of the last batches by which the next one is judged."""
 
     def pacer(self) -> Pacer:
         """Return the memory of a run that begins."""
@@ -244,13 +246,17 @@ class Eager(PacingSection):
     kind: Literal["eager"] = "eager"
 
     def pacer(self) -> Pacer:
-        return Pacer(learner_waits=self.learner_waits, window=self.window)
+        return Pacer()
 
 
 class JustInTime(PacingSection):
     """Starts a group as late as the learner can bear."""
 
     kind: Literal["just_in_time"] = "just_in_time"
+    learner_waits: float = Field(default=0.02, gt=0, lt=1)
+    """Share of the time for which the learner may wait for batches that are begun late."""
+    window: int = Field(default=24, ge=4)
+    """Number of the last batches by which the next one is judged."""
 
     def pacer(self) -> Pacer:
         return JustInTimePacer(learner_waits=self.learner_waits, window=self.window)
@@ -266,10 +272,9 @@ class JustInTimePacer(Pacer):
     """A pacer that holds back groups of later steps until one of the batches needs them."""
 
     def __init__(self, *, learner_waits: float, window: int) -> None:
-        super().__init__(learner_waits=learner_waits, window=window)
-        self._window = window
-        self._started: dict[int, tuple[float, int]] = {}
-        """When each group that runs started, and under which version, by number."""
+        super().__init__()
+        self.learner_waits = learner_waits
+        self._steps_s: deque[float] = deque(maxlen=window)
         self._took_s: deque[float] = deque(maxlen=MOST_DURATIONS)
         """Durations of the last groups from their start to being ready; infinite for those that were dropped."""
         self._sorted_took_s: Seconds = np.zeros(0)
@@ -278,30 +283,25 @@ class JustInTimePacer(Pacer):
         """For how long a group is held back at a time."""
         self._debt_s = 0.0
         """What the learner has waited beyond its share."""
-        self._commit_lag_s = 0.0
-        """How long the last commit came after the end of its step."""
         self._asked_again_s: float | None = None
         """When the answer may change though nothing does; ``None``: it may have changed already."""
 
-    def admitted(self, number: int, step: int, version: int, now_s: float) -> None:
-        super().admitted(number, step, version, now_s)
-        self._started[number] = now_s, version
-
     def left(self, number: int, now_s: float, *, ready: bool) -> None:
-        started = self._started.pop(number, None)
+        started = self._started.get(number)
+        super().left(number, now_s, ready=ready)
         if started is not None:
             self._took_s.append(now_s - started[0] if ready else math.inf)
         if not ready:
             self._asked_again_s = None
 
-    def taken(self, step: int, ready_s: float, now_s: float) -> None:
-        super().taken(step, ready_s, now_s)
+    def taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
+        super().taken(step, numbers, now_s)
         self._asked_again_s = None
 
     def trained(self, step: int, now_s: float) -> None:
         ordered_s = self._open[step].ordered_s
-        assert ordered_s is not None
         over_s = max(0.0, ordered_s - self._free_s) - self.learner_waits * self.step_s
+        self._steps_s.append(now_s - max(self._free_s, ordered_s))
         super().trained(step, now_s)
         self._debt_s = min(max(0.0, self._debt_s + over_s), MOST_DEBT * self.step_s) if self.experienced else 0.0
         self._sorted_took_s = np.sort(np.array(self._took_s))
@@ -312,9 +312,22 @@ class JustInTimePacer(Pacer):
 
     def committed(self, version: int, now_s: float) -> None:
         super().committed(version, now_s)
-        if version == self._next_step:
-            self._commit_lag_s = now_s - self._free_s
         self._asked_again_s = None
+
+    @property
+    def step_s(self) -> float:
+        """The expected duration of a step."""
+        last_s = list(islice(reversed(self._steps_s), STEPS))
+        return min(last_s, default=0.0) if len(last_s) < SURE else statistics.median(last_s)
+
+    def want_s(self, step: int, now_s: float) -> float:
+        """Return when the learner will have trained all steps before ``step``, by what is known now."""
+        current = step if self._next_step is None else self._next_step
+        ordered_s = self._open[current].ordered_s if current in self._open else None
+        if ordered_s is None:
+            return now_s + (step - current) * self.step_s
+        end_s = max(now_s, max(self._free_s, ordered_s) + self.step_s)
+        return end_s + (step - current - 1) * self.step_s
 
     @property
     def experienced(self) -> bool:

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from headrace.base.types.observation import Account, Bound, Cause
 from headrace.run.observe import VerdictSettings, judge, settings_of
+from headrace.run.observe.account import account_of
 from headrace.run.observe.words import percent
 from tests.run.observe.staged import Stage
+from tests.run.observe.synthetic import step_record
 
 share = st.floats(0, 1)
 KNOWN = VerdictSettings(
@@ -198,6 +200,18 @@ def test_sync_stragglers_and_waste_are_told_besides() -> None:
         "a batch's episodes; 20% of the sampled tokens are never trained (zero_variance 900, stale 500)."
     )
     assert judge(account({}, waits)).besides == ""
+
+
+def test_ages_are_told_of_all_steps_and_turns_of_those_for_which_they_are_known() -> None:
+    turns = {"turns_s": 3.0, "turns_least_s": 2.0}
+    steps = [step_record(0), step_record(1, metrics=turns), step_record(2, ages={0: 30, 2: 60}, metrics=turns)]
+    spent = account_of([], steps, (0.0, 3.0))
+    assert judge(spent).besides == (
+        "Tokens are trained at a mean age of 0.9. A synchronous run (flow.max_age = 0) would have taken 6.0 s to 9.0 s "
+        "instead of 3.0 s."
+    )
+    young = account_of([], [step_record(0, ages={0: 90}, metrics=turns)], (0.0, 1.0))
+    assert judge(young).besides == ""
 
 
 CAUSES = [str(cause) for cause in Cause]

@@ -117,14 +117,6 @@ _FLOW = _rows(
     ("age_p90", "versions", MEAN, "A tenth of them are at least this old"),
     ("age_max", "versions", MAX, "Age of the oldest"),
     ("age/{age}", "tokens", SUM, "Tokens that carried loss, by age"),
-    (
-        "age_needed",
-        "versions",
-        MEAN,
-        "Age at which the batch would have been ready in time, had it been begun when the "
-        "weights of that age were committed",
-    ),
-    ("age_less_s", "s", MEAN, "Time that the learner would have waited for a batch begun one version later than that"),
     ("turns_s", "s", SUM, "Time that the step would have taken if generation and training took turns, at most"),
     ("turns_least_s", "s", SUM, "The same, if batches that share the engine delay each other"),
     ("version_spread", "versions", MEAN, "Newest minus oldest version of the tokens that carried loss"),

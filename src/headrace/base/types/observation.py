@@ -141,17 +141,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The number of tokens that carried loss."""
     wasted_tokens: dict[str, int] = {}
     """The number of tokens that were sampled and will never be trained, by reason."""
-    paced_tokens: int = 0
-    """The number of trained tokens of the steps for which it is known what age they needed."""
+    aged_tokens: int = 0
+    """The number of trained tokens whose ages are in ``trained_ages``."""
     trained_ages: int = 0
     """The sum of the ages at which these tokens were trained, in versions."""
-    needed_ages: float = 0.0
-    """The sum of the ages that these tokens needed so that the learner would not wait."""
-    less_s: float = 0.0
-    """The time that the learner would have waited if these tokens had been begun one version later than needed."""
     turns_s: float = 0.0
-    """The time that these steps would have taken if generation and training took turns, at most: as if batches that
-    share the engine did not delay each other."""
+    """The time that the steps for which it is known would have taken if generation and training took turns, at most: as
+    if groups that share the engine did not delay each other."""
     turns_least_s: float = 0.0
     """The same, at least: as if a batch had the engine for itself only after the end of those before it."""
     turned_s: float = 0.0

@@ -13,7 +13,7 @@
                                                                               turns_*, truncated_frac, repetition,
                                                                               zero_variance_frac, agent/{agent}/...
     learner   step_done: its ages                   totals.ages               age/{age}, version_*, age_p90
-    learner   step_done: its age that was needed    -                         age_needed, age_less_s
+    learner   step_done: the flow's pacing          -                         turns_s, turns_least_s
     learner   step_done: its report                 totals                    trained_tokens, dropped_tokens, seconds,
                                                                               wait_s, exposed_sync_s; loss, ...
     learner   step_done, snapshot_saved             totals.learner_busy_s     learner_busy_frac, learner_s_per_episode

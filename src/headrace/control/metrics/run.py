@@ -237,7 +237,7 @@ class RunMetrics:
             metrics={
                 **report.metrics,
                 **age_metrics(done.ages),
-                **self._age_need(),
+                **self._turns(),
                 **self._limits(),
                 **since.sums,
                 **reward_part_means(stats),
@@ -264,14 +264,11 @@ class RunMetrics:
             wasted_tokens=self._wasted_tokens(),
         )
 
-    def _age_need(self) -> dict[str, float]:
-        """Return the age that the batch of the step needed, and the time that it would have taken without any; nothing
-        where they are not known."""
-        need = self._flow.age_need
-        if need is None:
-            return {}
-        turns = {"turns_s": need.turns_s, "turns_least_s": need.turns_least_s}
-        return {"age_needed": float(need.age), "age_less_s": need.less_s, **turns}
+    def _turns(self) -> dict[str, float]:
+        """Return the time that the step would have taken if generation and training took turns; nothing where it is not
+        known."""
+        turns = self._flow.turns
+        return {} if turns is None else {"turns_s": turns.most_s, "turns_least_s": turns.least_s}
 
     def _limits(self) -> dict[str, float]:
         """Return the present values of the limits that the run tunes by itself."""

@@ -31,7 +31,7 @@ def account_of(
     The wasted tokens are those of the last step, which counts them since the run was started. ``known`` is passed to
     :func:`~headrace.run.observe.trace.account`.
     """
-    paced = [step for step in steps if "age_needed" in step.metrics]
+    turned = [step for step in steps if "turns_s" in step.metrics]
     return msgspec.structs.replace(
         account(spans, within, known),
         straggler_s=sum(step.straggler_s for step in steps),
@@ -39,13 +39,11 @@ def account_of(
         generated_tokens=steps[-1].generated_tokens if steps else 0,
         trained_tokens=sum(step.trained_tokens for step in steps),
         wasted_tokens=dict(steps[-1].wasted_tokens) if steps else {},
-        paced_tokens=sum(sum(step.ages.values()) for step in paced),
-        trained_ages=sum(age * tokens for step in paced for age, tokens in step.ages.items()),
-        needed_ages=sum((step.metrics["age_needed"] or 0.0) * sum(step.ages.values()) for step in paced),
-        less_s=sum(step.metrics["age_less_s"] or 0.0 for step in paced),
-        turns_s=sum(step.metrics.get("turns_s") or 0.0 for step in paced),
-        turns_least_s=sum(step.metrics.get("turns_least_s") or 0.0 for step in paced),
-        turned_s=sum(step.seconds + step.wait_s for step in paced),
+        aged_tokens=sum(sum(step.ages.values()) for step in steps),
+        trained_ages=sum(age * tokens for step in steps for age, tokens in step.ages.items()),
+        turns_s=sum(step.metrics["turns_s"] or 0.0 for step in turned),
+        turns_least_s=sum(step.metrics["turns_least_s"] or 0.0 for step in turned),
+        turned_s=sum(step.seconds + step.wait_s for step in turned),
     )
 
 

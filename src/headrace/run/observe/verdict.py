@@ -354,19 +354,11 @@ def _other_losses(bound: Bound, a: Account) -> str:
 
 
 def _ages(a: Account) -> str:
-    """Return the mean age of the trained tokens, what was needed of it and what less would cost, in words; empty where
-    that is not known, or nothing is old."""
-    if not a.paced_tokens or not a.trained_ages:
+    """Return the mean age of the trained tokens and what a synchronous run would have taken, in words; empty where that
+    is not known, or nothing is old."""
+    if not a.aged_tokens or not a.trained_ages:
         return ""
-    mean, needed = a.trained_ages / a.paced_tokens, a.needed_ages / a.paced_tokens
-    cost = a.less_s / (a.seconds + a.less_s) if a.seconds > 0 else 0.0
-    enough = "as young as they can be"
-    if needed < mean - 0.05:
-        enough = f"{needed:.1f} was enough for the learner not to wait"
-    return (
-        f"Tokens are trained at a mean age of {mean:.1f}, {enough}; one version less would cost {percent(cost)} of the "
-        f"time. {_turns(a)}".rstrip()
-    )
+    return f"Tokens are trained at a mean age of {a.trained_ages / a.aged_tokens:.1f}. {_turns(a)}".rstrip()
 
 
 def _turns(a: Account) -> str:

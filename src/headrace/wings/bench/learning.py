@@ -204,14 +204,11 @@ def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, a
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
     first_s = late[0].clock_s - late[0].seconds - late[0].wait_s
-    ages = (step.metrics.get("age_needed") for step in late)
-    needed = [age for age in ages if age is not None]
     curve = _curve(task, run_file.parent, run_dir, run)
     goal = curve[0][2] + MARK * (1 - curve[0][2])
     reached = next((point for point in curve if point[2] >= goal), None)
     return {
         "mean_age": sum(old * count for step in late for old, count in step.ages.items()) / max(1, tokens),
-        "age_needed": statistics.fmean(needed) if needed else None,
         "tok_s": tokens / max(1e-9, late[-1].clock_s - first_s),
         "learner_waits": sum(step.wait_s for step in late) / max(1e-9, late[-1].clock_s - first_s),
         "engine_idle": summary.engine_idle_frac,
