@@ -12,7 +12,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.base.heap import gc_frozen
-from headrace.flow import FlowConfig
+from headrace.flow import FlowConfig, lateness
 from headrace.flow.lateness import Cohort, expected_wait_s
 from headrace.flow.pacing import MOST_DURATIONS, Eager, JustInTime, JustInTimePacer, OpenGroups, Pacer
 from headrace.run.session import load_config
@@ -332,6 +332,33 @@ def test_expected_wait_is_the_mean_of_trials(needed: int, due: bool) -> None:
     expected_s = expected_wait_s(np.array(want_s), np.array(took_s), cohorts, needed)
     trials = [_wait_by_trial(rng, took_s, cohorts, needed) - rng.choice(want_s) for _ in range(8_000)]
     assert expected_s == pytest.approx(sum(max(0.0, each) for each in trials) / len(trials), rel=0.08)
+
+
+@pytest.mark.parametrize("spare", [0, 8, 40])
+def test_many_groups_are_judged_as_if_each_was_counted(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(spare)
+    took_s = np.sort(rng.lognormal(0.0, 0.6, 300))
+    for _ in range(40):
+        ages_s, sizes = np.sort(rng.uniform(-0.5, 1.5, 12)), rng.integers(3, 20, 12)
+        cohorts = [Cohort(float(age_s), int(size)) for age_s, size in zip(ages_s, sizes, strict=True)]
+        given = (np.sort(rng.uniform(0.2, 2.0, 8)), took_s, cohorts, int(sizes.sum()) - spare)
+        monkeypatch.setattr(lateness, "EXACT", 0)
+        approximated_s = expected_wait_s(*given)
+        monkeypatch.setattr(lateness, "EXACT", 10_000)
+        assert approximated_s == pytest.approx(expected_wait_s(*given), abs=0.002)
+
+
+def test_batch_of_a_thousand_groups_is_judged_with_few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    pacer, groups = JustInTimePacer(learner_waits=0.02, window=24), open_groups(version=7, step=8, started=0)
+    enough = 0
+    asked: list[int] = []
+    monkeypatch.setattr(
+        JustInTimePacer, "_needs_one_more", lambda _, num, *rest: bool(asked.append(num)) or num < enough
+    )
+    for enough in (0, 1, 2, 37, 512, 1024):
+        asked.clear()
+        assert pacer._enough(0, 1024, groups, 0.0) == enough
+        assert len(asked) <= 22
 
 
 def test_group_that_was_dropped_or_has_run_longer_than_any_other_is_never_expected() -> None:

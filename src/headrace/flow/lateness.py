@@ -7,8 +7,10 @@ Groups run at once, each for a time of its own, and a batch is complete when eno
                                                       now        want      x after now
 
 S is the share of durations that were longer. The number of late groups is the sum of independent choices
-(Poisson-binomial); the batch is late if more of them are late than there are to spare, or one that is due is. The
-expected wait is the area under that chance where the learner wants the batch already.
+(Poisson-binomial; of many groups, an approximation of it); the batch is late if more of them are late than there are to
+spare, or one that is due is. The expected wait is the area under that chance where the learner wants the batch already.
+
+Shape legend: C cohorts, P times.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ Seconds = npt.NDArray[np.float64]
 
 POINTS = 25
 """Number of times at which the chance of a late batch is computed."""
+EXACT = 24
+"""Greatest number of groups whose chances are combined one by one. This is asked within the controller's event loop,
+which has no milliseconds to spare."""
 
 
 class Cohort(NamedTuple):
@@ -70,27 +75,46 @@ def expected_wait_s(want_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort],
 
 def _chance_of_late(after_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort], spare: int) -> Seconds:
     """Return for each of the times the chance that more than ``spare`` groups, or one that is due, are not ready."""
-    chances = np.zeros((spare + 1, len(after_s)))  # row k: exactly k groups are late, none of them due
+    size_C = np.array([cohort.size for cohort in cohorts])
+    due_C = np.array([cohort.due for cohort in cohorts]) | (not spare)
+    late_CP = _late(after_s, took_s, np.array([cohort.age_s for cohort in cohorts]))
+    in_time: Seconds = np.prod((1.0 - late_CP[due_C]) ** size_C[due_C, None], axis=0)
+    late_CP, size_C = late_CP[~due_C], size_C[~due_C]
+    if len(size_C):
+        in_time *= (_counted if size_C.sum() <= EXACT else _approximated)(late_CP, size_C, spare)
+    return np.clip(1.0 - in_time, 0.0, 1.0)
+
+
+def _counted(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) -> Seconds:
+    """Return the chance that at most ``spare`` groups are late, group by group."""
+    chances = np.zeros((spare + 1, late_CP.shape[1]))  # row k: exactly k groups are late
     chances[0] = 1.0
-    for cohort in cohorts:
-        late = _late(after_s, took_s, cohort.age_s)
-        if cohort.due or not spare:
-            chances *= (1.0 - late) ** cohort.size
-            continue
-        for _ in range(cohort.size):
-            moved = chances[:-1] * late
-            chances *= 1.0 - late
-            chances[1:] += moved
-    chance: Seconds = np.clip(1.0 - chances.sum(0), 0.0, 1.0)
-    return chance
+    for late_P in np.repeat(late_CP, size_C, axis=0):
+        moved = chances[:-1] * late_P
+        chances *= 1.0 - late_P
+        chances[1:] += moved
+    total: Seconds = chances.sum(0)
+    return total
 
 
-def _late(after_s: Seconds, took_s: Seconds, age_s: float) -> Seconds:
-    """Return the chance that a group is not ready at each of the times. One that has taken longer than all others did
-    is late at any time: nothing is known of it."""
-    longer = len(took_s) - np.searchsorted(took_s, age_s + after_s, side="right")
-    still = len(took_s) - int(np.searchsorted(took_s, max(0.0, age_s), side="right"))
-    if still <= 0:
-        return np.ones(len(after_s))
-    late: Seconds = np.where(age_s + after_s <= 0.0, 1.0, longer / still)
-    return late
+def _approximated(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) -> Seconds:
+    """Return about the chance that at most ``spare`` groups are late, in a time that does not grow with their number:
+    the normal distribution with a correction for skewness and for counts being whole (Volkova 1996, equation 12)."""
+    each_CP = late_CP * (1.0 - late_CP)
+    deviation_P = np.sqrt(np.maximum(size_C @ each_CP, 1e-12))
+    skewness_P = size_C @ (each_CP * (1.0 - 2.0 * late_CP)) / deviation_P**3
+    x_P = (spare + 0.5 - size_C @ late_CP) / deviation_P
+    below_P = np.array([0.5 + 0.5 * math.erf(x / math.sqrt(2)) for x in x_P.tolist()])
+    density_P = np.exp(-0.5 * np.minimum(x_P**2, 700.0)) / math.sqrt(2 * math.pi)
+    return np.clip(below_P + skewness_P * (1.0 - x_P**2) * density_P / 6.0, 0.0, 1.0)
+
+
+def _late(after_s: Seconds, took_s: Seconds, age_C: Seconds) -> Seconds:
+    """Return the chance that a group of each cohort is not ready at each of the times. One that has taken longer than
+    all others did is late at any time: nothing is known of it."""
+    end_CP = age_C[:, None] + after_s
+    longer_CP = len(took_s) - np.searchsorted(took_s, end_CP, side="right")
+    still_C = len(took_s) - np.searchsorted(took_s, np.maximum(age_C, 0.0), side="right")
+    late_CP: Seconds = longer_CP / np.maximum(still_C, 1)[:, None]
+    late_CP[(end_CP <= 0.0) | (still_C <= 0)[:, None]] = 1.0
+    return late_CP

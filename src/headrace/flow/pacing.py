@@ -345,10 +345,23 @@ class JustInTimePacer(Pacer):
             return count, None
         if not num and self._asked_again_s is not None and now_s < self._asked_again_s:
             return 0, self._asked_again_s  # nothing has changed but that groups are ready, as was expected
-        while num < count and self._needs_one_more(num, groups, now_s):
-            num += 1
+        num = self._enough(num, count, groups, now_s)
         self._asked_again_s = now_s + self._later_s
         return num, self._asked_again_s if num < count else None
+
+    def _enough(self, least: int, most: int, groups: OpenGroups, now_s: float) -> int:
+        """Return the smallest number of groups, from ``least`` to ``most``, with which no batch needs one more. Each
+        makes the next one less needed, so that strides and bisection find it with few questions."""
+        enough, stride = least, 1
+        while enough < most and self._needs_one_more(enough, groups, now_s):
+            least, enough, stride = enough + 1, min(most, enough + stride), 2 * stride
+        while least < enough:
+            middle = (least + enough) // 2
+            if self._needs_one_more(middle, groups, now_s):
+                least = middle + 1
+            else:
+                enough = middle
+        return enough
 
     def _needs_one_more(self, num: int, groups: OpenGroups, now_s: float) -> bool:
         """Return whether a batch would come too late if only ``num`` groups start now, and one more would help."""
