@@ -53,13 +53,18 @@ class VirtualDeadlock(RuntimeError):
 
 
 class _JumpingSelector:
-    """A replacement of the event loop's selector that advances virtual time instead of sleeping."""
+    """A wrapper of the event loop's selector that advances virtual time instead of sleeping. It passes everything but
+    the wait on to the selector that it wraps."""
 
     def __init__(self, real: Any, advance: Callable[[float | None], None]) -> None:
+        """Wrap the selector ``real``. ``advance`` moves virtual time on by the seconds that the loop wants to sleep;
+        it gets ``None`` where no timer is pending, so that the loop would sleep until a file is ready."""
         self._real = real
         self._advance = advance
 
     def select(self, timeout: float | None) -> Any:
+        """Return the files that are ready now. If there are none, advance virtual time by ``timeout`` seconds;
+        ``None``: no timer is pending."""
         ready = self._real.select(0)
         if not ready and (timeout is None or timeout > 0):
             self._advance(timeout)

@@ -120,7 +120,8 @@ class EngineCore(Protocol):
         ...
 
     def step(self) -> list[TokenChunk]:
-        """Schedule, run one forward pass, sample, and return the chunks that are due."""
+        """Schedule, run one forward pass, sample, and return the chunks that are due: one for each sequence that has
+        ended, and one for each that has at least ``engine.flush_tokens`` tokens that were not returned yet."""
         ...
 
     def score(self, request: ScoreTokens) -> FloatColumn:

@@ -119,14 +119,15 @@ class Flow:
         return paced
 
     def _pick_rows(self, count: int) -> dict[int, int]:
-        """Return the rows of up to ``count`` new groups, by group number; fewer if no rows are left."""
+        """Choose the dataset rows of up to ``count`` new groups and return the index of each row by the number of its
+        group. There are fewer if the dataset has no rows left to attempt."""
         rows: dict[int, int] = {}
         while len(rows) < count and not self._out_of_rows:
             number = self.state.num_submitted + len(rows)
             row = self._pick_row(number)
             if row is None:
                 self._out_of_rows = True
-                self.changed.notify()  # a loop that waits for a batch checks whether it waits in vain
+                self.changed.notify()  # wakes a loop that waits for a batch, so that it sees that none will come
             else:
                 rows[number] = row
         return rows

@@ -124,10 +124,10 @@ class ForkServer:
     """The fork server, as the controller sees it. It is started before any event loop runs, so that it imports while
     the controller prepares the run."""
 
-    def __init__(self, patience_s: float) -> None:
-        """``patience_s`` is the longest wait, in seconds, until the fork server has imported its libraries and
-        forks."""
-        self._patience_s = patience_s
+    def __init__(self, timeout_s: float) -> None:
+        """Start the fork server. ``timeout_s`` is the longest wait, in seconds, for its answer to an order; the first
+        answer comes when it has imported its libraries."""
+        self._timeout_s = timeout_s
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline, self._lifeline = os.pipe()
@@ -172,10 +172,12 @@ class ForkServer:
     async def fork(
         self, name: str, directory: str, environment: Mapping[str, str], descriptors: tuple[int, int]
     ) -> ForkedProcess:
-        """Fork a part that reads its briefing. ``descriptors`` are its end of the lifeline and its log; the caller
-        closes them.
+        """Let the fork server fork the part ``name``, and return its process. The part reads its briefing, which says
+        what it has to do, from ``directory``. ``environment`` are its environment variables beside those of the fork
+        server. ``descriptors`` are its end of the lifeline and its log; the caller closes them.
 
-        Raises :class:`ForkServerLost`, and ``OSError`` if the operating system refuses.
+        Raises :class:`ForkServerLost` if the fork server has ended or does not answer in time, and ``OSError`` if the
+        operating system refuses to fork.
         """
         call = next(self._numbers)
         order = ForkOrder(call=call, name=name, directory=directory, environment=environment)
@@ -184,9 +186,9 @@ class ForkServer:
         try:
             with contextlib.suppress(ConnectionError, BlockingIOError):
                 socket.send_fds(self._control, [msgspec.json.encode(order)], descriptors)
-                await asyncio.wait([answer], timeout=self._patience_s)
+                await asyncio.wait([answer], timeout=self._timeout_s)
             if not answer.done():
-                self._mark_lost()
+                self._mark_lost()  # sets the error that the next line raises
             return answer.result()
         finally:
             del self._pending[call]

@@ -427,7 +427,7 @@ class LearnerCore:
         start_s = self._context.clock.now()
         balance = self._forward.mixture.loss()
         loss = output.loss if balance is None else output.loss + balance
-        (loss * self._ranks.config.averaged).backward()
+        (loss * self._ranks.config.num_averaged).backward()
         self._ended("backward", start_s)
         tally.add(work, micro, result, output)
 

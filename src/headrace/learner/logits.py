@@ -111,11 +111,14 @@ class WholeModel:
 
 
 class _TrunkOutput(nn.Module):
-    """A module that replaces the trunk and returns given hidden states."""
+    """A module that replaces the trunk and returns given hidden states, so that the model's forward pass computes its
+    head alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        """The hidden states to return, ``[1, C, D]``: the input of the head for one chunk. ``None`` except during a
+        call of the head."""
 
     def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)

@@ -4,8 +4,8 @@ A forward pass runs over flattened tokens: ``[1, N]``, with no padding outside a
 tokens belong together: a *plan*, which is passed to every layer, does. :class:`PackedPlan` (here) attends within whole
 sequences, with gradients; :class:`~headrace.models.paged.plan.PagedPlan` attends over a key-value cache.
 
-Shape legend: N tokens of the pass, T tokens of all sequences (N, unless some share rows), S sequences, B sequences of
-one bucket, L padded length of a bucket, H query heads, K key-value heads, D head size, V vocabulary.
+Shape legend: N tokens of the pass, T tokens of all sequences (N, or more if sequences share tokens), S sequences,
+B sequences of one bucket, L padded length of a bucket, H query heads, K key-value heads, D head size, V vocabulary.
 """
 
 # gate: getattr - attention modules of transformers differ from family to family
@@ -104,7 +104,9 @@ class Plan(Protocol):
     """The position of each token in its sequence; int64."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Compute the attention of one layer: ``[N, H, D]``."""
+        """Return the attention of one layer, ``[N, H, D]`` with the head size of the values: for each token of
+        ``query_NHD``, over the keys and values of the tokens that the plan and ``rule`` let it see. ``rule.choice``
+        limits them to the tokens that an indexer has chosen."""
         ...
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:

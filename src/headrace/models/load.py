@@ -219,16 +219,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` unless the models in ``path``, the value of ``setting``, and
-    ``own`` have the same tokens for the same ids."""
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the model in ``path`` has the same tokens for the same
+    ids as the model in ``own``, the one that is trained. ``setting`` names the setting whose value is ``path``."""
     theirs, ours = load_tokenizer(path).get_vocab(), load_tokenizer(own).get_vocab()
     if theirs == ours:
         return
     other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
     said = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
     raise ConfigError(
-        f"{setting}={path!r} has another vocabulary than this model: {said}, so ids of one are other tokens to the "
-        "other",
+        f"{setting}={path!r} has another vocabulary than this model: {said}, so the same id means different "
+        "tokens to the two models",
         remedy="give a model of the same family, whose tokenizer has the same entries",
     )
 

@@ -1,8 +1,8 @@
-"""The objective of one ``forward_backward``, and the conversion of a function of the log-probabilities into one.
+"""The objective of one ``forward_backward``, and the linear objective that replaces a user's loss function.
 
 A function f of all log π of a batch, however it combines them, has the gradient Σ_i ∂f/∂log π_i · ∇ log π_i. So f is
-computed once on all of them, and the slopes ∂f/∂log π_i are the weights of a plain sum, whose gradient is exact with
-any division into micro-batches.
+computed once on all of them. Its *slopes*, the partial derivatives ∂f/∂log π_i, then are the weights of the plain sum
+Σ_i slope_i · log π_i, whose gradient is that of f, however the batch is divided into micro-batches.
 
 Shape legend: N tokens of the samples one after the other.
 """
@@ -63,6 +63,8 @@ class ReplaceableObjective(Objective):
 
     @property
     def selects(self) -> bool:
+        """Return whether the present objective selects tokens from the whole batch, for which the learner computes all
+        log π before it calls ``prepare``."""
         return self._now.selects
 
     def shares(self, layout: BatchLayout) -> Shares:

@@ -1,4 +1,8 @@
-"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each checks one requirement."""
+"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each checks one requirement.
+
+Shape legend: T tokens, R tokens whose experts are recorded, L layers with experts, K experts of a token, or likeliest
+entries; V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -403,7 +407,8 @@ def mixtures(rig: Rig) -> None:
 
 
 def experts(rig: Rig) -> None:
-    """Check the recorded experts of every token of prompt and answer except the last, which is not computed."""
+    """Check the experts recorded for every prompt and answer token except the last, which never goes through the
+    model."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20, record_routing=True))
     prompt = output.chunks[0].prompt_routing
     assert prompt is not None
@@ -417,7 +422,7 @@ def experts(rig: Rig) -> None:
 
 
 def _experts_of(rig: Rig, output: RequestOutput) -> Experts:
-    """Return the experts that transformers itself chooses for each token."""
+    """Return the experts ``[T, L, K]`` that the model of transformers chooses for each token of prompt and answer."""
     routed = find_routing(rig.model)
     assert routed is not None
     recorder = RoutingRecorder(routed)

@@ -53,8 +53,8 @@ class FakeEngine:
     ) -> AsyncIterator[TokenChunk]:
         if self._stats.version < 0:
             raise RequestError("no weights are committed", remedy="publish before the first rollout")
-        wanted = self._length(sampling.seed)
-        total = min(wanted, sampling.max_new_tokens)
+        drawn_length = self._length(sampling.seed)
+        total = min(drawn_length, sampling.max_new_tokens)
         self._count(running=1)
         try:
             sent = 0 if options.answer_ids_T is None else len(options.answer_ids_T)
@@ -65,7 +65,7 @@ class FakeEngine:
                 await self._going.wait()
                 sent += size
                 self._count(generated_tokens=size, busy_s=size * self._token_s)
-                yield TokenChunk(tokens=_tokens(version, size), stop_reason=_reason(sent, total, wanted))
+                yield TokenChunk(tokens=_tokens(version, size), stop_reason=_stop_reason(sent, total, drawn_length))
         finally:
             self._count(running=-1)
 
@@ -115,10 +115,12 @@ def _tokens(version: int, size: int) -> Tokens:
     )
 
 
-def _reason(sent: int, total: int, wanted: int) -> StopReason | None:
-    if sent < total:
+def _stop_reason(num_sent: int, total: int, drawn_length: int) -> StopReason | None:
+    """Return why a completion of ``total`` tokens has ended; ``None`` while fewer are sent. It is cut off where
+    ``total`` is less than the length that was drawn for it."""
+    if num_sent < total:
         return None
-    return StopReason.STOP if wanted == total else StopReason.LENGTH
+    return StopReason.STOP if drawn_length == total else StopReason.LENGTH
 
 
 class FakeLearner:

@@ -7,7 +7,7 @@ import pytest
 from headrace.base.clock import RealClock
 from headrace.base.types.trace import Span
 from headrace.run.observe import WatchedLoop
-from headrace.run.observe.looptime import LEAST_S, MOST_S, LoopTime
+from headrace.run.observe.looptime import LEAST_SPAN_S, MOST_SPAN_S, LoopTime
 
 
 class Hand:
@@ -49,7 +49,7 @@ def test_however_often_it_is_woken_all_work_is_told_in_few_spans(works_s: float,
     rounds = 5000
     spans = lived([(works_s, waits_s)] * rounds)
     assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(rounds * works_s)
-    assert len(spans) <= rounds * (works_s + waits_s) / LEAST_S + 2
+    assert len(spans) <= rounds * (works_s + waits_s) / LEAST_SPAN_S + 2
     ends = [span.end_s for span in spans]
     assert all(span.start_s >= end for span, end in zip(spans[1:], ends, strict=False)), "none overlaps another"
 
@@ -57,8 +57,8 @@ def test_however_often_it_is_woken_all_work_is_told_in_few_spans(works_s: float,
 def test_a_loop_that_never_waits_tells_of_it_while_it_goes_on() -> None:
     clock = Hand()
     work = LoopTime(clock)
-    clock.now_s += 3 * MOST_S
-    assert sum(span.end_s - span.start_s for span in work.spans()) == pytest.approx(3 * MOST_S)
+    clock.now_s += 3 * MOST_SPAN_S
+    assert sum(span.end_s - span.start_s for span in work.spans()) == pytest.approx(3 * MOST_SPAN_S)
     clock.now_s += 0.01
     assert [span.end_s - span.start_s for span in work.spans()] == [pytest.approx(0.01)]
 

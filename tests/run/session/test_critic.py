@@ -24,7 +24,7 @@ def run_file(tmp_path: Path) -> Path:
     [
         (["algo.advantage=grpo", "learner.critic.lr=1e-4"], "learner.critic.lr=0.0001 has no effect", "'gae'"),
         (["learner.critic.clip=0.2"], "updates=1", ""),
-        (["learner.parallel.data=2"], "for one process", "leave learner.parallel out"),
+        (["learner.parallel.data=2"], "works in one process only", "leave learner.parallel out"),
         (["learner.critic.warmup_steps=3"], "leaves none of run.steps=3", "set run.steps above"),
         (["learner.critic.lrr=1e-4"], "learner.critic.lrr is not a setting", "'lr'"),
         (["algo.advantage.lam=1.5"], "lam=1.5", ""),

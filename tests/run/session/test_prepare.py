@@ -112,7 +112,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         (['learner.reference={kind="model",path="nowhere"}'], r"learner\.reference\.path='.*nowhere'", "of a model"),
         (["algo.advantage=gae", "learner.critic.path=nowhere"], r"learner\.critic\.path='.*nowhere'", "of a model"),
         (["model.lora.adapter=nowhere"], r"model\.lora\.adapter='.*nowhere'", "of an adapter"),
-        (["model.lora.rank=4", "learner.parallel.data=2"], "model.lora is for one process", "leave model.lora out"),
+        (["model.lora.rank=4", "learner.parallel.data=2"], "lora works in one process only", "leave model.lora out"),
         (["learner.parallel.tensor=3"], "tensor=3 does not fit", "a divisor of 2"),
     ],
 )

@@ -79,7 +79,10 @@ class Maxrl(AdvantageSection):
 
     (R − mean) / mean over the group; 0 for a group whose mean is not above 0. Rewards are meant to be 0 or positive.
 
-    Source: MaxRL, arXiv 2602.02710: the gradient of log success probability to first order.
+    Source: Tajwar et al. (2026), arXiv 2602.02710, which maximises the log of the success probability p through its
+    series, log p = −Σ_k (1 − p)^k / k. For rewards of 0 or 1 and a group of N episodes, the mean of advantage · ∇ log π
+    over the group is, in expectation, the gradient of the series cut after N − 1 terms (N without the baseline); the
+    plain policy gradient is that of the first term.
     """
 
     kind: Literal["maxrl"] = "maxrl"

@@ -6,7 +6,8 @@
         closed                        closed
 
 A server accepts a limited number of connections. When it has that many, a new connection replaces the least important
-one, so that unauthenticated connections cannot lock out authenticated ones.
+one, so that connections without an authorized request cannot lock out those with one. A connection on which an
+authorized request is being answered is never closed to make room.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_ENTITLED = "headrace_entitled"
+_AUTHORIZED = "headrace_authorized"
 
 
 def mark_authorized(scope: MutableMapping[str, Any]) -> None:
-    """Mark the request of ``scope`` as authorised: it carries the token, or the server needs none."""
-    scope.setdefault("state", {})[_ENTITLED] = True
+    """Mark the request of ``scope`` as authorized: it carries the token, or the server needs none."""
+    scope.setdefault("state", {})[_AUTHORIZED] = True
 
 
 class Connection(H11Protocol):
@@ -32,15 +33,16 @@ class Connection(H11Protocol):
     answered, the client must send a whole request head; otherwise it must read what was sent. The answer itself may
     take any time.
 
-    ``limit_concurrency`` is the largest number of connections. A connection beyond it replaces the oldest one
-    without an authorised request; if all have one, the oldest that waits for its next request; if all are being
-    answered, it gets status 503.
+    ``limit_concurrency`` is the largest number of connections. A connection beyond it replaces the one without
+    an authorized request that was last idle the longest ago; if all have one, the one that has waited longest for its
+    next request; if all are being answered, it gets status 503.
     """
 
     _listening: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
-    _since_s = 0.0
-    """When the connection was made or its last answer was complete, in seconds of the event loop's clock."""
+    _last_idle_s = 0.0
+    """When the connection last became idle (it was made, or its last answer was complete), in seconds of the event
+    loop's clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +74,7 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def _listen(self) -> None:
-        self._since_s = self.loop.time()
+        self._last_idle_s = self.loop.time()
         if self._listening is not None:
             self._listening.cancel()
         self._listening = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
@@ -83,26 +85,28 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     @property
-    def entitled(self) -> bool:
+    def authorized(self) -> bool:
         """Return whether :func:`mark_authorized` has marked the latest request."""
-        return self.scope is not None and _ENTITLED in self.scope["state"]
+        return self.scope is not None and _AUTHORIZED in self.scope["state"]
 
     def _end_if_idle(self) -> None:
         if self.idle:
             self.transport.abort()
 
     def _make_room(self) -> None:
-        """Close the connection that is worth least, if there is one: first those that are not authorized, then the one
-        that has been idle longest."""
+        """Close the least important other connection: one whose latest request is not authorized before one that is
+        idle, and among these the one that last became idle the longest ago. If authorized requests are being answered
+        on all connections, close none."""
         others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
-        least = min(
-            (each for each in others if each.idle or not each.entitled),
-            key=lambda each: (each.entitled, each._since_s),
+        least_important = min(
+            (each for each in others if each.idle or not each.authorized),
+            key=lambda each: (each.authorized, each._last_idle_s),
             default=None,
         )
-        if least is not None:
-            self.connections.discard(least)  # now: connection_lost is called only in the loop's next iteration
-            least.transport.abort()
+        if least_important is not None:
+            # removed here, since connection_lost is called only in the loop's next iteration
+            self.connections.discard(least_important)
+            least_important.transport.abort()
 
 
 class _Unambiguous:

@@ -4,7 +4,8 @@
                      ▲                          │ the engine dies, or is full
                      └── continue after the tokens ┘
     stage  ──▶ every engine that lacks the version, at once
-    commit ──▶ k at a time, while the others serve; done when every engine that is present uses it
+    commit ──▶ on some engines at a time (``rolling``), while the others serve; done when every engine that is present
+               uses it
     join ──▶ the engine waits for the newest version, then serves     leave ──▶ its sequences move to other engines
     an engine misses a version ──▶ it ends its sequences, and serves again when a later version reaches it
 
@@ -332,18 +333,18 @@ class Fleet:
             assert self._update is not None
             await self.stage(self._update)
         if mode is Interrupt.SLEEP:
-            await self._all(self._stand_still(each, None) for each in self._members.values() if each.missed)
+            await self._all(self._pause_or_resume(each, None) for each in self._members.values() if each.missed)
         self.version = version
         self._notify()
         return combined(version, mode, done)
 
     async def pause(self, *, release: bool = False) -> None:
         self._paused = release
-        await self._all(self._stand_still(each, release) for each in self._members.values())
+        await self._all(self._pause_or_resume(each, release) for each in self._members.values())
 
     async def resume(self) -> None:
         self._paused = None
-        await self._all(self._stand_still(each, None) for each in self._members.values())
+        await self._all(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
         here = (member.engine.stats() for member in self._members.values())
@@ -359,6 +360,7 @@ class Fleet:
                 self._mark_missed(member, why)
 
     def _at_once(self, mode: Interrupt) -> int:
+        """Return how many engines may commit at the same time."""
         if self._rolling is not None:
             return self._rolling
         return max(1, len(self._members)) if mode in NON_STOPPING else 1
@@ -381,7 +383,9 @@ class Fleet:
         except DeadlineError as late:
             self._give_up(member, late)
 
-    async def _stand_still(self, member: Member, release: bool | None) -> None:
+    async def _pause_or_resume(self, member: Member, release: bool | None) -> None:
+        """Pause an engine, which frees its memory if ``release`` is true; or resume it if ``release`` is ``None``. An
+        engine that dies meanwhile is only lost."""
         with self._tolerating_loss(member):
             await (member.engine.resume() if release is None else member.engine.pause(release=release))
 
@@ -410,7 +414,7 @@ class Fleet:
                 with self._tolerating_loss(member):
                     report = await member.engine.commit(version, mode)
                 if report is not None and self._paused is not None:
-                    await self._stand_still(member, self._paused)
+                    await self._pause_or_resume(member, self._paused)
             finally:
                 self._router.release(member.name)
         if report is None:

@@ -197,15 +197,15 @@ class GroupAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Numbers of sampled tokens of each episode, ascending. If the two distributions differ, training prefers some
-    lengths to others."""
+    """The number of sampled tokens of each episode, in ascending order. If the two distributions differ, episodes of
+    some lengths are more likely to be trained than those of others."""
 
     submitted: tuple[int, ...]
     """Lengths of all ended episodes of groups that were trained or dropped, without groups in flight."""
     trained: tuple[int, ...]
     """Lengths of the episodes that were trained, including those of which some tokens carried no loss."""
     num_withdrawn: int = 0
-    """Number of episodes that were cancelled before they ended, which neither list contains."""
+    """Number of episodes that were withdrawn before they ended. Neither list contains them."""
 
 
 class Ledger(Protocol):

@@ -17,7 +17,7 @@ from headrace.flow.ledger.base import Ledger, Operation, Stream
 
 GATHER_S = 0.025
 """Seconds that operations are gathered before they are recorded together, unless a flush waits for them."""
-MOST_TOGETHER = 256
+MOST_PER_TRANSACTION = 256
 """Greatest number of operations in one transaction."""
 CLOSE_S = 30.0
 """Seconds that :meth:`ThreadedWriter.close` waits for the disk."""
@@ -31,9 +31,10 @@ class LedgerWriter(Protocol):
         ...
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Wait until all given operations are recorded and, if ``durable``, until they would survive a power failure.
+        """Wait until all operations given before are recorded, so that they survive the end of this process. If
+        ``durable``, wait until they have reached the disk, so that they survive a power failure, too.
 
-        Raises :class:`~headrace.base.errors.LedgerError` if it could not be.
+        Raises :class:`~headrace.base.errors.LedgerError` if one of them could not be recorded.
         """
         ...
 
@@ -86,8 +87,8 @@ class ThreadedWriter:
         if self._error is not None:
             raise self._error
         self._queue.append(operation)
-        if isinstance(operation, Stream):  # flow.record_tokens bounds what a crash may lose
-            self._urgent.set()
+        if isinstance(operation, Stream):
+            self._urgent.set()  # not held back: flow.record_tokens limits how many tokens a crash may lose
         if not self._pending.is_set():
             self._pending.set()
 
@@ -111,7 +112,7 @@ class ThreadedWriter:
 
     def _run(self) -> None:
         """Record the queued operations in order, several in one transaction, until the queue yields ``None``."""
-        together: list[Operation] = []
+        gathered: list[Operation] = []
         while True:
             self._pending.wait()
             self._urgent.wait(GATHER_S)
@@ -119,25 +120,26 @@ class ThreadedWriter:
             self._urgent.clear()
             while self._queue:
                 item = self._queue.popleft()
-                if isinstance(item, _Persist | asyncio.Future | None) or len(together) == MOST_TOGETHER:
-                    together = self._record(together)
+                if isinstance(item, _Persist | asyncio.Future | None) or len(gathered) == MOST_PER_TRANSACTION:
+                    gathered = self._record(gathered)
                 if item is None:
                     return
                 if isinstance(item, asyncio.Future):
                     item.get_loop().call_soon_threadsafe(_finish, item)
                 elif isinstance(item, _Persist):
-                    self._guarded(self._ledger.persist)
+                    self._attempt(self._ledger.persist)
                 else:
-                    together.append(item)
-            together = self._record(together)
+                    gathered.append(item)
+            gathered = self._record(gathered)
 
-    def _record(self, together: list[Operation]) -> list[Operation]:
-        """Record the operations in one transaction, and return an empty list."""
-        if together:
-            self._guarded(partial(self._ledger.apply, *together))
+    def _record(self, gathered: list[Operation]) -> list[Operation]:
+        """Record the gathered operations in one transaction, and return an empty list."""
+        if gathered:
+            self._attempt(partial(self._ledger.apply, *gathered))
         return []
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do ``work``, unless an earlier call has failed. Keep its error, which ``write`` and ``flush`` then raise."""
         if self._error is not None:
             return
         try:

@@ -33,7 +33,7 @@ from headrace.rollout.environments.policy import Episode, EpisodePolicy
 
 ALIVE_S = 0.5
 """Seconds between two reports that this process lives."""
-MAX_WORDS = 2000
+MAX_CAUSE_CHARS = 2000
 """Number of characters that are sent of a failure's cause."""
 MAX_CHARS = 1 << 26
 """Number of characters that the messages of one model query may have. No model reads more, and the controller must not
@@ -139,7 +139,7 @@ class _RequestDispatcher:
             future.set_exception(answer)
 
     def _fail(self, call: int, reason: str, words: str) -> None:
-        problem = words[:MAX_WORDS].encode("utf-8", "replace").decode()
+        problem = words[:MAX_CAUSE_CHARS].encode("utf-8", "replace").decode()
         self.channel.send(EpisodeDone(call=call, reason=reason, problem=problem))
 
 

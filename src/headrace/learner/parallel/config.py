@@ -1,6 +1,8 @@
 """Settings of the learner's ranks and of their memory.
 
-rank = ((replicate · data + d) · context + c) · tensor + t          experts lie across data × context × tensor
+rank = ((replicate · data + d) · context + c) · tensor + t
+
+The experts of a mixture are distributed over the data × context × tensor ranks of one replica.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ class ParallelConfig(Section):
     """Number of ranks that share the tokens of one micro-batch, for long sequences; parameters are sharded over them,
     too."""
     tensor: Ways = 1
-    """Number of ranks that share the matrices and attention heads of one micro-batch, within one machine."""
+    """Number of ranks of one machine that compute the same micro-batch, each with its part of every matrix and its own
+    attention heads (tensor parallelism)."""
     expert: Ways = 1
-    """Number of ranks that hold different experts of a mixture of experts; they are among the other ranks, not
-    additional."""
+    """Number of ranks over which the experts of a mixture are distributed. They are among the data, context and tensor
+    ranks, not additional."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that one rank waits for the others before it gives up."""
 
@@ -43,14 +46,14 @@ class ParallelConfig(Section):
         inside = self.data * self.context * self.tensor
         if self.expert % self.tensor:
             raise ConfigError(
-                f"learner.parallel.expert={self.expert} is not a multiple of tensor={self.tensor}: ranks with one "
-                "batch share its experts",
+                f"learner.parallel.expert={self.expert} is not a multiple of tensor={self.tensor}: the ranks "
+                "that compute the same micro-batch must hold different experts",
                 remedy=f"set learner.parallel.expert to a multiple of {self.tensor}, or tensor = 1",
             )
         if inside % self.expert:
             raise ConfigError(
-                f"learner.parallel.expert={self.expert} does not divide data·context·tensor={inside}, the ranks that "
-                "experts lie across",
+                f"learner.parallel.expert={self.expert} does not divide data·context·tensor={inside}, the ranks over "
+                "which experts are distributed",
                 remedy=f"set learner.parallel.expert to a divisor of {inside}, or data to {self.expert}",
             )
         return self
@@ -66,8 +69,8 @@ class ParallelConfig(Section):
         return self.replicate * self.data
 
     @property
-    def averaged(self) -> int:
-        """The number of ranks whose gradients torch's sharding averages."""
+    def num_averaged(self) -> int:
+        """The number of ranks over which torch's sharding averages gradients, instead of adding them up."""
         return self.replicate * self.data * self.context
 
     def refuse_world(self, launched: int) -> None:
@@ -90,7 +93,7 @@ class ParallelConfig(Section):
         for setting, chosen in (("lora", model.lora is not None), ("deterministic", model.deterministic)):
             if chosen and self.world > 1:
                 raise ConfigError(
-                    f"learner.parallel asks for {self.world} ranks, and model.{setting} is for one process",
+                    f"learner.parallel asks for {self.world} ranks, and model.{setting} works in one process only",
                     remedy=f"leave model.{setting} out, or learner.parallel",
                 )
 

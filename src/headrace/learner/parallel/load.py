@@ -91,7 +91,7 @@ def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dt
         fsdp_size=config.data * config.context,
         dp_replicate_size=config.replicate,
         ep_size=config.expert,
-        fsdp_plan=apart if config.averaged > 1 else None,
+        fsdp_plan=apart if config.num_averaged > 1 else None,
         fsdp_mixed_precision=dtype == torch.bfloat16,  # gradients are summed over the ranks in float32
     )
 

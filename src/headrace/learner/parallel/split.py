@@ -1,11 +1,12 @@
 """Computation of log π with a sharded model.
 
-    model's own forward pass, its head on one row      ──▶ hidden states, captured on the way
-    head's own forward pass, opened: chunk by chunk    ──▶ log π
+    model's own forward pass, its head for the last token only     ──▶ hidden states, taken by a hook on the trunk
+    head's own forward pass, which computes chunk by chunk         ──▶ log π
 
 Torch's sharding is attached to the forward passes of the whole model and of its head: before a pass, parameters are
 gathered; after its backward pass, gradients are summed over the ranks. So the trunk runs inside the model's pass, and
-all chunks run inside one pass of the head: its parameters are gathered once, however many chunks there are.
+all chunks run inside one pass of the head, whose ``forward`` is replaced for that pass: its parameters are gathered
+once, however many chunks there are.
 
 Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
 D hidden size.
@@ -57,6 +58,7 @@ class ShardedLogprobs:
         return tuple(column_P.clone() for column_P in found)  # a view would lose torch's hooks if it were changed
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the model, and return the output of its trunk for every token, ``[M, D]``."""
         taken: list[Tensor] = []
         handle = self._trunk.register_forward_hook(lambda _module, _args, out: taken.append(out.last_hidden_state))
         try:
@@ -101,11 +103,14 @@ class _HeadAlone:
 
 
 class _GatheredTrunkOutput(nn.Module):
-    """A module that replaces the trunk and returns given hidden states."""
+    """A module that replaces the trunk and returns given hidden states, so that the model's forward pass computes its
+    head alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        """The hidden states to return, ``[1, C, D]``: the input of the head for one chunk. ``None`` except during a
+        call of the head."""
 
     def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)

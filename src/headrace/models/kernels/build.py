@@ -108,8 +108,9 @@ def _ensure(command: Sequence[str], file: Path) -> None:
 
 @contextmanager
 def _one_process(directory: Path) -> Iterator[None]:
-    """Let one process compile while the others wait, for a limited time. On a file system without locks all of them
-    compile."""
+    """Let one process compile while the others wait for its lock. The lock has no time limit of its own: the process
+    that holds it gives the compiler ``_DEADLINE_S`` seconds, and if that fails, the next one tries. On a file system
+    without locks all of them compile."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -5,7 +5,8 @@
                             easy   high < rate      ┘ rests for some epochs
 
 A choice is a function of the seed, the number of the group, the rows chosen before it, and the outcomes of the groups
-that were admitted under *older versions* than the present one. Later outcomes wait. So a synchronous run, and any run
+that were admitted under *older policy versions* than the one that is committed now. The outcomes of the other groups
+are kept until a later version is committed. So a synchronous run, and any run
 with the same interleaving, chooses the same rows however long each answer took, also after a crash.
 
 Shape legend: R rows of the dataset.
@@ -212,6 +213,7 @@ class Curriculum:
                 self.observe(group.number, group.row, group.oldest_version, group.rewards)
 
     def _record_pick(self, number: int, row: int) -> None:
+        """Record that group ``number`` attempts ``row``, and that its outcome is not known yet."""
         if row < len(self._last_R):
             self._last_R[row] = number
         self._open.add(number)
@@ -231,11 +233,17 @@ class Curriculum:
                 self._wakes_R[outcome.row] = outcome.number + self.num_rest
 
     def _set_rate(self, row: int, rate: float | None) -> None:
+        """Set the running solve rate of a row, and move the row into the pool of that rate. ``None``: no outcome of the
+        row is known, and it stays unseen."""
         if rate is None:
             return
         self._rate_R[row] = rate
-        above = _EASY if rate > self._config.high else _TARGET
-        self._pool_R[row] = _HARD if rate < self._config.low else above
+        if rate < self._config.low:
+            self._pool_R[row] = _HARD
+        elif rate > self._config.high:
+            self._pool_R[row] = _EASY
+        else:
+            self._pool_R[row] = _TARGET
 
     def _candidates_R(self, number: int) -> Bools:
         """Return the rows of a pool that is drawn by the weight of its rows; if all rows rest, those that wake

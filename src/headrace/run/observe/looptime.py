@@ -9,13 +9,13 @@ from headrace.base.clock import Clock, RealClock
 from headrace.base.types.trace import Span
 
 SHORT_S = 0.005
-"""A wait of the loop that is shorter than this does not end a span. The work of a span is added up and placed at its
-beginning."""
-LEAST_S = 0.025
-"""The shortest time between the beginnings of two spans: a loop that wakes a thousand times a second makes forty
-spans."""
-MOST_S = 0.25
-"""The longest span, so that a loop that never waits reports its work while it runs."""
+"""A wait of the loop that is shorter than this, in seconds, does not end a span. The work of a span is added up and
+placed at its beginning."""
+LEAST_SPAN_S = 0.025
+"""The shortest time between the beginnings of two spans, in seconds: a loop that wakes a thousand times a second makes
+forty spans a second."""
+MOST_SPAN_S = 0.25
+"""The longest span, in seconds, so that a loop that never waits reports its work while it runs."""
 LANE = "controller"
 """The lane of the spans."""
 
@@ -35,16 +35,16 @@ class LoopTime:
         self._spans: list[Span] = []
 
     def asleep(self) -> float:
-        """Note that the loop begins to wait, and return the time."""
+        """Record that the loop starts to wait, and return the current time in seconds."""
         now_s = self._clock.now()
         self._worked_s += now_s - self._woke_s
         return now_s
 
     def awake(self, since_s: float) -> None:
-        """Note that the loop runs again, after a wait since ``since_s``."""
+        """Record that the loop runs again, after a wait that began at ``since_s``."""
         self._woke_s = now_s = self._clock.now()
         age_s = now_s - self._since_s
-        if (now_s - since_s >= SHORT_S and age_s >= LEAST_S) or age_s >= MOST_S:
+        if (now_s - since_s >= SHORT_S and age_s >= LEAST_SPAN_S) or age_s >= MOST_SPAN_S:
             self._close(now_s)
 
     def spans(self) -> list[Span]:

@@ -34,7 +34,7 @@ def plural(amount: float | None, one: str, many: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in whole percent. Halves are rounded up, as the dashboard does.
+    """Return a share as a whole-number percentage. Halves are rounded up, as the dashboard does.
 
     >>> percent(0.125), percent(0.124)
     ('13%', '12%')
@@ -43,8 +43,8 @@ def percent(share: float) -> str:
 
 
 def percents(shares: Sequence[float], total: int | None) -> list[int]:
-    """Return shares in whole percent. With ``total`` they add up to it: those with the largest fractions are rounded
-    up.
+    """Return shares as whole-number percentages. With ``total`` they add up to it: those with the largest fractions are
+    rounded up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
     ([13, 12, 25], [13])

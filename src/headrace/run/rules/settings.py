@@ -436,8 +436,8 @@ _CREDIT: Rules = (
     SettingsRule(
         keys=("algo.advantage", "learner.parallel"),
         broken=lambda c: c.algo.advantage.by_critic and c.learner.parallel.world > 1,
-        reason="algo.advantage={algo.advantage.kind!r} trains a critic, which is for one process, and learner.parallel "
-        "asks for {learner.parallel.world} ranks",
+        reason="algo.advantage={algo.advantage.kind!r} trains a critic, which works in one process only, and "
+        "learner.parallel asks for {learner.parallel.world} ranks",
         remedy="leave learner.parallel out, or choose another algo.advantage",
     ),
     SettingsRule(

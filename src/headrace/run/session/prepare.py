@@ -329,15 +329,15 @@ def _as_sent(task: Task) -> bytes:
 
 
 def _refuse_unsendable(tasks: Sequence[Task]) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` for a row that cannot be encoded for the scoring workers, since
-    otherwise the run would end when the row is first scored."""
+    """Raise :class:`~headrace.base.errors.DataError` for a row that cannot be encoded for the scoring workers and
+    decoded again. Otherwise the run would end when the row is first scored."""
     for task in tasks:
         try:
             _CODEC.decode(_as_sent(task))
         except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"row {task.row_index + 1} cannot be handed to the reward function: {error}",
-                remedy="keep text, numbers, lists and dicts in the rows",
+                remedy="use only text, numbers, lists and dicts in the rows",
             ) from None
 
 

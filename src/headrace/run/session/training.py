@@ -179,7 +179,7 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
             ledgers.append(_open_ledger(config, run_dir, stack, start))
         write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # that of an earlier life
-        watching = RunWatchers(config, run_dir, stack, settings=_verdict_settings(prepared))
+        watchers = RunWatchers(config, run_dir, stack, settings=_verdict_settings(prepared))
         comparisons: list[ReplayComparison] = []
 
         def control(world: LaunchedRun) -> Controller:
@@ -195,14 +195,14 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
                 settings = recording.settings(settings)
                 writer = ReplayComparison(writer, recording)
                 comparisons.append(writer)
-            observers = watching.observers
-            watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
+            observers = watchers.observers
+            watchers.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
             for warning in _warnings(prepared, facts):
-                watching.controller.state.warn(warning)
-            return watching.controller
+                watchers.controller.state.warn(warning)
+            return watchers.controller
 
-        watchers = Watchers(held=life.held, watching=watching, interrupts=interrupts)
-        summary = await _run(_order(life, start, watching), control, start, watchers)
+        context = RunContext(held=life.held, watchers=watchers, interrupts=interrupts)
+        summary = await _run(_order(life, start, watchers), control, start, context)
         return comparisons[0].finish(summary) if comparisons else summary
 
 
@@ -236,9 +236,9 @@ def _verdict_settings(prepared: Prepared) -> VerdictSettings:
     return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
-def _order(life: RunLife, start: StartingPoint, watching: RunWatchers) -> LaunchOrder:
+def _order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
     """Return the order for the launcher, after a warning for each unusual fact about the starting point."""
-    order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watching.observers)
+    order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watchers.observers)
     order = replace(order, forks=life.forks)
     _report_lost_learner(life, order, start)
     if not start.sealed:
@@ -278,16 +278,19 @@ def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: Star
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watchers:
-    """The objects that watch a run from outside and may end it."""
+class RunContext:
+    """The objects around the controller of a run that follow it, and that may end it."""
 
     held: HeldDirectory
-    watching: RunWatchers
+    """The lock on the run's directory. A run whose directory is removed or replaced ends."""
+    watchers: RunWatchers
+    """The watchers of the run, which record it, show it and raise alarms."""
     interrupts: Interrupts
+    """The way by which Ctrl-C reaches the controller and stops the run."""
 
 
 async def _run(
-    order: LaunchOrder, control: Callable[[LaunchedRun], Controller], start: StartingPoint, watchers: Watchers
+    order: LaunchOrder, control: Callable[[LaunchedRun], Controller], start: StartingPoint, context: RunContext
 ) -> Summary:
     """Launch the parts, run the controller, and write the summary however the run ends."""
     controller: Controller | None = None
@@ -298,15 +301,15 @@ async def _run(
             world.send_warnings_to(partial(_warn, controller))
             world.send_signs_to(partial(_report_silence, controller))
             world.send_recoveries_to(controller.record_recovery)
-            renewal = group.create_task(_renew_status(controller, world, watchers))
-            with _stop_on_signals(controller, watchers.interrupts), gc_frozen(GARBAGE_THRESHOLD):
-                summary = _finish(controller, await controller.run(start), watchers)
+            renewal = group.create_task(_renew_status(controller, world, context))
+            with _stop_on_signals(controller, context.interrupts), gc_frozen(GARBAGE_THRESHOLD):
+                summary = _finish(controller, await controller.run(start), context)
             renewal.cancel()
     except BaseException as error:
-        cause = _lost_directory(watchers.held) or first_cause(error)
+        cause = _lost_directory(context.held) or first_cause(error)
         if controller is not None:
             _add_loop_table(controller, cause)
-            await _write_failed_summary(controller, cause, watchers)
+            await _write_failed_summary(controller, cause, context)
         if cause is error:
             raise
         raise cause from None
@@ -349,7 +352,7 @@ def _add_loop_table(controller: Controller, cause: BaseException) -> None:
         cause.problem = "\n".join([cause.problem, *controller.state.board.brief_lines()])
 
 
-async def _write_failed_summary(controller: Controller, cause: BaseException, watchers: Watchers) -> None:
+async def _write_failed_summary(controller: Controller, cause: BaseException, context: RunContext) -> None:
     """Write the summary of a run that failed, as far as possible: the disk or the ledger may be the cause."""
     # where the ledger does not respond, its groups cannot be counted for the summary either
     with suppress(HeadraceError, TimeoutError):
@@ -357,31 +360,31 @@ async def _write_failed_summary(controller: Controller, cause: BaseException, wa
             controller.state.flow.running_turns.record_all()
             await asyncio.wait_for(controller.state.flow.flush(), FINAL_FLUSH_S)
         status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-        _finish(controller, controller.summary(status, cause=str(cause)), watchers)
+        _finish(controller, controller.summary(status, cause=str(cause)), context)
 
 
-def _finish(controller: Controller, summary: Summary, watchers: Watchers) -> Summary:
+def _finish(controller: Controller, summary: Summary, context: RunContext) -> Summary:
     """Write the summary with the verdict on the run, and return it."""
-    watchers.held.refuse_lost()
-    summary = watchers.watching.with_account(summary)
+    context.held.refuse_lost()
+    summary = context.watchers.with_account(summary)
     write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
     return summary
 
 
-async def _renew_status(controller: Controller, world: LaunchedRun, watchers: Watchers) -> None:
+async def _renew_status(controller: Controller, world: LaunchedRun, context: RunContext) -> None:
     """Renew the view and ``status.json`` until cancelled; the last status says that all parts have ended."""
     try:
         while True:
             components = world.components()
-            watchers.held.refuse_lost()
-            live = watchers.watching.look(controller, components)
+            context.held.refuse_lost()
+            live = context.watchers.look(controller, components)
             _write_status(controller, live, world, components)
             await asyncio.sleep(REDRAW_S)
     finally:
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
         with suppress(HeadraceError):  # the disk may be what went wrong
-            watchers.held.refuse_lost()
-            _write_status(controller, watchers.watching.look(controller, ended), world, ended)
+            context.held.refuse_lost()
+            _write_status(controller, context.watchers.look(controller, ended), world, ended)
 
 
 def _write_status(

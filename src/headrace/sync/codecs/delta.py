@@ -1,8 +1,9 @@
-"""The encoding of an image as its difference from an earlier one: lossless, and short where few numbers changed.
+"""The encoding of an image as its difference from an earlier one. It is lossless, and small where few numbers changed.
 
-    block      4 Mi units of the image                      unit: 2 bytes where any tensor has such, else 4
+    block      4 Mi units of the image                      unit: as large as the smallest element, at most 4 bytes
     payload    for each block  <changed: u32> <length: u32> <zstd frame>
-    frame      gaps between changed units as 4 byte planes, then their xor as as many planes as a unit has bytes
+    frame      gaps between changed units as 4 byte planes, then the xor of each with its earlier value, as one byte
+               plane for each byte of a unit
 
 After an update with a small learning rate most bfloat16 weights keep their bits, and the xor of those that change has
 few distinct values. A byte plane that is zero everywhere compresses to almost nothing. A float32 image changes
@@ -102,8 +103,9 @@ def _unit(manifest: Manifest) -> np.dtype[Any]:
     return _UNITS[min({4, *sizes})]
 
 
-def _damaged(words: str) -> NeedsFull:
-    return NeedsFull(f"the difference is damaged: {words}", remedy="send the whole image")
+def _damaged(reason: str) -> NeedsFull:
+    """Return the error for a payload that cannot be decoded."""
+    return NeedsFull(f"the difference is damaged: {reason}", remedy="send the whole image")
 
 
 @lru_cache(maxsize=1)

@@ -72,25 +72,31 @@ class FakeServer:
     """The common part of both servers: an engine, the labels of its weights, and the state that requests change."""
 
     model_dir: Path
+    """Directory of the served model, which the server reports."""
     engine: LocalEngine
+    """The native engine, in this process, that generates the answers."""
     files: FileReceiver
+    """The receiver of the engine's weights: it has the paths of the files that the next commit loads."""
     max_context: int
     """Greatest number of tokens of prompt and answer."""
     labels: dict[int, str] = field(default_factory=lambda: {0: "default"})
     """Label of the weights, by the version that the engine counts."""
     recompute: bool = False
+    """Whether a commit computes the caches of running sequences again, as the last request for a pause or an update
+    asked."""
     calls: list[str] = field(default_factory=list)
-    """Paths of the requests so far, without streams."""
+    """Paths of the requests so far, without those that generate an answer."""
     masks: bool = False
-    """Whether it returns the kept-set of each token."""
+    """Whether the server returns the kept-set of each token."""
     routing: bool = False
-    """Whether it returns the experts of each token."""
+    """Whether the server returns the experts of each token."""
     asleep: bool = False
-    """It has given its memory back, and does nothing until it is woken."""
+    """Whether the server has freed its memory. It then does nothing until it is woken."""
     worker: VersionReceiver = field(default_factory=lambda: VersionReceiver(torch.device("cpu")))
-    """What is carried to its machine; the same that runs in a real worker."""
+    """The receiver of weights that are sent to the server's machine over the network. A worker of a real server runs
+    the same class."""
     seeds: Iterator[int] = field(default_factory=itertools.count)
-    """Seeds of the next answers, because requests contain none."""
+    """The seeds of the next answers. Requests contain no seed, so each answer takes the next number."""
 
     @property
     def label(self) -> str:

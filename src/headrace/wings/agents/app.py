@@ -244,11 +244,13 @@ class _AnswerWork:
     async def _send_until_done(
         self, task: asyncio.Task[Any], events: EventStream, pieces: _PieceBuffer, writer: _ResponseWriter
     ) -> None:
+        """Send the pieces in the buffer as events until ``task``, which samples the answers, is done, and then those
+        that are left. Where no piece arrives for ``ping_s`` seconds, send a ping."""
         while not task.done():
             if not await pieces.wait(self.dispatcher.limits.ping_s):
                 await writer.data(self.protocol.ping)
             await _send_pieces(events, pieces, writer)
-        await _send_pieces(events, pieces, writer)  # pieces that arrived with its end
+        await _send_pieces(events, pieces, writer)  # pieces that arrived as the task finished
 
 
 class _PieceBuffer:
@@ -320,7 +322,9 @@ async def _replies(
 
 
 async def _with_refusals(work: Callable[[], Awaitable[None]]) -> None:
-    """Do ``work``; turn errors that the client can correct, or that end its episode, into :class:`Refusal`."""
+    """Do ``work`` and turn the errors that concern the client into a :class:`Refusal`: status 400 for a request that it
+    can correct, or that ends its episode (403 where the budget is spent); 429 where the engine's queue is full; 500
+    where the sequence failed in the engine. All other errors pass through."""
     try:
         await work()
     except EpisodeError as error:

@@ -10,7 +10,7 @@ from headrace.wings.bench import BENCHMARKS
 
 HELP = "\n\n".join(
     [
-        "Measure this machine, and hold the figures against their targets.",
+        "Measure this machine and compare the results with their targets.",
         *(f"[bold]{name}[/bold]  {what}" for name, what in BENCHMARKS.items()),
     ]
 )
@@ -18,9 +18,11 @@ HELP = "\n\n".join(
 
 
 def bench(
-    name: str = typer.Argument(help=f"Which: {', '.join(BENCHMARKS)}."),
+    name: str = typer.Argument(help=f"Benchmark to run: {', '.join(BENCHMARKS)}."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    threads: int = typer.Option(0, min=0, help="engine, learner, sync: threads of each side; 0 for its default."),
+    threads: int = typer.Option(
+        0, min=0, help="engine, learner, sync: threads per process; 0: the benchmark's default."
+    ),
     quick: bool = typer.Option(
         False,
         "--quick",
@@ -31,12 +33,15 @@ def bench(
     ages: str = typer.Option("", metavar="N,N", help="learning: flow.max_age of the runs; 0,1,2,4,8 by default."),
     tasks: str = typer.Option("", metavar="NAME,NAME", help="learning: demo, slow, long."),
     parts: str = typer.Option(
-        "", metavar="NAME,NAME", help="learning: default, eager, idle clip, former, sampled, ess"
+        "",
+        metavar="NAME,NAME",
+        help="learning: variants of the settings: default; eager (groups start at once); idle clip (algo.old=learner); "
+        "former (both, as the defaults were before); sampled (algo.old=sampled); ess (learner.damping.kind=ess).",
     ),
-    steps: int = typer.Option(0, min=0, help="learning: steps of a run; 0 for the task's own."),
-    directory: str = typer.Option("", metavar="DIR", help="learning: keeps models and rows for other calls."),
+    steps: int = typer.Option(0, min=0, help="learning: steps of a run; 0: as many as the task sets."),
+    directory: str = typer.Option("", metavar="DIR", help="learning: keep models and datasets here for later runs."),
 ) -> None:
-    """Measure this machine, and hold the figures against their targets."""
+    """Measure this machine and compare the results with their targets."""
     starting(f"loading what the benchmark {name} needs")
     from headrace.wings.bench import run_benchmark
     from headrace.wings.bench.base import show

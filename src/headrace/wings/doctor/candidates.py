@@ -1,7 +1,7 @@
 """What a server may compute with: the directories on this machine, in several precisions and with other rotary
 embeddings, each as logits of the same tokens.
 
-Shape legend: T tokens of a sequence, V vocabulary, E entries that a server told.
+Shape legend: T tokens of a sequence, V vocabulary, E logprobs (entries) that a server returned.
 """
 
 # gate: getattr - settings of the configuration differ from model to model
@@ -39,7 +39,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """Logprobs that a server told: for each, the sequence and the place of the token that it is about."""
+    """Logprobs that a server returned: for each, the sequence and the place of the token that it is about."""
 
     sequences: list[list[int]]
     """The tokens of each sequence."""
@@ -48,7 +48,7 @@ class Entries:
     place_E: npt.NDArray[np.int64]
     """The index of the predicted token in its sequence, from 1 on."""
     id_E: npt.NDArray[np.int64]
-    """The token whose logprob was told: the one that is there, or a likely one."""
+    """The token whose logprob was returned: the one that is there, or a likely one."""
     logprob_E: npt.NDArray[np.float64]
     """The logprob in nats."""
 

@@ -6,7 +6,7 @@
                                           │ none
                                           └─▶ where the gap is: at the first token already, or later alone
 
-Shape legend: E entries that the server told, V vocabulary.
+Shape legend: E logprobs (entries) that the server returned, T tokens of a sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ MESSAGES: tuple[tuple[dict[str, str], ...], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A candidate, with its distance from what the server told."""
+    """A candidate for the weights that the server uses, with its distance from the logprobs of the server."""
 
     candidate: ServedCandidate
-    """What was computed with."""
+    """The weights, and how they are computed with."""
     logits: list[Tensor]
-    """Its logits ``[T, V]`` of each sequence."""
+    """The candidate's logits ``[T, V]`` of each sequence."""
     gap: float
     """The mean |Δ logprob| over all entries, in nats."""
 
 
 def examine_server(probe: ServerProbe, expected: Expected) -> DoctorReport:
-    """Compare a server with what it should compute with, and name what is off."""
+    """Compare the answers of a server with those of the expected weights, and name what differs."""
     report = DoctorReport(subject=f"{probe.url} against {expected.adapter or expected.path}")
     names = probe.models()
     report.add("served", Grade.OK, f"{', '.join(names[:8])}; {probe.model} is examined")
-    tokenizer, vocab = load_tokenizer(expected.path), _vocabulary(expected)
-    _compare_tokens(report, probe, tokenizer)
+    tokenizer, vocab = load_tokenizer(expected.path), _vocabulary_size(expected)
+    _check_tokens(report, probe, tokenizer)
     size = _served_size(probe, vocab)
     if size < vocab:
         report.add(
             "vocabulary", Grade.FAIL, f"tokens from {size} on are refused, of {vocab} that the model has",
             "start the server with the whole embedding and head of the model", Fault.TRUNCATED_VOCABULARY,
         )  # fmt: skip
-    sequences = _sequences(expected, min(size, vocab))
+    sequences = _random_sequences(expected, min(size, vocab))
     entries = probe.prompt_entries(sequences)
     source = "of prompts"
     if entries is None:
@@ -85,14 +85,15 @@ def examine_server(probe: ServerProbe, expected: Expected) -> DoctorReport:
             "tokens by their ids", "let it serve logprobs (vLLM: --max-logprobs 20)",
         )  # fmt: skip
         return report
-    found = _explain(report, expected, entries, source, None if size == vocab else size)
+    found = _check_weights(report, expected, entries, source, None if size == vocab else size)
     if found is not None:
-        _compare_temperature(report, probe, found, size)
-        _compare_defaults(report, probe, found, size)
+        _check_temperature(report, probe, found, size)
+        _check_sampling_defaults(report, probe, found, size)
     return report
 
 
-def _vocabulary(expected: Expected) -> int:
+def _vocabulary_size(expected: Expected) -> int:
+    """Return the number of vocabulary entries of the expected model."""
     return int(read_config(expected.path).vocab_size)
 
 
@@ -107,24 +108,25 @@ def _served_size(probe: ServerProbe, vocab: int) -> int:
     return refused
 
 
-def _sequences(expected: Expected, size: int) -> list[list[int]]:
+def _random_sequences(expected: Expected, size: int) -> list[list[int]]:
+    """Return sequences of random ids below ``size``, of several lengths that fit the model's context."""
     rng = np.random.default_rng(0)
     room = limit_of(expected.path).length - 1
     lowest = min(3, size - 1)
     return [rng.integers(lowest, size, min(length, room)).tolist() for length in LENGTHS]
 
 
-def _compare_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: object) -> None:
-    """Compare how text and chats become tokens."""
+def _check_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: object) -> None:
+    """Report whether text and chats become the same tokens on the server as here."""
     text = "The quick brown fox: 1 + 2 = 3, naïve?"
-    told = probe.tokenize(prompt=text)
+    served = probe.tokenize(prompt=text)
     own = tokenizer.encode(text)  # type: ignore[attr-defined]
-    if told is not None and told != own:
+    if served is not None and served != own:
         report.add(
-            "tokenizer", Grade.FAIL, f"{text!r} becomes {len(told)} tokens there and {len(own)} here, first other at "
-            f"{_first_other(told, own)}", "serve the tokenizer of the model", Fault.OTHER_TOKENIZER,
+            "tokenizer", Grade.FAIL, f"{text!r} becomes {len(served)} tokens there and {len(own)} here, first other at "
+            f"{_first_difference(served, own)}", "serve the tokenizer of the model", Fault.OTHER_TOKENIZER,
         )  # fmt: skip
-    elif told is not None:
+    elif served is not None:
         report.add("tokenizer", Grade.OK, "the same tokens")
     if tokenizer.chat_template is None:  # type: ignore[attr-defined]
         report.add("chat template", Grade.NOTE, "the model has none")
@@ -135,13 +137,13 @@ def _compare_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: object)
             own = tokenizer.encode(rendered, add_special_tokens=False)  # type: ignore[attr-defined]
         except Exception:  # noqa: BLE001 - a template is a program of the model, and may refuse a role
             continue
-        told = probe.tokenize(messages=list(messages))
-        count = len(told) if told is not None else probe.count_chat(messages)
+        served = probe.tokenize(messages=list(messages))
+        count = len(served) if served is not None else probe.count_chat(messages)
         if count is None:
             report.add("chat template", Grade.NOTE, "cannot be told: the server refuses chats of this form")
             return
-        if count != len(own) or (told is not None and told != own):
-            where = "" if told is None else f", first other at {_first_other(told, own)}"
+        if count != len(own) or (served is not None and served != own):
+            where = "" if served is None else f", first other at {_first_difference(served, own)}"
             report.add(
                 "chat template", Grade.FAIL, f"{len(messages)} messages become {count} tokens there and {len(own)} "
                 f"here{where}", "start the server with the template of the model (vLLM: --chat-template)",
@@ -151,28 +153,30 @@ def _compare_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: object)
     report.add("chat template", Grade.OK, "chats become the same tokens")
 
 
-def _first_other(told: Sequence[int], own: Sequence[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(told, own, strict=False)) if a != b), min(len(told), len(own)))
+def _first_difference(served: Sequence[int], own: Sequence[int]) -> int:
+    """Return the index of the first token in which the two differ; the shorter length if one begins with the other."""
+    pairs = zip(served, own, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(served), len(own)))
 
 
-def _explain(
+def _check_weights(
     report: DoctorReport, expected: Expected, entries: Entries, source: str, size: int | None
 ) -> Explanation | None:
-    """Add the finding about the weights. Return the candidate that explains the server's numbers, if one does."""
+    """Report the finding about the weights. Return the candidate that explains the server's numbers, if one does."""
     here = expected.adapter or expected.path
-    own = _measure(expected.candidate(f"the weights of {here}"), entries, size)
+    own = _explanation_of(expected.candidate(f"the weights of {here}"), entries, size)
     detail = f"mean |Δ logprob| {own.gap:.2g} nats over {len(entries)} entries {source}"
-    if own.gap <= _rounding(expected, own.candidate):
+    if own.gap <= _largest_rounding(expected, own.candidate):
         report.add("weights", Grade.OK, f"those of {here}, in {expected.precision}: {detail}")
         return own
-    scaled = _scaled(own, entries, size)
+    scaled = _logit_scale(own, entries, size)
     if scaled is not None:
         report.add(
             "weights", Grade.FAIL, f"those of {here}, but logprobs {source} are those of temperature {1 / scaled:.3g}",
             "let the server tell logprobs of the distribution at temperature 1", Fault.WRONG_TEMPERATURE,
         )  # fmt: skip
         return own
-    best, untried = _best(expected, entries, size, own.gap)
+    best, untried = _best_candidate(expected, entries, size, own.gap)
     if best is not None:
         assert best.candidate.fault is not None
         level = Grade.WARN if best.candidate.fault is Fault.PRECISION else Grade.FAIL
@@ -181,58 +185,66 @@ def _explain(
             best.candidate.remedy, best.candidate.fault,
         )  # fmt: skip
         return best
-    _unexplained(report, own, entries, detail, untried)
+    _report_unexplained(report, own, entries, detail, untried)
     return None
 
 
-def _measure(candidate: ServedCandidate, entries: Entries, size: int | None) -> Explanation:
+def _explanation_of(candidate: ServedCandidate, entries: Entries, size: int | None) -> Explanation:
+    """Compute the logits of a candidate, and return it with its distance from the server's logprobs. ``size`` is the
+    number of ids that the server has; ``None``: all."""
     logits = candidate.logits(entries.sequences)
     return Explanation(
-        candidate=candidate, logits=logits, gap=_gap(entry_logprobs(logits, entries, size=size), entries)
+        candidate=candidate, logits=logits, gap=_mean_gap(entry_logprobs(logits, entries, size=size), entries)
     )
 
 
-def _gap(own_E: np.ndarray[tuple[int], np.dtype[np.float64]], entries: Entries) -> float:
+def _mean_gap(own_E: np.ndarray[tuple[int], np.dtype[np.float64]], entries: Entries) -> float:
+    """Return the mean |Δ logprob| in nats. Logprobs below −50 count as −50, and an unknown one as 50 nats off."""
     apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
     return float(np.where(np.isnan(apart_E), 50.0, apart_E).mean())
 
 
-def _rounding(expected: Expected, candidate: ServedCandidate) -> float:
+def _largest_rounding(expected: Expected, candidate: ServedCandidate) -> float:
+    """Return the largest mean |Δ logprob| that rounding explains, in nats."""
     format_ = "float32" if candidate.precision == "float32" else "bfloat16"
     return largest_gap(format_, rerouted=is_mixture(read_config(expected.path)))
 
 
-def _scaled(own: Explanation, entries: Entries, size: int | None) -> float | None:
+def _logit_scale(own: Explanation, entries: Entries, size: int | None) -> float | None:
     """Return the factor of the logits that explains the entries; ``None`` if none does, or if it is 1."""
     scales = np.geomspace(0.1, 10, 41)
-    gaps = [_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in scales]
+    gaps = [_mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in scales]
     at = int(np.argmin(gaps))
     low, high = scales[max(at - 1, 0)], scales[min(at + 1, len(scales) - 1)]
     finer = np.linspace(low, high, 61)
-    fine = [_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in finer]
+    fine = [_mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in finer]
     scale = float(finer[int(np.argmin(fine))])
     explains = min(fine) <= max(0.02, own.gap / 50) and min(fine) < CLEARLY * own.gap
     return scale if explains and abs(scale - 1) > NEAR_ONE else None
 
 
-def _best(expected: Expected, entries: Entries, size: int | None, gap: float) -> tuple[Explanation | None, list[str]]:
+def _best_candidate(
+    expected: Expected, entries: Entries, size: int | None, gap: float
+) -> tuple[Explanation | None, list[str]]:
     """Return the nearest candidate, if it explains the entries, and what could not be tried."""
     best: Explanation | None = None
     untried: list[str] = []
     for candidate in alternatives(expected):
         try:
-            tried = _measure(candidate, entries, size)
+            tried = _explanation_of(candidate, entries, size)
         except (HeadraceError, ValueError, RuntimeError, OSError) as error:
             untried.append(f"{candidate.words}: {str(error).splitlines()[0]}")
             continue
-        explains = tried.gap <= _rounding(expected, candidate) and tried.gap <= CLEARLY * gap
+        explains = tried.gap <= _largest_rounding(expected, candidate) and tried.gap <= CLEARLY * gap
         if explains and (best is None or tried.gap < best.gap):
             best = tried
     return best, untried
 
 
-def _unexplained(report: DoctorReport, own: Explanation, entries: Entries, detail: str, untried: list[str]) -> None:
-    """Add what the place of the differences tells where no candidate explains them."""
+def _report_unexplained(
+    report: DoctorReport, own: Explanation, entries: Entries, detail: str, untried: list[str]
+) -> None:
+    """Report a failure where no candidate explains the differences, with what their places in the sequences suggest."""
     first_E = entries.place_E == 1
     own_E = entry_logprobs(own.logits, entries)
     apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
@@ -253,23 +265,23 @@ def _unexplained(report: DoctorReport, own: Explanation, entries: Entries, detai
 
 
 def _next_logits(found: Explanation, ids: list[int], size: int) -> Tensor:
-    """Return the logits of the candidate after ``ids``, of the ids that the server has."""
+    """Return the candidate's logits ``[V]`` of the token after ``ids``, for the ids that the server has."""
     return found.candidate.logits([ids])[0][-1, :size].double()
 
 
-def _compare_temperature(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
-    """Compare the logprobs of tokens sampled at :data:`HALF` with those of that distribution."""
-    prompt = _flattest(found)
+def _check_temperature(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
+    """Report whether the logprobs of tokens sampled at temperature :data:`HALF` are those of that distribution."""
+    prompt = _flattest_prompt(found)
     choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, temperature=HALF, top_p=1.0)
     if choices is None:
         report.add("temperature", Grade.NOTE, "cannot be told: the server does not name sampled tokens by their ids")
         return
     logits_V = _next_logits(found, prompt, size)
     ids = torch.tensor([each.ids[0] for each in choices])
-    told = torch.tensor([each.logprobs[0] for each in choices], dtype=torch.float64)
-    apart = {temperature: told - (logits_V / temperature).log_softmax(-1)[ids] for temperature in (HALF, 1.0)}
+    served = torch.tensor([each.logprobs[0] for each in choices], dtype=torch.float64)
+    apart = {temperature: served - (logits_V / temperature).log_softmax(-1)[ids] for temperature in (HALF, 1.0)}
     gaps = {temperature: float(each.abs().mean()) for temperature, each in apart.items()}
-    close = 10 * _rounding_of(found)
+    close = 10 * _expected_gap(found)
     offset = float(apart[HALF].mean())
     if gaps[HALF] <= close:
         report.add("temperature", Grade.OK, f"logprobs of sampled tokens follow it ({gaps[HALF]:.2g} at {HALF})")
@@ -293,11 +305,12 @@ def _compare_temperature(report: DoctorReport, probe: ServerProbe, found: Explan
         )  # fmt: skip
 
 
-def _rounding_of(found: Explanation) -> float:
+def _expected_gap(found: Explanation) -> float:
+    """Return the gap that has to be expected between the server and the candidate that explains it, in nats."""
     return max(found.gap, largest_gap("float32"))
 
 
-def _flattest(found: Explanation) -> list[int]:
+def _flattest_prompt(found: Explanation) -> list[int]:
     """Return a prompt after which much is possible, without being uniform."""
     rng = np.random.default_rng(1)
     vocab = found.logits[0].shape[1]
@@ -307,9 +320,10 @@ def _flattest(found: Explanation) -> list[int]:
     return flattest
 
 
-def _compare_defaults(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
-    """Draw tokens without saying how, and compare their frequencies with the plain distribution."""
-    prompt, ids = _flattest(found), list[int]()
+def _check_sampling_defaults(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
+    """Report whether tokens drawn without any sampling settings follow the plain distribution, and if not, which
+    settings fit them best."""
+    prompt, ids = _flattest_prompt(found), list[int]()
     for seed in range(NUM_DRAWS // DRAWS_AT_ONCE):
         choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, seed=1000 * seed)
         if choices is None:
@@ -346,8 +360,8 @@ def _likeliest_settings(logits_V: Tensor, drawn: Tensor) -> str:
         warm = f"temperature {temperature:.2g}"
         kept = f"the likeliest {num} tokens"
         cut = kept if abs(temperature - 1) <= NEAR_ONE else f"{warm} and {kept}"
-        for each_V, told in ((scaled_V, warm), (cut_V, cut)):
+        for each_V, settings in ((scaled_V, warm), (cut_V, cut)):
             # a truncation has one more parameter, and must be worth it
             fit = float(each_V.log_softmax(-1)[drawn].sum()) - (3.0 if each_V is cut_V else 0.0)
-            best, words = max((best, words), (fit, told))
+            best, words = max((best, words), (fit, settings))
     return words

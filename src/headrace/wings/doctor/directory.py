@@ -25,16 +25,17 @@ def examine_directory(directory: Path) -> DoctorReport:
         report.add("files", Grade.FAIL, error.problem, error.remedy)
         return report
     report.add("model", Grade.OK, f"{config.model_type}, a context of {length:,} tokens")
-    _vocabulary(report, config, tokenizer)
-    _ends(report, path, config, tokenizer)
-    _template(report, tokenizer)
-    _defaults(report, directory)
+    _check_vocabulary(report, config, tokenizer)
+    _check_stop_tokens(report, path, config, tokenizer)
+    _check_chat_template(report, tokenizer)
+    _check_sampling_defaults(report, directory)
     if find_compiler() is None:
         report.add("computed by", Grade.WARN, "torch: there is no C++ compiler", "apt install g++")
     return report
 
 
-def _vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None:
+def _check_vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None:
+    """Report whether the embedding of the model has a row for every id of the tokenizer."""
     rows, ids = int(config.vocab_size), tokenizer.get_vocab().values()
     highest = max(ids)
     if highest >= rows:
@@ -50,21 +51,23 @@ def _vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None:
     report.add("vocabulary", Grade.OK, detail)
 
 
-def _ends(report: DoctorReport, path: str, config: Any, tokenizer: Any) -> None:
+def _check_stop_tokens(report: DoctorReport, path: str, config: Any, tokenizer: Any) -> None:
+    """Report which tokens end an answer, and whether the tokenizer's end-of-sequence token is among them."""
     ends = stop_ids(path, tokenizer.eos_token_id)
-    told = ", ".join(f"{each} {tokenizer.convert_ids_to_tokens(each)!r}" for each in ends)
+    named = ", ".join(f"{each} {tokenizer.convert_ids_to_tokens(each)!r}" for each in ends)
     if not ends:
         report.add("ends", Grade.FAIL, "no token ends an answer", "set eos_token_id in generation_config.json")
     elif tokenizer.eos_token_id not in ends:
         report.add(
-            "ends", Grade.WARN, f"answers end with {told}, which the tokenizer's own {tokenizer.eos_token!r} is not "
+            "ends", Grade.WARN, f"answers end with {named}, which the tokenizer's own {tokenizer.eos_token!r} is not "
             "among", "set eos_token_id in generation_config.json to all of them",
         )  # fmt: skip
     else:
-        report.add("ends", Grade.OK, told)
+        report.add("ends", Grade.OK, named)
 
 
-def _template(report: DoctorReport, tokenizer: Any) -> None:
+def _check_chat_template(report: DoctorReport, tokenizer: Any) -> None:
+    """Report whether the chat template renders a user's message, and whether the tokenizer knows what it writes."""
     if tokenizer.chat_template is None:
         report.add("chat template", Grade.NOTE, "none: chats are refused, completions work")
         return
@@ -76,29 +79,30 @@ def _template(report: DoctorReport, tokenizer: Any) -> None:
         report.add("chat template", Grade.FAIL, f"refuses a user's message: {error}", "repair chat_template.jinja")
         return
     ids = tokenizer.encode(text, add_special_tokens=False)
-    with_more = tokenizer.encode(text)
+    with_added = tokenizer.encode(text)
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         report.add(
             "chat template", Grade.WARN, "writes text that the tokenizer has no token for",
             "add the template's markers to the tokenizer as special tokens", Fault.OTHER_TEMPLATE,
         )  # fmt: skip
-    elif len(with_more) > len(ids) and with_more[1 : len(ids) + 1] == ids and ids[:1] == with_more[:1]:
+    elif len(with_added) > len(ids) and with_added[1 : len(ids) + 1] == ids and ids[:1] == with_added[:1]:
         report.add("chat template", Grade.WARN, "writes a beginning token that the tokenizer adds once more", "")
     else:
         report.add("chat template", Grade.OK, f"a user's message becomes {len(ids)} tokens")
 
 
-def _defaults(report: DoctorReport, directory: Path) -> None:
+def _check_sampling_defaults(report: DoctorReport, directory: Path) -> None:
+    """Report the sampling settings in ``generation_config.json``, if it has some, because other servers use them."""
     try:
         tree = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    changed = {
+    defaults = {
         name: tree[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if name in tree
     }
-    if changed:
-        told = ", ".join(f"{name}={value}" for name, value in changed.items())
+    if defaults:
+        settings = ", ".join(f"{name}={value}" for name, value in defaults.items())
         report.add(
-            "sampling defaults", Grade.NOTE, f"generation_config.json says {told}: vLLM and SGLang sample so unless a "
-            "request says otherwise; Headrace does not read them",
+            "sampling defaults", Grade.NOTE, f"generation_config.json sets {settings}: vLLM and SGLang use these "
+            "values unless a request overrides them; Headrace does not read them",
         )  # fmt: skip

@@ -52,18 +52,19 @@ def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> Doctor
     """Return what is slow or missing on this machine."""
     places = places or MachinePlaces()
     report = DoctorReport(subject="this machine")
-    _processors(report, places)
-    _memory(report, places)
-    _shared_memory(report, places.shared or shared_memory_root())
-    _gpus(report, places)
-    _compiler(report)
-    _versions(report)
-    _files(report)
-    _cache(report, clock, places.cache or cache_root())
+    _check_processors(report, places)
+    _check_memory(report, places)
+    _check_shared_memory(report, places.shared or shared_memory_root())
+    _check_gpus(report, places)
+    _check_compiler(report)
+    _check_versions(report)
+    _check_open_files(report)
+    _check_cache(report, clock, places.cache or cache_root())
     return report
 
 
-def _processors(report: DoctorReport, places: MachinePlaces) -> None:
+def _check_processors(report: DoctorReport, places: MachinePlaces) -> None:
+    """Report how many cores a process may use, and whether the control group grants as much time."""
     allowed, quota = num_cores(), _cpu_quota(places)
     total = os.cpu_count() or allowed
     detail = f"{allowed} of {total} cores may be used"
@@ -90,7 +91,8 @@ def _cpu_quota(places: MachinePlaces) -> float | None:
     return int(quota) / int(period)
 
 
-def _memory(report: DoctorReport, places: MachinePlaces) -> None:
+def _check_memory(report: DoctorReport, places: MachinePlaces) -> None:
+    """Report how much memory a process may use: that of the machine, or the limit of the control group."""
     memory = psutil.virtual_memory()
     limits = [places.read(f"sys/fs/cgroup/{name}") for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limit = min((int(each) for each in limits if each.isdecimal()), default=memory.total)
@@ -103,7 +105,8 @@ def _memory(report: DoctorReport, places: MachinePlaces) -> None:
     report.add("memory", Grade.WARN if few else Grade.OK, detail, remedy if few else "")
 
 
-def _shared_memory(report: DoctorReport, folder: Path) -> None:
+def _check_shared_memory(report: DoctorReport, folder: Path) -> None:
+    """Report whether the shared memory has room for the versions of the weights that pass through it."""
     usage = shutil.disk_usage(folder)
     detail = f"{folder} has {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB"
     if usage.free < usage.total / 20 and usage.free < LEAST_SHARED:
@@ -121,7 +124,8 @@ def _shared_memory(report: DoctorReport, folder: Path) -> None:
         report.add("shared memory", Grade.OK, detail)
 
 
-def _gpus(report: DoctorReport, places: MachinePlaces) -> None:
+def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
+    """Report how many GPUs the driver has, how many a program may use, and whether torch can use them."""
     try:
         present = len(list((places.root / "proc/driver/nvidia/gpus").iterdir()))
     except OSError:
@@ -130,7 +134,7 @@ def _gpus(report: DoctorReport, places: MachinePlaces) -> None:
     if not present:
         report.add("GPUs", Grade.OK, "none: engine and learner compute on the processors")
         return
-    seen = _visible_gpus(chosen, present)
+    seen = _num_visible_gpus(chosen, present)
     if seen < present:
         report.add(
             "GPUs", Grade.WARN,
@@ -141,10 +145,10 @@ def _gpus(report: DoctorReport, places: MachinePlaces) -> None:
     else:
         report.add("GPUs", Grade.OK, f"all {present} may be used")
     if seen and places.root == Path("/"):
-        _torch_sees(report, seen)
+        _check_torch(report, seen)
 
 
-def _visible_gpus(chosen: str | None, present: int) -> int:
+def _num_visible_gpus(chosen: str | None, present: int) -> int:
     """Return how many GPUs CUDA shows a program: those before the first name that is none, each once."""
     if chosen is None:
         return present
@@ -158,7 +162,8 @@ def _visible_gpus(chosen: str | None, present: int) -> int:
     return len(seen)
 
 
-def _torch_sees(report: DoctorReport, seen: int) -> None:
+def _check_torch(report: DoctorReport, seen: int) -> None:
+    """Report a failure if torch can use fewer than the ``seen`` GPUs that CUDA shows a program."""
     import torch
 
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -170,7 +175,8 @@ def _torch_sees(report: DoctorReport, seen: int) -> None:
         )  # fmt: skip
 
 
-def _compiler(report: DoctorReport) -> None:
+def _check_compiler(report: DoctorReport) -> None:
+    """Report whether there is a C++ compiler, which builds the kernels for processors."""
     found = find_compiler()
     if found is None:
         report.add(
@@ -181,15 +187,17 @@ def _compiler(report: DoctorReport) -> None:
         report.add("compiler", Grade.OK, found)
 
 
-def _versions(report: DoctorReport) -> None:
+def _check_versions(report: DoctorReport) -> None:
+    """Report the versions of Python and of the main packages, each required package whose version is not supported, and
+    which extras are installed."""
     python = ".".join(map(str, sys.version_info[:3]))
     report.add("python", Grade.OK if sys.version_info >= (3, 11) else Grade.FAIL, python)
     wanted = [Requirement(text) for text in metadata.requires("headrace") or ()]
     extras: dict[str, bool] = {}
     for each in wanted:
         extra = _extra_of(each)
-        problem = _unmet(each)
-        if extra:
+        problem = _why_unmet(each)
+        if extra:  # an extra is installed if all its packages are
             extras[extra] = extras.get(extra, True) and not problem
         elif problem and (each.marker is None or each.marker.evaluate()):
             report.add(each.name, Grade.FAIL, problem, f"pip install '{each.name}{each.specifier}'")
@@ -207,7 +215,7 @@ def _extra_of(requirement: Requirement) -> str:
     return rest.partition('"')[0] if found else ""
 
 
-def _unmet(requirement: Requirement) -> str:
+def _why_unmet(requirement: Requirement) -> str:
     """Return how a requirement is not met, in words; empty if it is."""
     try:
         version = metadata.version(requirement.name)
@@ -220,14 +228,17 @@ def _unmet(requirement: Requirement) -> str:
     return f"{version} is installed, {requirement.specifier} is supported"
 
 
-def _files(report: DoctorReport) -> None:
+def _check_open_files(report: DoctorReport) -> None:
+    """Report how many files a process may open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < FEWEST_FILES
     hint = f"ulimit -n {FEWEST_FILES}" if hard >= FEWEST_FILES or hard < 0 else "raise the hard limit of open files"
     report.add("open files", Grade.WARN if few else Grade.OK, f"a process may open {soft}", hint if few else "")
 
 
-def _cache(report: DoctorReport, clock: Clock, folder: Path) -> None:
+def _check_cache(report: DoctorReport, clock: Clock, folder: Path) -> None:
+    """Report whether the folder of compiled kernels can be written, and whether the clock of its file system agrees
+    with this machine's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -33,7 +33,7 @@ class SampledChoice:
     ids: list[int]
     """The ids of the tokens."""
     logprobs: list[float]
-    """The logprob of each; NaN where the server told none."""
+    """The logprob of each; NaN where the server returned none."""
 
 
 class ServerProbe:
@@ -80,11 +80,11 @@ class ServerProbe:
         parts: list[tuple[int, int, int, float]] = []
         for number, ids in enumerate(sequences):
             body = {"prompt": ids, "echo": True, "logprobs": TOP, "max_tokens": 1, "temperature": 1.0}
-            told = self._logprobs(body)
-            if told is None or len(told.get("token_logprobs") or ()) < len(ids):
+            returned = self._logprobs(body)
+            if returned is None or len(returned.get("token_logprobs") or ()) < len(ids):
                 return None
-            parts += _read(told, number, ids, first=0)
-        return _entries(sequences, parts)
+            parts += _read_entries(returned, number, ids, first=0)
+        return _as_columns(sequences, parts)
 
     def sampled_entries(self, prompts: list[list[int]], num_tokens: int) -> Entries | None:
         """Return the logprobs of sampled tokens and the likeliest entries beside them; ``None`` where the server does
@@ -92,21 +92,21 @@ class ServerProbe:
         sequences, parts = [], list[tuple[int, int, int, float]]()
         for number, prompt in enumerate(prompts):
             body = {"prompt": prompt, "logprobs": TOP, "max_tokens": num_tokens, "temperature": 1.0, "top_p": 1.0}
-            told = self._logprobs(body)
-            ids = None if told is None else _ids(told.get("tokens") or [])
-            if told is None or not ids:
+            returned = self._logprobs(body)
+            ids = None if returned is None else _ids_of(returned.get("tokens") or [])
+            if returned is None or not ids:
                 return None
             sequences.append([*prompt, *ids])
-            parts += _read(told, number, sequences[-1], first=len(prompt))
-        return _entries(sequences, parts)
+            parts += _read_entries(returned, number, sequences[-1], first=len(prompt))
+        return _as_columns(sequences, parts)
 
     def sample(self, prompt: list[int], **body: Any) -> list[SampledChoice] | None:
         """Return the choices that the server samples after ``prompt``; ``None`` where it does not tell their tokens."""
         answer = self._post("/v1/completions", prompt=prompt, logprobs=0, return_tokens_as_token_ids=True, **body)
         found = []
         for choice in (answer or {}).get("choices", []):
-            told = choice.get("logprobs") or {}
-            ids, logprobs = _ids(told.get("tokens") or []), told.get("token_logprobs") or []
+            returned = choice.get("logprobs") or {}
+            ids, logprobs = _ids_of(returned.get("tokens") or []), returned.get("token_logprobs") or []
             if ids is None or len(ids) != len(logprobs):
                 return None
             found.append(
@@ -127,12 +127,14 @@ class ServerProbe:
         return int(usage["prompt_tokens"]) if "prompt_tokens" in usage else None
 
     def _logprobs(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the field ``logprobs`` of the first choice of a completion; ``None`` if there is none. A server that
+        refuses the number of entries, or ids as the names of tokens, is asked for 5 entries in its own form."""
         answer = self._post("/v1/completions", **body, return_tokens_as_token_ids=True)
         if answer is None:
             answer = self._post("/v1/completions", **{**body, "logprobs": 5})
         choices = (answer or {}).get("choices") or [{}]
-        told = choices[0].get("logprobs")
-        return told if isinstance(told, dict) else None
+        returned = choices[0].get("logprobs")
+        return returned if isinstance(returned, dict) else None
 
     def _post(self, path: str, **body: Any) -> dict[str, Any] | None:
         """Return the answer; ``None`` where the server refuses the request (400, 404, 422)."""
@@ -147,6 +149,8 @@ class ServerProbe:
             ) from None
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON object that the server answers. Raises :class:`ServerSilent` if it gives none, and httpx's
+        error for the status of a refused POST."""
         try:
             answer = self._http.request(method, path, json=body)
             if method == "POST" or answer.status_code < 400:
@@ -169,16 +173,18 @@ class ServerProbe:
         return tree
 
 
-def _ids(names: Sequence[Any]) -> list[int] | None:
+def _ids_of(names: Sequence[Any]) -> list[int] | None:
     """Return the ids in names of the form ``token_id:N``; ``None`` if one has another form."""
     ids = [str(name).removeprefix(NAMED) for name in names if str(name).startswith(NAMED)]
     return [int(each) for each in ids] if len(ids) == len(names) and all(each.isdecimal() for each in ids) else None
 
 
-def _read(told: Mapping[str, Any], number: int, ids: list[int], first: int) -> list[tuple[int, int, int, float]]:
+def _read_entries(
+    returned: Mapping[str, Any], number: int, ids: list[int], first: int
+) -> list[tuple[int, int, int, float]]:
     """Return the entries of one answer whose first logprob is that of token ``first``: (sequence, place, id,
     logprob)."""
-    own, tops = told["token_logprobs"], told.get("top_logprobs") or []
+    own, tops = returned["token_logprobs"], returned.get("top_logprobs") or []
     parts = []
     for place in range(max(first, 1), len(ids)):
         at = place - first
@@ -190,7 +196,8 @@ def _read(told: Mapping[str, Any], number: int, ids: list[int], first: int) -> l
     return parts
 
 
-def _entries(sequences: list[list[int]], parts: list[tuple[int, int, int, float]]) -> Entries | None:
+def _as_columns(sequences: list[list[int]], parts: list[tuple[int, int, int, float]]) -> Entries | None:
+    """Return the entries (sequence, place, id, logprob) as columns; ``None`` if there are none."""
     if not parts:
         return None
     sequence, place, token, logprob = zip(*parts, strict=True)

@@ -96,13 +96,13 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tok_s(self) -> float:
-        """Return the trained tokens per second after the initial steps."""
+        """Return the tokens trained per second after the initial steps, which :meth:`account` leaves out."""
         account = self.account()
         return account.per_second(account.trained_tokens)
 
     @property
     def step_s(self) -> float:
-        """Return the mean seconds of a step after the initial steps."""
+        """Return the mean duration of a step in seconds, after the initial steps."""
         return self.account().seconds / (len(self.steps) - self.settled)
 
     @property

@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def tok_s(self) -> float:
-        """Return the trained tokens per second."""
+        """Return the tokens trained per second in the simulated run, after its initial steps."""
         return self.outcome.tok_s
 
 

@@ -67,14 +67,17 @@ class WorkloadDraws:
         self.turn_s = DrawBuffer(workload.turn_s, streams[4], whole=False)
         self.reward_s = DrawBuffer(workload.reward_s, streams[5], whole=False)
         self._uniform = DrawBuffer(Uniform(low=0.0, high=1.0), streams[6], whole=False)
-        self._chances, self._solved, self._failed_share = streams[7], workload.solved, workload.failed_share
+        self._chances, self._solved = streams[7], workload.solved
+        self._failed_share = workload.failed_share
+        """Fraction of the episodes that end without a reward."""
 
     def chance(self) -> float:
-        """Return the probability that a task is solved in one attempt."""
+        """Draw the probability that one attempt at a task solves it, for :meth:`reward`."""
         return float(self._chances.beta(*self._solved))
 
     def reward(self, chance: float) -> float | None:
-        """Return 1 if the task was solved, 0 if not, and ``None`` if the episode failed."""
+        """Draw the reward of an episode: 1 with probability ``chance``, the probability that an attempt at its task
+        solves it, and 0 otherwise. For the share of the episodes that fail, return ``None``."""
         if self._failed_share and self._uniform.next() < self._failed_share:
             return None
         return float(self._uniform.next() < chance)

@@ -45,11 +45,13 @@ class DirectoryTokenizer:
         return " ".join(map(str, ids)) if decode is None else decode(ids)
 
     def _loaded(self) -> Decode | None:
+        """Return the function from ids to text, which is loaded at the first call; ``None`` if it cannot be loaded. The
+        reason is then in ``problem``, and later calls do not try again."""
         if self._decode is None and not self.problem:
             try:
                 self._decode = _load(self._model_dir)
             except HeadraceError as error:
-                self.problem = f"{error.problem}: tokens are shown as their numbers"
+                self.problem = f"{error.problem}: tokens are shown as ids"
         return self._decode
 
 

@@ -46,6 +46,7 @@ if sys.platform == "linux":
 
 
 def _checked(result: int, what: str) -> int:
+    """Return the result of a system call. Raises ``OSError`` with the name of the call, ``what``, if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -60,7 +61,8 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Call mount(2)."""
+    """Call mount(2), which mounts ``source`` on ``target`` as a file system of type ``kind``. Empty strings are passed
+    as NULL. Raises ``OSError`` if the kernel refuses."""
     texts = [text.encode() if text else None for text in (source, target, kind, options)]
     result = _libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
     _checked(result, f"mount {kind or source} on {target}")

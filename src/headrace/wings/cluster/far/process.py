@@ -13,7 +13,7 @@ from headrace.wings.cluster.far.supervisor import FarExit
 
 METER_S = 1.0
 """Longest wait for a reading of processor time, in seconds."""
-MAX_WORDS = 200
+MAX_REASON_BYTES = 200
 """Largest size in bytes of the reason why a process cannot continue; the rest is cut off."""
 KILL_S = 30.0
 """Longest wait, in seconds, for the report that a killed process has ended; after it the process counts as lost."""
@@ -31,8 +31,11 @@ class SupervisorHandle(Protocol):
     """A handle of a :class:`~headrace.wings.cluster.far.supervisor.ProcessSupervisor` on another machine."""
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Call a method of the supervisor. The future fails with :class:`SupervisorLost` or
-        :class:`SupervisorUnusable`."""
+        """Call a method of the supervisor, and return a future of its result.
+
+        The future fails with :class:`SupervisorLost` if the supervisor has ended or cannot be reached, with
+        :class:`SupervisorUnusable` if it cannot be made on its machine or does not answer as it should.
+        """
         ...
 
     def kill(self) -> None:
@@ -98,7 +101,7 @@ class FarProcess:
             words: bytes = await in_time(self._supervisor.call("halted"), METER_S)
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return ""
-        return words[:MAX_WORDS].decode("utf-8", "replace")
+        return words[:MAX_REASON_BYTES].decode("utf-8", "replace")
 
     def ending(self) -> str:
         return self._end.result().words

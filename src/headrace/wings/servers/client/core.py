@@ -158,7 +158,7 @@ class ServedEngine:
         return self._pop_chunks()
 
     def has_work(self) -> bool:
-        if self._chunk_queue.any or self._swapping is not None or self._wire.failure is not None:
+        if self._chunk_queue.not_empty or self._swapping is not None or self._wire.failure is not None:
             return True
         return bool(self._live) and not self._paused
 

@@ -437,13 +437,13 @@ class ChunkQueue:
         self._filled.set()
 
     @property
-    def any(self) -> bool:
-        """Return whether the queue holds anything."""
+    def not_empty(self) -> bool:
+        """Return whether the queue holds a chunk or a report."""
         return bool(self._chunks or self._swaps)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the queue holds something, at most ``timeout_s``."""
-        if not self.any:
+        """Wait until the queue holds a chunk or a report, for at most ``timeout_s`` seconds."""
+        if not self.not_empty:
             self._filled.wait(timeout_s)
         self._filled.clear()
 
