@@ -106,7 +106,8 @@ def _approximated(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) -
     x_P = (spare + 0.5 - size_C @ late_CP) / deviation_P
     below_P = np.array([0.5 + 0.5 * math.erf(x / math.sqrt(2)) for x in x_P.tolist()])
     density_P = np.exp(-0.5 * np.minimum(x_P**2, 700.0)) / math.sqrt(2 * math.pi)
-    return np.clip(below_P + skewness_P * (1.0 - x_P**2) * density_P / 6.0, 0.0, 1.0)
+    chance_P: Seconds = np.clip(below_P + skewness_P * (1.0 - x_P**2) * density_P / 6.0, 0.0, 1.0)
+    return chance_P
 
 
 def _late(after_s: Seconds, took_s: Seconds, age_C: Seconds) -> Seconds:
