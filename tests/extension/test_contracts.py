@@ -11,7 +11,17 @@ from pathlib import Path
 from headrace import extend
 
 ROOT = Path(__file__).parents[2]
-INTERNAL = {"headrace.endpoints", "headrace.joining", "headrace.previews", "headrace.reports", "headrace.example"}
+INTERNAL = {
+    "headrace.endpoints", "headrace.example", "headrace.harnesses", "headrace.joining", "headrace.previews",
+    "headrace.reports",
+}  # fmt: skip
+    "headrace.endpoints",
+    "headrace.harnesses",
+    "headrace.joining",
+    "headrace.previews",
+    "headrace.reports",
+    "headrace.example",
+}
 """Groups by which the core finds its wings, and the one of a doctest."""
 PLAIN = {"headrace.bundles", "headrace.reductions", "headrace.shapings"}
 """Groups of plain tables, which have no class of their own to inherit."""

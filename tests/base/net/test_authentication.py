@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,10 +34,12 @@ from headrace.wings.serve.app import ServerState
 from headrace.wings.serve.app import make_app as make_server
 from headrace.wings.tinker.app import ServerHolder
 from headrace.wings.tinker.app import make_app as make_tinker
+from headrace.wings.tinker.records import ServerRecords
 from headrace.wings.view.app import make_app as make_view
 from headrace.wings.view.run import OpenRun
 from headrace.wings.view.serving import ViewConfig
 from headrace.wings.view.serving import make_server as view_server
+from headrace.wings.view.tenants import make_tenants_app
 from tests.wings.view.synthetic import write_run
 
 SOURCE = Path(__file__).parents[3] / "src" / "headrace"
@@ -67,7 +70,8 @@ SERVERS = {
     "wings/tinker/app.py": "tested here",
     "wings/tinker/run.py": "the application of wings/tinker/app.py",
     "wings/view/app.py": "tested here",
-    "wings/view/serving.py": "the application of wings/view/app.py",
+    "wings/view/serving.py": "the applications of wings/view/app.py and wings/view/tenants.py",
+    "wings/view/tenants.py": "tested here",
 }
 """All modules of the library that listen to HTTP, and where their authentication is tested."""
 
@@ -90,6 +94,9 @@ def application(kind: str, directory: Path) -> Any:
     if kind == "view":
         runs = [OpenRun(write_run(directory / "run", steps=1), RealClock())]
         return make_view(runs, clock=RealClock(), token=TOKEN, ending=lambda: True)
+    if kind == "tenants":
+        records = ServerRecords(directory)
+        return make_tenants_app(records, clock=RealClock(), token=TOKEN, secure=False, ending=lambda: True)
     if kind == "tinker":
         return make_tinker(ServerHolder(), TOKEN, max_body_bytes=1000, clock=RealClock())
     limits = SessionLimits(delay_s=0.0)
@@ -100,7 +107,7 @@ def application(kind: str, directory: Path) -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", ["serve", "sessions", "view"])
+@pytest.mark.parametrize("kind", ["serve", "sessions", "view", "tenants"])
 def test_every_route_and_every_other_path_answers_401_and_nothing_else(kind: str, tmp_path: Path) -> None:
     app = application(kind, tmp_path)
     paths = list(paths_of(app))
@@ -120,7 +127,7 @@ def test_every_route_and_every_other_path_answers_401_and_nothing_else(kind: str
                 answer = await client.request(method, path, headers=headers, content=b'{"a": 1}')
                 assert answer.status_code == 401, (method, path, headers)
                 assert answer.headers["www-authenticate"] == "Bearer"
-                asks = kind == "view" and answer.url.path == "/"
+                asks = kind in ("view", "tenants") and answer.url.path == "/"
                 assert asks or answer.content == b"", (method, path)
 
     asyncio.run(ask())
@@ -241,7 +248,7 @@ def running(kind: str, directory: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         if kind == "view":
             run = OpenRun(write_run(directory / "run", steps=1), RealClock())
-            server = view_server([run], ViewConfig(token=TOKEN), RealClock())
+            server = view_server(partial(make_view, [run], clock=RealClock()), ViewConfig(token=TOKEN))
         else:
             server = HttpServer(application(kind, directory), ShellLimits())
         thread = threading.Thread(target=server.run, args=([listening],))

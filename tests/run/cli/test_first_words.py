@@ -46,6 +46,7 @@ VERBS = {
     "stages": ["stages", "absent.toml"],
     "tinker": ["tinker", "absent"],
     "ledger": ["ledger", "absent"],
+    "doctor": ["doctor", "absent"],
 }
 
 

@@ -73,7 +73,7 @@ def test_settings_that_contradict_the_recipe_are_refused_in_words() -> None:
         ("art", ["flow.capacity=auto"], "flow.capacity='auto' does not fit", "leave flow.capacity out"),
         ("areal", ["algo.loss=reinforce"], "counts the correction of stale tokens twice", "algo.correction = 'none'"),
         ("areal", ["algo.loss=reinforce"], "says algo.correction='decoupled'", "or take another recipe"),
-        ("areal", ["algo.old=engine"], "correction 'decoupled' looks at", "algo.old = 'learner'"),
+        ("areal", ["algo.old=engine"], "correction 'decoupled' reads π_old/μ", "algo.old = 'learner'"),
         ("verl", ["algo.correction=none"], "corrects for none of it", "flow.max_age = 0"),
         ("atropos", ["sync.host=10.0.0.1"], "sync.transport='files' takes no uploads", "sync.transport = 'http'"),
         ("slime", ["sync.directory=x"], "sync.transport='collective' writes no files", "sync.transport = 'files'"),

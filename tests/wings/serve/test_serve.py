@@ -41,7 +41,7 @@ def test_the_verb_explains_itself() -> None:
         (["MODEL", "--set", "serve.max_n=0"], "serve.max_n=0", "change serve.max_n"),
         (["MODEL", "--token-file", "none"], "--token-file none cannot be read", "give a file"),
         (["MODEL", "--token-file", "EMPTY"], "is empty", "write the token into it"),
-        (["EMPTY_DIR"], "holds no tokenizer", "copy the tokenizer's files"),
+        (["EMPTY_DIR"], "holds no *.safetensors", "give the directory of a Hugging Face"),
     ],
 )
 def test_what_cannot_be_served_is_told_in_words(

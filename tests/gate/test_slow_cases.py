@@ -1,0 +1,16 @@
+"""The list of cases that only the slow tests run names tests that there are."""
+
+from __future__ import annotations
+
+import re
+
+from tests.conftest import ROOT, SLOW_CASES
+
+
+def test_every_line_of_slow_cases_is_a_test_that_there_is() -> None:
+    assert SLOW_CASES
+    for case in SLOW_CASES:
+        file, _, rest = case.partition("::")
+        name = re.split(r"\[|::", rest)[0]
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(async )?(def|class) {name}\b|^{name} = ", text, re.MULTILINE), case
