@@ -12,15 +12,12 @@ from headrace import extend
 
 ROOT = Path(__file__).parents[2]
 INTERNAL = {
-    "headrace.endpoints", "headrace.example", "headrace.harnesses", "headrace.joining", "headrace.previews",
-    "headrace.reports",
-}  # fmt: skip
     "headrace.endpoints",
+    "headrace.example",
     "headrace.harnesses",
     "headrace.joining",
     "headrace.previews",
     "headrace.reports",
-    "headrace.example",
 }
 """Groups by which the core finds its wings, and the one of a doctest."""
 PLAIN = {"headrace.bundles", "headrace.reductions", "headrace.shapings"}
