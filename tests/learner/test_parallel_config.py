@@ -85,5 +85,5 @@ def test_a_run_is_of_one_sequence_and_knows_its_positions(lengths: list[int], nu
 def test_what_only_one_process_can_do_is_refused_for_ranks(settings: dict[str, object]) -> None:
     model = ModelConfig.model_validate({"path": "m", **settings})
     ParallelConfig().refuse_settings(model)
-    with pytest.raises(ConfigError, match=f"2 ranks, and model.{next(iter(settings))} is for one"):
+    with pytest.raises(ConfigError, match=f"2 ranks, and model.{next(iter(settings))} works in one process only"):
         ParallelConfig(data=2).refuse_settings(model)
