@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.base.clock import run_virtual
+from headrace.base.errors import RunError
 from headrace.base.types.batch import Batch, TrainSample
-from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.episode import EpisodeKey, TokenChunk
 from headrace.base.types.observation import LiveState
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import Tokens
@@ -22,7 +26,7 @@ from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, groups_of, live, with_eval
+from tests.control.lives import Life, Plan, Seen, cause_of, groups_of, live, with_eval
 
 LENGTH = lognormal_lengths(40, 1.0, 300)
 BOUNDS = [(max_age, lead) for max_age in range(4) for lead in (0, max_age)]
@@ -41,6 +45,23 @@ def test_no_token_is_trained_at_an_age_above_the_bound(tmp_path: Path, max_age: 
     assert life.summary.max_token_age == max(ages)
     if lead:
         assert max(ages) > 0, "nothing ran ahead"
+
+
+class Forgetful(FakeEngine):
+    """An engine that goes on sampling with its first weights, and says so."""
+
+    async def generate(self, *given: Any, **named: Any) -> AsyncIterator[TokenChunk]:
+        async for chunk in super().generate(*given, **named):
+            tokens = msgspec.structs.replace(chunk.tokens, versions_T=np.zeros_like(chunk.tokens.versions_T))
+            yield msgspec.structs.replace(chunk, tokens=tokens)
+
+
+def test_a_token_above_the_bound_ends_the_run_before_it_is_trained(tmp_path: Path) -> None:
+    plan = Plan(run_dir=tmp_path, engine=lambda: Forgetful(length=LENGTH), flow={"max_age": 1})
+    error = cause_of(plan)
+    assert isinstance(error, RunError)
+    assert error.problem == "step 2 would train a token of age 2, and flow.max_age=1"
+    assert error.remedy == "set flow.max_age=2, then --resume"
 
 
 def serial_loop(steps: int, groups: int, size: int) -> FakeLearner:

@@ -137,7 +137,7 @@ class Pacer:
 
     def __init__(self) -> None:
         self.turns: SynchronousTime | None = None
-        """Of the last trained step; ``None``: not known."""
+        """The time that the last trained step would have taken in a synchronous run; ``None``: not known."""
         self._open: dict[int, _OpenStep] = {}
         self._next_step: int | None = None
         """The step that the learner trains next, or now; ``None`` before the first."""

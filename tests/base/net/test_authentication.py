@@ -71,7 +71,6 @@ SERVERS = {
     "wings/tinker/run.py": "the application of wings/tinker/app.py",
     "wings/view/app.py": "tested here",
     "wings/view/serving.py": "the applications of wings/view/app.py and wings/view/tenants.py",
-    "wings/view/tenants.py": "tested here",
 }
 """All modules of the library that listen to HTTP, and where their authentication is tested."""
 

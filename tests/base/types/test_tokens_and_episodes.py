@@ -164,3 +164,12 @@ def test_episode_has_ended_when_it_is_scored_or_will_never_be_trained() -> None:
     assert going_on == [EpisodeStatus.RUNNING, EpisodeStatus.FINISHED]
     untrained = [status for status in EpisodeStatus if status.untrained]
     assert untrained == [EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4096, 4097])
+def test_given_tokens_are_unsampled_however_many_there_are(count: int) -> None:
+    span = Tokens.observed(range(count))
+    assert span.ids_T.tolist() == list(range(count))
+    assert span.logprobs_T.tolist() == [0.0] * count
+    assert span.versions_T.tolist() == [NOT_SAMPLED] * count
+    assert (span.logprobs_T.dtype, span.versions_T.dtype) == (np.float32, np.int32)

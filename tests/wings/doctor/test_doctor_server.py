@@ -46,7 +46,7 @@ def make(directory: Path, **changes: Any) -> Path:
 
 
 def moved(directory: Path, to: Path, amount: float = 0.02) -> Path:
-    """The same model after a step: every weight has moved a little."""
+    """A copy of the model after one training step, which has moved every weight a little."""
     shutil.copytree(directory, to)
     torch.manual_seed(1)
     tensors = load_file(to / "model.safetensors")

@@ -16,7 +16,7 @@ from headrace.base.types.versions import NOT_SAMPLED
 
 
 class TopScores(msgspec.Struct, frozen=True, kw_only=True):
-    """The log-probabilities that a model gives to tokens, whoever chose them, and its own likeliest entries."""
+    """The log-probabilities that a model gives to tokens of any origin, and its own likeliest entries."""
 
     logprobs_T: FloatColumn
     """The log-probability of each token; 0 for the first token of a sequence, which nothing precedes."""

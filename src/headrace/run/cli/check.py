@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from msgspec import to_builtins
 
 from headrace.run.cli.commands import BEGIN, Verb
-from headrace.run.cli.output import console, print_json, readable, starting
+from headrace.run.cli.output import console, end_with_findings, print_json, starting
 
 app = typer.Typer(
     help="Check a model, or a loss, an environment or a reward of your own, before a run uses it.", no_args_is_help=True
@@ -64,12 +62,7 @@ def env(
     rows = load_rows(data)[:num_rows] if data is not None else []
     options = merge({}, *(parse_override(text) for text in option))
     report = check_env(reference, rows=rows, timeout_s=timeout_s, options=options, on_progress=starting)
-    if as_json:
-        print_json({"ok": report.ok, **asdict(report)})
-    else:
-        console().print(readable(str(report)))
-    if not report.ok:
-        raise typer.Exit(1)
+    end_with_findings(report, ok=report.ok, as_json=as_json)
 
 
 @app.command("model")
@@ -91,12 +84,7 @@ def model(
     model_directory(directory)  # a wrong path is refused before torch is imported
     checking = import_module("headrace.policy.model_check")  # the policy stands above the program that runs files
     report = checking.check_model(directory, dtype=dtype, lora=lora, longest=tokens)
-    if as_json:
-        print_json({"ok": report.ok, **to_builtins(report)})
-    else:
-        console().print(readable(str(report)))
-    if not report.ok:
-        raise typer.Exit(1)
+    end_with_findings(report, ok=report.ok, as_json=as_json)
 
 
 VERB = Verb(run=app, group=BEGIN, place=60)

@@ -51,6 +51,16 @@ def readable(text: str) -> str:
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
+def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
+    """Print a report as text or as JSON, and exit with code 1 unless it is ``ok``."""
+    if as_json:
+        print_json({"ok": ok, **msgspec.to_builtins(report)})
+    else:
+        console().print(readable(str(report)))
+    if not ok:
+        raise typer.Exit(1)
+
+
 @contextmanager
 def resumable() -> Iterator[None]:
     """Print a line and exit with code 130 where a run in this context is ended at once, by a second Ctrl-C."""

@@ -151,7 +151,8 @@ def expectation(
 def _stored_precision(path: str) -> Precision:
     """Return the precision that the configuration of a model names."""
     stored = str(getattr(read_config(path), "dtype", None) or "float32").removeprefix("torch.")
-    return stored if stored in ("bfloat16", "float16") else "float32"  # type: ignore[return-value]
+    half: dict[str, Precision] = {"bfloat16": "bfloat16", "float16": "float16"}
+    return half.get(stored, "float32")
 
 
 def alternatives(expected: Expected) -> Iterator[ServedCandidate]:

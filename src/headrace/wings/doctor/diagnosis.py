@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,11 +117,11 @@ def _random_sequences(expected: Expected, size: int) -> list[list[int]]:
     return [rng.integers(lowest, size, min(length, room)).tolist() for length in LENGTHS]
 
 
-def _check_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: object) -> None:
+def _check_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: Any) -> None:
     """Report whether text and chats become the same tokens on the server as here."""
     text = "The quick brown fox: 1 + 2 = 3, naïve?"
     served = probe.tokenize(prompt=text)
-    own = tokenizer.encode(text)  # type: ignore[attr-defined]
+    own = tokenizer.encode(text)
     if served is not None and served != own:
         report.add(
             "tokenizer", Grade.FAIL, f"{text!r} becomes {len(served)} tokens there and {len(own)} here, first other at "
@@ -128,13 +129,13 @@ def _check_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: object) -
         )  # fmt: skip
     elif served is not None:
         report.add("tokenizer", Grade.OK, "the same tokens")
-    if tokenizer.chat_template is None:  # type: ignore[attr-defined]
+    if tokenizer.chat_template is None:
         report.add("chat template", Grade.NOTE, "the model has none")
         return
     for messages in MESSAGES:
         try:
-            rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)  # type: ignore[attr-defined]
-            own = tokenizer.encode(rendered, add_special_tokens=False)  # type: ignore[attr-defined]
+            rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            own = tokenizer.encode(rendered, add_special_tokens=False)
         except Exception:  # noqa: BLE001 - a template is a program of the model, and may refuse a role
             continue
         served = probe.tokenize(messages=list(messages))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, cast
 
 import typer
-from msgspec import to_builtins
 
 from headrace.base.errors import ConfigError
 from headrace.run.cli.commands import BEGIN, Verb
-from headrace.run.cli.output import console, print_json, readable, starting
+from headrace.run.cli.output import end_with_findings, starting
 
 TOKEN_VARIABLE = "HEADRACE_DOCTOR_TOKEN"
 
@@ -41,7 +41,8 @@ def doctor(
         from headrace.wings.doctor.diagnosis import examine_server
         from headrace.wings.doctor.server import ServerProbe
 
-        expected = expectation(Path(local_directory(model, "--model")), adapter, dtype, also)  # type: ignore[arg-type]
+        precision = cast("Literal['auto', 'float32', 'bfloat16']", dtype)
+        expected = expectation(Path(local_directory(model, "--model")), adapter, precision, also)
         with ServerProbe(target, token=token, model=served) as probe:
             report = examine_server(probe, expected)
     elif target:
@@ -54,12 +55,7 @@ def doctor(
         from headrace.wings.doctor.machine import examine_machine
 
         report = examine_machine(RealClock())
-    if as_json:
-        print_json({"ok": report.ok, **to_builtins(report)})
-    else:
-        console().print(readable(str(report)))
-    if not report.ok:
-        raise typer.Exit(1)
+    end_with_findings(report, ok=report.ok, as_json=as_json)
 
 
 VERB = Verb(run=doctor, group=BEGIN, place=70)

@@ -192,7 +192,7 @@ class Body(StrictBody):
     guided_choice: Annotated[str, PlainValidator(_read_choice)] = ""
     """Texts one of which each choice is."""
     structured_outputs: Annotated[str, PlainValidator(_read_structured)] = ""
-    """The same as an object with one of ``json``, ``regex``, ``choice`` and ``json_object``."""
+    """A structure in vLLM's newer form: an object with one of ``json``, ``regex``, ``choice`` and ``json_object``."""
     return_tokens_as_token_ids: bool = False
     """Whether tokens are named ``token_id:N`` among the logprobs, as two tokens may have the same text."""
 

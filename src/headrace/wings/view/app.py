@@ -79,17 +79,19 @@ def make_app(
     def compare_runs(_: Request) -> Response:
         return answered(figures.compared(runs))
 
-    app = Starlette(
-        routes=[
-            Route("/api/runs", list_runs),
-            Route("/api/compare", compare_runs),
-            Route("/api/changes", stream),
-            *(Route(f"/api/runs/{{run:number}}/{path}", on_run(answer)) for path, answer in _run_routes(clock).items()),
-            Mount("/static", StaticFiles(directory=STATIC)),
-            Route("/", _page),
-        ],
-        exception_handlers={HeadraceError: refused, HTTPException: not_found},
-    )
+    answers = [
+        Route("/api/runs", list_runs),
+        Route("/api/compare", compare_runs),
+        Route("/api/changes", stream),
+        *(Route(f"/api/runs/{{run:number}}/{path}", on_run(answer)) for path, answer in _run_routes(clock).items()),
+    ]
+    return application(answers, _page, token=token, secure=secure)
+
+
+def application(answers: Sequence[Route], page: Callable[[Request], Response], *, token: str, secure: bool) -> ViewAuth:
+    """Return an ASGI application with these routes, static files, and ``page`` at ``/``, behind the token."""
+    routes = [*answers, Mount("/static", StaticFiles(directory=STATIC)), Route("/", page)]
+    app = Starlette(routes=routes, exception_handlers={HeadraceError: refused, HTTPException: not_found})
     return ViewAuth(app, token=token, secure=secure)
 
 

@@ -13,17 +13,13 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 
 from headrace.base.clock import Clock
-from headrace.base.errors import HeadraceError
 from headrace.wings.tinker.records import ServerRecords
-from headrace.wings.view.app import STATIC, answered, not_found, refused
+from headrace.wings.view.app import answered, application
 from headrace.wings.view.auth import ViewAuth
 from headrace.wings.view.text import DirectoryTokenizer
 
@@ -33,7 +29,7 @@ def make_tenants_app(
 ) -> ViewAuth:
     """Return the page about the server as an ASGI application; see
     :class:`headrace.wings.view.serving.AppOf`. It has no event stream that ``ending`` would end."""
-    words = _Words(records)
+    texts = _Texts(records)
 
     def tenants(_: Request) -> Response:
         now_s = clock.wall()
@@ -42,7 +38,7 @@ def make_tenants_app(
 
     def sample(request: Request) -> Response:
         found = records.sample(request.path_params["number"])
-        pieces = words.of(found["base"], [*found["prompt"], *found["ids"]])
+        pieces = texts.of(found["base"], [*found["prompt"], *found["ids"]])
         first = len(found["prompt"])
         return answered({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
 
@@ -50,29 +46,25 @@ def make_tenants_app(
         model = request.path_params["model"]
         base = next((each["base"] for each in records.tenants(clock.wall()) if each["model"] == model), "")
         data = records.trained(model)
-        return answered([{**datum, "pieces": words.of(base, _first(datum["targets"]))} for datum in data])
+        return answered([{**datum, "pieces": texts.of(base, _first(datum["targets"]))} for datum in data])
 
-    app = Starlette(
-        routes=[
-            Route("/api/tenants", tenants),
-            Route("/api/tenants/samples/{number:number}", sample),
-            Route("/api/tenants/trained/{model}", trained),
-            Mount("/static", StaticFiles(directory=STATIC)),
-            Route("/", _page),
-        ],
-        exception_handlers={HeadraceError: refused, HTTPException: not_found},
-    )
-    return ViewAuth(app, token=token, secure=secure)
+    answers = [
+        Route("/api/tenants", tenants),
+        Route("/api/tenants/samples/{number:number}", sample),
+        Route("/api/tenants/trained/{model}", trained),
+    ]
+    return application(answers, _page, token=token, secure=secure)
 
 
-class _Words:
-    """The text of tokens with the tokenizer of the base that sampled them."""
+class _Texts:
+    """The texts of tokens, by the tokenizer of the base that sampled them."""
 
     def __init__(self, records: ServerRecords) -> None:
         self._records = records
         self._of: dict[str, DirectoryTokenizer] = {}
 
     def of(self, base: str, ids: Sequence[int]) -> list[str]:
+        """Return the text of each of ``ids``."""
         if base not in self._of:
             self._of[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
         return self._of[base].pieces(ids)
