@@ -52,7 +52,7 @@ def expected_wait_s(want_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort],
 
     >>> took_s = np.array([1.0, 1.0, 2.0, 2.0])
     >>> round(expected_wait_s(np.array([1.0]), took_s, [Cohort(0.0, 1)], 1), 2)
-    0.46
+    0.49
     >>> expected_wait_s(np.array([1.0]), took_s, [Cohort(0.0, 1)], 2)
     inf
     """

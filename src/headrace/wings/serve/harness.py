@@ -27,6 +27,8 @@ from headrace.run.session.exporting import export
 
 START_S = 900.0
 """Longest time that a server may take to load its model."""
+END_S = 30.0
+"""Longest time that a server may take to end; then it is killed."""
 POLL_S = 0.2
 _PROGRAM = "from headrace.run.cli import main; main()"
 
@@ -88,7 +90,11 @@ def _served(where: Path) -> Iterator[ServedSnapshot]:
             yield ServedSnapshot(url=url, token=token, name=name, directory=directory)
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
