@@ -129,7 +129,7 @@ class Renderer:
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool], *, answer: bool) -> str:
         """Return messages as text, by the chat template. With ``answer``, the opening of an answer follows."""
-        specs: list[dict[str, Any]] | None = [_spec(tool) for tool in tools] or None
+        specs: list[dict[str, Any]] | None = [spec(tool) for tool in tools] or None
         if not self.knows_tools:
             messages, specs = without_tools(messages, tools), None
         try:
@@ -175,14 +175,15 @@ def without_tools(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list
             converted.append(message)
     if not tools:
         return converted
-    listed = "\n".join(json.dumps(_spec(tool)["function"], ensure_ascii=False) for tool in tools)
+    listed = "\n".join(json.dumps(spec(tool)["function"], ensure_ascii=False) for tool in tools)
     text = f'You can call tools. To call one, answer with {{"name": ..., "arguments": {{...}}}} only.\n{listed}'
     if converted and converted[0]["role"] == "system":
         return [{**converted[0], "content": f"{converted[0]['content']}\n\n{text}"}, *converted[1:]]
     return [{"role": "system", "content": text}, *converted]
 
 
-def _spec(tool: Tool) -> dict[str, Any]:
+def spec(tool: Tool) -> dict[str, Any]:
+    """Return a tool as chat templates read it."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 

@@ -271,8 +271,8 @@ def test_fields_that_change_nothing_are_ignored_and_null_is_nothing(client: open
     assert complete(client, extra_body=extra).choices[0].text == plain
     said = {"store": False, "metadata": {"a": "b"}, "tools": [], "response_format": {"type": "text"}}
     assert chat(client, extra_body=said).choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match=r"tools=.* is not supported"):
-        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(openai.BadRequestError, match=r"functions=.* is not supported"):
+        chat(client, extra_body={"functions": [{"name": "f"}]})
 
 
 def test_a_client_that_leaves_frees_its_place_and_no_other(server: Server, client: openai.OpenAI) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headrace.engine.text import overlap
 
@@ -36,6 +36,15 @@ class Parser(Protocol):
         """Return how many characters of ``text`` are certain to begin the content of any answer that begins with
         ``text``."""
         ...
+
+
+@runtime_checkable
+class FramedParser(Parser, Protocol):
+    """A parser of calls that a grammar can describe: each is a JSON object with ``name`` and ``arguments`` in a
+    frame."""
+
+    frame: tuple[str, str]
+    """The texts before and after the JSON of a call; where they are empty, the answer is one call."""
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:

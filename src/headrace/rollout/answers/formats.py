@@ -18,6 +18,7 @@ class Hermes:
     """A parser that takes the text between the tags as calls, any number of them; the rest is content."""
 
     markers: tuple[str, ...] = (BEGIN, END)
+    frame: tuple[str, str] = (BEGIN, END)
 
     def __call__(self, text: str) -> ParsedAnswer:
         calls: list[tuple[str, str]] = []
@@ -49,6 +50,7 @@ class BareJson:
     """A parser that takes the whole answer, or its only fenced block, as a call; any other text is content."""
 
     markers: tuple[str, ...] = (_TAG,)
+    frame: tuple[str, str] = ("", "")
 
     def __call__(self, text: str) -> ParsedAnswer:
         bare = text.strip().removeprefix(_TAG).strip()

@@ -9,14 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 
 from headrace.base.net.refusal import Refusal
-from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
+from headrace.base.types.chat import ChatOptions, Message, Reply
 from headrace.base.types.episode import StopReason
 from headrace.rollout.environments.base import AnswerPiece
 from headrace.wings.agents.base import ChatProtocol, EndpointRequest, ExchangeContext, Json, SseEvent
 from headrace.wings.agents.reading import (  # fmt: skip
     INT32_MAX,
-    NAME,
     BodyPart,
+    ChatTool,
+    ChatToolCall,
     named_answers,
     read_choice,
     refuse_same_names,
@@ -24,8 +25,7 @@ from headrace.wings.agents.reading import (  # fmt: skip
     text_of,
     token_logprobs,
 )
-from headrace.wings.serve.schema import StreamOptions
-from headrace.wings.serve.strict import StrictBody, read_body, read_stop
+from headrace.wings.serve.strict import StreamOptions, StrictBody, read_body, read_stop
 
 _Text = Annotated[str, PlainValidator(text_of("text"))]
 
@@ -42,21 +42,6 @@ class _ChatInput(BodyPart):
         return Message(role=role, content=self.content, name=self.name)
 
 
-class _CalledFunction(BodyPart):
-    name: str = Field(min_length=1)
-    arguments: str = ""
-    parsed_arguments: Any = None
-    """Added by OpenAI's client; not read."""
-
-
-class _ChatToolCall(BodyPart):
-    id: str = Field(min_length=1, max_length=256)
-    type: Literal["function"] = "function"
-    function: _CalledFunction
-    index: int = 0
-    """Left over in messages that a program has joined from a stream's deltas; not read."""
-
-
 class _ChatAnswer(BodyPart):
     """A message of the policy."""
 
@@ -65,7 +50,7 @@ class _ChatAnswer(BodyPart):
     reasoning_content: str = ""
     reasoning: str = ""
     """The newer name of ``reasoning_content``."""
-    tool_calls: list[_ChatToolCall] = Field(default=[])
+    tool_calls: list[ChatToolCall] = Field(default=[])
     refusal: Literal[""] = ""
     annotations: list[Any] = Field(default=[], max_length=0)
     parsed: Any = None
@@ -73,14 +58,11 @@ class _ChatAnswer(BodyPart):
     name: str = ""
 
     def message(self) -> Message:
-        calls = [
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in self.tool_calls
-        ]
         return Message(
             role="assistant",
             content=self.content,
             reasoning=self.reasoning_content or self.reasoning,
-            tool_calls=tuple(calls),
+            tool_calls=tuple(call.call() for call in self.tool_calls),
             name=self.name,
         )
 
@@ -94,19 +76,6 @@ class _ToolAnswer(BodyPart):
 
     def message(self) -> Message:
         return Message(role="tool", content=self.content, tool_call_id=self.tool_call_id)
-
-
-class _Function(BodyPart):
-    name: str = Field(pattern=NAME)
-    description: str = ""
-    parameters: dict[str, Any] = Field(default={})
-    strict: bool = False
-    """Accepted for compatibility, without effect: nothing constrains the policy's output."""
-
-
-class _ChatTool(BodyPart):
-    type: Literal["function"]
-    function: _Function
 
 
 class _ChatBody(StrictBody):
@@ -133,7 +102,7 @@ class _ChatBody(StrictBody):
     }
     model: str = ""
     messages: list[Annotated[_ChatInput | _ChatAnswer | _ToolAnswer, Field(discriminator="role")]] = Field(min_length=1)
-    tools: list[_ChatTool] = Field(default=[], max_length=1024)
+    tools: list[ChatTool] = Field(default=[], max_length=1024)
     tool_choice: Annotated[str, PlainValidator(read_choice)] = "auto"
     n: int = Field(default=1, ge=1)
     stream: bool = False
@@ -156,8 +125,7 @@ class _ChatBody(StrictBody):
                 remedy=f"ask for n <= {context.max_choices}",
                 param="n",
             )
-        functions = [tool.function for tool in self.tools] if self.tool_choice == "auto" else []
-        tools = tuple(Tool(name=f.name, description=f.description, parameters=f.parameters) for f in functions)
+        tools = tuple(tool.tool() for tool in self.tools) if self.tool_choice == "auto" else ()
         refuse_same_names(tools)
         return EndpointRequest(
             messages=named_answers(message.message() for message in self.messages),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from headrace.base.net.refusal import Refusal, shown
-from headrace.base.types.chat import Message, Reply, Tool
+from headrace.base.types.chat import Message, Reply, Tool, ToolCall
 from headrace.wings.serve.strict import Strict
 
 INT32_MAX = 2**31 - 1
@@ -30,6 +31,51 @@ class BodyPart(Strict):
         if not isinstance(value, dict):
             return value
         return {name: part for name, part in value.items() if part is not None}
+
+
+class CalledFunction(BodyPart):
+    """The function of a call."""
+
+    name: str = Field(min_length=1)
+    arguments: str = ""
+    parsed_arguments: Any = None
+    """Added by OpenAI's client; not read."""
+
+
+class ChatToolCall(BodyPart):
+    """A call in a message of the policy, in OpenAI's chat completions."""
+
+    id: str = Field(min_length=1, max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int = 0
+    """Left over in messages that a program has joined from a stream's deltas; not read."""
+
+    def call(self) -> ToolCall:
+        """Return the call."""
+        return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
+
+
+class OfferedFunction(BodyPart):
+    """The function that a tool is."""
+
+    name: str = Field(pattern=NAME)
+    description: str = ""
+    parameters: dict[str, Any] = Field(default={})
+    strict: bool = False
+    """Accepted for compatibility, without effect on calls that the model chooses to make."""
+
+
+class ChatTool(BodyPart):
+    """A tool that is offered, in OpenAI's chat completions."""
+
+    type: Literal["function"]
+    function: OfferedFunction
+
+    def tool(self) -> Tool:
+        """Return the tool."""
+        function = self.function
+        return Tool(name=function.name, description=function.description, parameters=function.parameters)
 
 
 def text_of(*kinds: str) -> Callable[[object], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
@@ -97,7 +97,11 @@ class _ResponsesTool(BodyPart):
     description: str = ""
     parameters: dict[str, Any] = Field(default={})
     strict: bool = True
-    """Accepted for compatibility, without effect: nothing constrains the policy's output."""
+    """Accepted for compatibility, without effect on calls that the model chooses to make."""
+
+    def tool(self) -> Tool:
+        """Return the tool."""
+        return Tool(name=self.name, description=self.description, parameters=self.parameters)
 
 
 class _Reasoning(BodyPart):
@@ -115,7 +119,9 @@ class _TextConfig(BodyPart):
     verbosity: str = ""
 
 
-class _ResponsesBody(StrictBody):
+class ResponsesBody(StrictBody):
+    """The body of ``POST /v1/responses``."""
+
     ignored: ClassVar = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "max_tool_calls"),
@@ -148,6 +154,10 @@ class _ResponsesBody(StrictBody):
         default=[], max_length=16
     )
     """Logprobs are included on request. Reasoning is never encrypted, whether it is requested or not."""
+
+    def opening(self) -> tuple[Message, ...]:
+        """Return the message that holds the instructions, if there are any."""
+        return (Message(role="system", content=self.instructions),) if self.instructions else ()
 
     def conversation(self, histories: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:
         """Return the messages up to this request, without the instructions, which later responses do not inherit."""
@@ -217,23 +227,22 @@ def _join_items(parts: Sequence[_MessageItem | _ReasoningItem | _FunctionCallIte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ResponsesExchange:
-    body: _ResponsesBody
-    request: EndpointRequest
-    conversation: tuple[Message, ...]
+class ResponseForm:
+    """The JSON of one response, and its events."""
+
+    body: ResponsesBody
     context: ExchangeContext
+    own: Json = field(default_factory=dict)
+    """Fields of the response, with their values, in place of those that the body gives."""
 
     @property
     def id(self) -> str:
+        """Return the id of the response."""
         return f"resp_{self.context.name}"
 
-    def answer(self, replies: Sequence[Reply]) -> Json:
-        (reply,) = replies
-        self.context.histories[self.id] = (*self.conversation, reply.message)
-        return self._ended(reply)
-
-    def stream(self) -> ItemEventStream:
-        return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=self.answer)
+    def stream(self, answer: Callable[[Sequence[Reply]], Json]) -> ItemEventStream:
+        """Return a stream that has not begun; ``answer`` makes the complete body."""
+        return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=answer)
 
     def begun(self) -> Json:
         """Return the body of a response without output."""
@@ -258,9 +267,10 @@ class _ResponsesExchange:
             "top_p": self.body.top_p,
             "truncation": "disabled",
             "usage": None,
+            **self.own,
         }
 
-    def _ended(self, reply: Reply) -> Json:
+    def ended(self, reply: Reply) -> Json:
         """Return the JSON of a finished response."""
         cut = reply.stop_reason is not StopReason.STOP
         return {
@@ -294,6 +304,21 @@ class _ResponsesExchange:
         return items
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ResponsesExchange:
+    form: ResponseForm
+    request: EndpointRequest
+    conversation: tuple[Message, ...]
+
+    def answer(self, replies: Sequence[Reply]) -> Json:
+        (reply,) = replies
+        self.form.context.histories[self.form.id] = (*self.conversation, reply.message)
+        return self.form.ended(reply)
+
+    def stream(self) -> ItemEventStream:
+        return self.form.stream(self.answer)
+
+
 def _usage(reply: Reply) -> Json:
     return {
         "input_tokens": reply.num_prompt_tokens,
@@ -306,14 +331,12 @@ def _usage(reply: Reply) -> Json:
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExchange:
     """Return the exchange of a responses request, with the history that it continues."""
-    body = read_body(_ResponsesBody, tree)
+    body = read_body(ResponsesBody, tree)
     conversation = body.conversation(context.histories)
-    offered = body.tools if body.tool_choice == "auto" else []
-    tools = tuple(Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in offered)
+    tools = tuple(tool.tool() for tool in body.tools) if body.tool_choice == "auto" else ()
     refuse_same_names(tools)
-    opening = (Message(role="system", content=body.instructions),) if body.instructions else ()
     request = EndpointRequest(
-        messages=(*opening, *conversation),
+        messages=(*body.opening(), *conversation),
         tools=tools,
         options=ChatOptions(max_new_tokens=body.max_output_tokens),
         stream=body.stream,
@@ -323,7 +346,8 @@ def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExcha
             top_p=body.top_p,
         ),
     )
-    return _ResponsesExchange(body=body, request=request, conversation=conversation, context=context)
+    form = ResponseForm(body=body, context=context)
+    return _ResponsesExchange(form=form, request=request, conversation=conversation)
 
 
 def _broken(refusal: Refusal) -> SseEvent:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -17,12 +19,17 @@ from headrace.base.errors import ComponentDied, RequestError
 from headrace.base.net.refusal import Refusal
 from headrace.engine.base import Engine
 from headrace.engine.native.masks import MaskMaker
+from headrace.rollout.environments.base import AnswerPiece
+from headrace.wings.agents.base import ExchangeContext, SseEvent
+from headrace.wings.agents.responses import RESPONSES, ResponseForm
 from headrace.wings.serve import prompts
 from headrace.wings.serve.answers import AnswerHead, Json, usage
 from headrace.wings.serve.body import BodyLimits, read_object
+from headrace.wings.serve.calls import CallFinder
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.choices import ChoicePiece, ChoiceRequest, TextOptions, sample_all
 from headrace.wings.serve.metrics import ServerMetrics
+from headrace.wings.serve.responses import ended, read_response
 from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
 from headrace.wings.serve.strict import read_body
 
@@ -54,6 +61,15 @@ class ParsedRequest:
     num_prompt_tokens: int
     head: AnswerHead
     text_options: TextOptions
+    response: ResponseForm | None = None
+    """The form of the answer to a request for a response; ``None`` for completions and chats."""
+
+    def whole(self, pieces: list[list[ChoicePiece]]) -> Json:
+        """Return the JSON of the answer whose choices came in ``pieces``."""
+        if self.response is not None:
+            return ended(self.response, self.head, pieces[0], self.num_prompt_tokens)
+        answer = self.head.frame([self.head.whole_choice(parts) for parts in pieces], streaming=False)
+        return {**answer, "usage": usage(self.num_prompt_tokens, _sampled(pieces))}
 
 
 def body_limits(service: Service) -> BodyLimits:
@@ -68,37 +84,64 @@ def body_limits(service: Service) -> BodyLimits:
 
 async def parse_request(request: Request, service: Service) -> ParsedRequest:
     """Read, check and encode a request; raises :class:`Refusal`."""
-    is_chat = request.url.path.endswith("/chat/completions")
+    path, name = request.url.path, secrets.token_hex(12)
+    created_s = int(service.clock.wall())
     tree = await read_object(request, body_limits(service))
-    body: AnyBody = read_body(ChatBody, tree) if is_chat else read_body(CompletionBody, tree)
+    context = ExchangeContext(name=name, created_s=created_s, spell=service.tokenizer.spell)
+    body, response = _read(path, tree, context, service.served.name)
+    is_chat = isinstance(body, ChatBody)
     prompts.check_body(body, service.served)
     loop, tokenizer = asyncio.get_running_loop(), service.tokenizer
     ids = await loop.run_in_executor(service.encoder, prompts.encode, body, tokenizer, service.served)
-    if body.structure and service.masks is not None:
-        await loop.run_in_executor(service.encoder, _compile, service.masks, body.structure)
-    choices = prompts.choices(body, ids, tokenizer, service.served)
+    structure = prompts.structure(body, ids, tokenizer)
+    if structure and service.masks is not None:
+        param = "response_format" if body.structure else "tools"
+        await loop.run_in_executor(service.encoder, _compile, service.masks, structure, param)
+    choices = prompts.choices(body, ids, tokenizer, service.served, structure)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = AnswerHead(
-        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         model=body.model or service.served.name,
-        created_s=int(service.clock.wall()),
+        created_s=created_s,
         is_chat=is_chat,
         with_logprobs=with_logprobs,
         with_kept_sizes=body.kept_sizes,
         spell=_named if body.return_tokens_as_token_ids else tokenizer.spell,
     )
-    text_options = TextOptions(decode=tokenizer.decode, streaming=body.stream, offsets=with_logprobs and not is_chat)
     return ParsedRequest(
-        body=body, choices=choices, num_prompt_tokens=sum(map(len, ids)), head=head, text_options=text_options
+        body=body,
+        choices=choices,
+        num_prompt_tokens=sum(map(len, ids)),
+        head=head,
+        text_options=_text_options(body, ids, tokenizer),
+        response=response,
     )
 
 
-def _compile(masks: MaskMaker, structure: str) -> None:
-    """Compile ``structure`` in this thread: the engine's finds it done. Raises :class:`Refusal` if it is refused."""
+def _read(path: str, tree: Json, context: ExchangeContext, name: str) -> tuple[AnyBody, ResponseForm | None]:
+    """Return the body of a request to ``path``, and the form of its answer if it asks for a response."""
+    if path.endswith("/responses"):
+        return read_response(tree, context, name)
+    return (read_body(ChatBody, tree) if path.endswith("/chat/completions") else read_body(CompletionBody, tree)), None
+
+
+def _text_options(body: AnyBody, ids: list[list[int]], tokenizer: ServedTokenizer) -> TextOptions:
+    """Return the options for the text of the choices."""
+    if not isinstance(body, ChatBody):
+        return TextOptions(decode=tokenizer.decode, streaming=body.stream, offsets=body.logprobs is not None)
+    if not body.offered:
+        return TextOptions(decode=tokenizer.decode, streaming=body.stream, offsets=False)
+    finder = partial(CallFinder, tokenizer.parser, opened=tokenizer.opens_thought(ids[0]))
+    return TextOptions(decode=tokenizer.decode_calls, streaming=body.stream, offsets=False, finder=finder)
+
+
+def _compile(masks: MaskMaker, structure: str, param: str) -> None:
+    """Compile the ``structure`` that the field ``param`` asks for in this thread: the engine's finds it done. Raises
+    :class:`Refusal` if it is refused."""
     try:
         masks(structure)
     except RequestError as error:
-        raise Refusal(error.problem, remedy=error.remedy, param="response_format", code="unsupported_value") from None
+        raise Refusal(error.problem, remedy=error.remedy, param=param, code="unsupported_value") from None
 
 
 class Meter:
@@ -147,8 +190,7 @@ async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) ->
         pieces[piece.index].append(piece)
 
     await sample_all(service.engine, parsed.choices, parsed.text_options, keep)
-    answer = parsed.head.frame([parsed.head.whole_choice(parts) for parts in pieces], streaming=False)
-    return JSONResponse({**answer, "usage": usage(parsed.num_prompt_tokens, _sampled(pieces))})
+    return JSONResponse(parsed.whole(pieces))
 
 
 class AnswerEventStream:
@@ -174,7 +216,10 @@ class AnswerEventStream:
                 code="restarted",
             )
         self._seen.add(piece.index)
-        choice = self._job.head.event_choice(piece, first=is_first)
+        await self._write(piece, first=is_first)
+
+    async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
+        choice = self._job.head.event_choice(piece, first=first)
         await self.event({**self._job.head.frame([choice], streaming=True), **self._usage})
 
     async def finish(self) -> None:
@@ -192,11 +237,47 @@ class AnswerEventStream:
         """Send ``tree`` as one event."""
         await self._data(_event(tree), more=True)
 
+    @staticmethod
+    def of(parsed: ParsedRequest, meter: Meter, send: Send) -> AnswerEventStream:
+        """Return the stream of the answer to ``parsed``."""
+        if parsed.response is not None:
+            return _ResponseEventStream(parsed, parsed.response, meter, send)
+        return AnswerEventStream(parsed, meter, send)
+
     async def _data(self, data: bytes, *, more: bool) -> None:
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class _ResponseEventStream(AnswerEventStream):
+    """A response as server-sent events, each with a name."""
+
+    def __init__(self, parsed: ParsedRequest, form: ResponseForm, meter: Meter, send: Send) -> None:
+        super().__init__(parsed, meter, send)
+        self._pieces: list[ChoicePiece] = []
+        self._events = form.stream(lambda _: parsed.whole([self._pieces]))
+
+    async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
+        self._pieces.append(piece)
+        text = AnswerPiece(num_prompt_tokens=self._job.num_prompt_tokens, content=piece.text)
+        await self._send_all(self._events.add(piece.index, text))
+
+    async def finish(self) -> None:
+        """Send the whole response as the last event."""
+        await self._send_all(self._events.end(()))
+        await self._data(b"", more=False)
+
+    async def fail(self, refusal: Refusal) -> None:
+        """Send the error as the last event."""
+        await self._send_all([RESPONSES.broken(refusal)])
+        await self._data(b"", more=False)
+
+    async def _send_all(self, events: Iterable[SseEvent]) -> None:
+        for event in events:
+            assert not isinstance(event.data, str), "responses send objects"
+            await self._data(f"event: {event.name}\n".encode() + _event(event.data), more=True)
 
 
 def engine_died(death: ComponentDied) -> Refusal:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.base.types.chat import ToolCall
 from headrace.base.types.episode import StopReason
-from headrace.base.types.teacher_scores import TopScores
-from headrace.base.types.tokens import Tokens
 from headrace.wings.serve.choices import ChoicePiece
 
 Json = dict[str, Any]
@@ -54,23 +53,39 @@ class AnswerHead:
         """Return ``piece`` as a choice of an event; the ``first`` event of a chat choice also names the role."""
         content: Json = {"text": piece.text}
         if self.is_chat:
-            content = {"delta": {**({"role": "assistant"} if first else {}), "content": piece.text}}
+            content = {"delta": {**({"role": "assistant"} if first else {}), **self._content(piece, streaming=True)}}
         return self._choice(content, piece)
 
     def whole_choice(self, pieces: Sequence[ChoicePiece]) -> Json:
         """Return all pieces of one choice, joined, as a choice of an answer."""
-        whole = ChoicePiece(
-            index=pieces[0].index,
-            tokens=Tokens.concat([piece.tokens for piece in pieces]),
-            text="".join(piece.text for piece in pieces),
-            offsets=[offset for piece in pieces for offset in piece.offsets],
-            top=TopScores.concat([piece.top for piece in pieces if piece.top]) if pieces[-1].top else None,
-            stop_reason=pieces[-1].stop_reason,
-        )
+        whole = ChoicePiece.joined(pieces)
         content: Json = {"text": whole.text}
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": whole.text}}
+            content = {"message": {"role": "assistant", **self._content(whole)}}
         return self._choice(content, whole)
+
+    def calls(self, piece: ChoicePiece) -> list[ToolCall]:
+        """Return the calls of a piece with their ids, which no other answer has."""
+        stem = f"call_{self.id.rpartition('-')[2]}_{piece.index}"
+        return [
+            ToolCall(id=f"{stem}_{number}", name=name, arguments=arguments)
+            for number, (name, arguments) in enumerate(piece.calls)
+        ]
+
+    def _content(self, piece: ChoicePiece, *, streaming: bool = False) -> Json:
+        """Return the text and the calls of a chat's piece; a message without text that calls has no content."""
+        if not piece.calls:
+            return {"content": piece.text}
+        calls = [
+            {
+                **({"index": number} if streaming else {}),
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(self.calls(piece))
+        ]
+        return {"content": piece.text or None, "tool_calls": calls}
 
     def _choice(self, content: Json, piece: ChoicePiece) -> Json:
         """Return the JSON of one choice, or of one piece of it."""
@@ -79,7 +94,7 @@ class AnswerHead:
             "index": piece.index,
             **content,
             "logprobs": self._logprobs(piece) if self.with_logprobs else None,
-            "finish_reason": FINISH[reason] if reason else None,
+            "finish_reason": self._finish(piece),
             "stop_reason": reason,
             "token_ids": tokens.ids_T.tolist(),
             "versions": tokens.versions_T.tolist(),
@@ -87,6 +102,12 @@ class AnswerHead:
         if self.with_kept_sizes:
             choice["kept_sizes"] = tokens.kept.sizes_T.tolist() if tokens.kept else [0] * len(tokens)
         return choice
+
+    def _finish(self, piece: ChoicePiece) -> str | None:
+        """Return OpenAI's reason why the choice ended; ``None`` before its last piece."""
+        if piece.calls and piece.stop_reason is StopReason.STOP:
+            return "tool_calls"
+        return FINISH[piece.stop_reason] if piece.stop_reason else None
 
     def _logprobs(self, piece: ChoicePiece) -> Json:
         """Return the log-probabilities of a piece in OpenAI's form, which differs between completions and chats."""

@@ -34,7 +34,7 @@ from headrace.wings.serve.prompts import check_model
 from headrace.wings.serve.tokens import detokenize, tokenize
 
 A = TypeVar("A")
-COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +108,8 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
 
 
 class _CompletionHandler:
-    """An ASGI application that answers ``POST`` for completions and chat completions. It cancels the work when the
-    client disconnects."""
+    """An ASGI application that answers ``POST`` for completions, chat completions and responses. It cancels the work
+    when the client disconnects."""
 
     def __init__(self, state: ServerState, metrics: ServerMetrics) -> None:
         self._state, self._metrics = state, metrics
@@ -156,7 +156,7 @@ class _CompletionHandler:
         self, parsed: ParsedRequest, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
     ) -> int:  # fmt: skip
         """Send the answer as a stream of events. A refusal before the first event is an ordinary response."""
-        events = AnswerEventStream(parsed, meter, asgi[2])
+        events = AnswerEventStream.of(parsed, meter, asgi[2])
         refusal = await _or_refusal(
             lambda: sample_all(service.engine, parsed.choices, parsed.text_options, events.write)
         )

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from headrace.base.net.refusal import Refusal, shown
+from headrace.base.types.chat import Message, Tool
+from headrace.rollout.answers import parser_for
+from headrace.rollout.answers.base import THINK
+from headrace.rollout.rendering import plain, spec, without_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,12 +21,26 @@ _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, Attribute
 """Errors that a chat template may raise on messages it does not expect. The template is a program that comes with the
 model."""
 
+_TAIL = 16
+"""The number of tokens at the end of a prompt that are searched for the beginning of a thought."""
+
 
 class ServedTokenizer:
     """A tokenizer that turns text into token ids and back. Its methods may be called from any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...], tool_parser: str = "auto"
+    ) -> None:
         self._tokenizer = tokenizer
+        template = str(tokenizer.chat_template or "")
+        self._knows_tools = "tools" in template
+        self.parser = parser_for(tool_parser, template)
+        """The parser that finds calls of tools in an answer."""
+        special = set(tokenizer.all_special_tokens)
+        self.special_markers = frozenset(special.intersection(self.parser.markers))
+        """Those of the parser's markers that are special tokens."""
+        unseen = tokenizer.convert_tokens_to_ids(sorted(special - self.special_markers))
+        self._hidden_ids = frozenset((*unseen, *stop_ids))
         self.stop_ids = stop_ids
         """The model's own end-of-sequence tokens."""
         self.has_template = tokenizer.chat_template is not None
@@ -43,14 +61,15 @@ class ServedTokenizer:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         variables: Mapping[str, Any],
         *,
+        tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return ``messages`` as one text under the chat template, by default ready for the assistant's turn. Raises
-        :class:`Refusal` if there is no template, if it refuses the messages, or if ``variables`` holds a reserved
-        name."""
+        """Return ``messages`` as one text under the chat template, by default ready for the assistant's turn. A
+        template without a place for ``tools`` gets them in the system message. Raises :class:`Refusal` if there is no
+        template, if it refuses the messages, or if ``variables`` holds a reserved name."""
         if not self.has_template:
             raise Refusal(
                 "the model's tokenizer has no chat template",
@@ -65,10 +84,14 @@ class ServedTokenizer:
                 remedy="leave it out",
                 param="chat_template_kwargs",
             )
+        written, specs = [plain(message) for message in messages], [spec(tool) for tool in tools] or None
+        if not self._knows_tools:
+            written, specs = without_tools(written, tools), None
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
+                    written,
+                    tools=specs,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     **variables,
@@ -86,6 +109,14 @@ class ServedTokenizer:
         """Return the text of ``ids`` without special tokens and without cleaning up spaces."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids`` without stop tokens, and without special tokens that do not mark a call."""
+        return self.decode_all([token for token in ids if token not in self._hidden_ids])
+
+    def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt ends with the beginning of a thought."""
+        return self.decode_all(prompt_ids[-_TAIL:]).rstrip().endswith(THINK)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` with special tokens; the engine looks for stop strings in it."""

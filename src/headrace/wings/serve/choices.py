@@ -18,6 +18,7 @@ from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import Tokens
 from headrace.engine.base import Engine
 from headrace.engine.text import Decode, Detokenizer, StopFinder
+from headrace.wings.serve.calls import CallFinder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,26 @@ class ChoicePiece:
     """Position of each token's text within the choice's text, in characters; empty unless requested."""
     top: TopScores | None = None
     """The model's likeliest entries at each token; ``None`` unless requested."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """The calls of tools, on the last piece: the name and the arguments of each. Their text is not part of ``text``."""
     stop_reason: StopReason | None = None
     """The reason why the choice ended, on its last piece; ``None`` before."""
     restarted: bool = False
     """Whether the choice was sampled again from its start, so that all its earlier pieces are void."""
+
+    @classmethod
+    def joined(cls, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
+        """Return all ``pieces`` of one choice as one."""
+        last = pieces[-1]
+        return cls(
+            index=last.index,
+            tokens=Tokens.concat([piece.tokens for piece in pieces]),
+            text="".join(piece.text for piece in pieces),
+            offsets=[offset for piece in pieces for offset in piece.offsets],
+            top=TopScores.concat([piece.top for piece in pieces if piece.top]) if last.top else None,
+            calls=last.calls,
+            stop_reason=last.stop_reason,
+        )
 
 
 Emit = Callable[[ChoicePiece], Awaitable[None]]
@@ -78,6 +95,8 @@ class TextOptions:
     """Whether text is sent with the piece of its tokens; otherwise all text comes with the last piece."""
     offsets: bool
     """Whether the position of each token in the text is computed."""
+    finder: Callable[[], CallFinder] | None = None
+    """Makes the filter that finds calls of tools in a choice; ``None``: all text is content."""
 
 
 async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_options: TextOptions, emit: Emit) -> None:
@@ -136,12 +155,13 @@ class _Text:
         self._manner = text_options
         self._detokenizer = Detokenizer(text_options.decode)
         self._finder = StopFinder(stops)
+        self._calls = None if text_options.finder is None else text_options.finder()
         self._length = length
         self._held_back: list[int] = []
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
         ids, reason = chunk.tokens.ids_T.tolist(), chunk.stop_reason
-        text, offsets = "", []
+        text, offsets = "", list[int]()
         if self._manner.offsets:
             for token in ids:
                 offsets.append(self._length)
@@ -157,12 +177,16 @@ class _Text:
             reason = StopReason.STOP
         elif reason is not None:
             cut = self._finder.last(cut)
+        text, calls = cut.text, tuple[tuple[str, str], ...]()
+        if self._calls is not None:
+            text, calls = self._calls.push(text, ended=reason is not None)
         return ChoicePiece(
             index=index,
             tokens=chunk.tokens,
-            text=cut.text,
+            text=text,
             offsets=offsets,
             top=chunk.top,
+            calls=calls,
             stop_reason=reason,
             restarted=bool(chunk.lost),
         )

@@ -21,6 +21,9 @@ class ServeSection(Section):
     """Port to listen on; 0 takes a free one."""
     name: str = ""
     """Name of the model in requests and answers; empty takes the name of its directory."""
+    tool_parser: str = "auto"
+    """Name of the parser that finds calls of tools in answers, one of those of ``env.tool_parser``; ``auto``: the one
+    that fits the chat template."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1)
     """Size of the longest request body that is read, in bytes. A longer body is refused with status 413."""
     max_prompts: int = Field(default=128, ge=1)

@@ -6,12 +6,15 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from headrace.base.errors import nearest
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
+from headrace.wings.agents.reading import named_answers, refuse_same_names
+from headrace.wings.serve.calls import forced_calls
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.choices import ChoiceRequest, Echo
 from headrace.wings.serve.config import ServeSection
@@ -85,7 +88,8 @@ def check_body(body: AnyBody, served: ServedModel) -> None:
 def encode(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> list[list[int]]:
     """Return the prompts of ``body`` as token ids. A text too long for the context is refused before it is encoded."""
     if isinstance(body, ChatBody):
-        text = tokenizer.render([message.plain() for message in body.messages], body.chat_template_kwargs)
+        messages = named_answers(message.message() for message in body.messages)
+        text = tokenizer.render(messages, body.chat_template_kwargs, tools=body.offered)
         _refuse_long(text, "messages", tokenizer, served)
         return [tokenizer.encode_rendered(text)]
     for prompt in body.prompt:
@@ -94,11 +98,32 @@ def encode(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> li
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
 
 
+def structure(body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer) -> str:
+    """Return the description of what each choice must look like, which may be that of calls; empty for anything."""
+    if not isinstance(body, ChatBody) or body.tool_choice.kind != "required":
+        return body.structure
+    if tokenizer.opens_thought(prompts[0]):
+        raise Refusal(
+            "tool_choice: the chat template begins a thought, and an answer that is a call has none",
+            remedy="use tool_choice='auto', or a variable of the template without a thought, such as "
+            "chat_template_kwargs={'enable_thinking': false}",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    name = body.tool_choice.name
+    return forced_calls(
+        tokenizer.parser,
+        [tool for tool in body.offered if name in ("", tool.name)],
+        many=body.parallel_tool_calls and not name,
+        special=tokenizer.special_markers,
+    )
+
+
 def choices(
-    body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer, served: ServedModel
+    body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer, served: ServedModel, structure: str
 ) -> list[ChoiceRequest]:
-    """Return ``body.n`` choice requests for each prompt, in the order of the prompts; choice *i* draws with seed +
-    *i*."""
+    """Return ``body.n`` choice requests for each prompt, in the order of the prompts, each of which follows
+    ``structure``; choice *i* draws with seed + *i*."""
     seed = secrets.randbits(62) if body.seed is None else body.seed
     agent = body.model if body.model in served.agents else ""
     options = RequestOptions(priority=body.priority, deadline_s=body.deadline_s, agent=agent)
@@ -107,7 +132,9 @@ def choices(
         ids_T = np.array(prompt, np.int32)
         max_new_tokens = _max_new_tokens(body, len(prompt), served)
         for _ in range(body.n):
-            sampling = _sampling(body, tokenizer, max_new_tokens, seed + len(requests))
+            sampling = msgspec.structs.replace(
+                _sampling(body, tokenizer, max_new_tokens, seed + len(requests)), structure=structure
+            )
             requests.append(
                 ChoiceRequest(
                     index=len(requests), prompt_ids_T=ids_T, sampling=sampling, options=options, echo=_echo(body)
@@ -147,6 +174,7 @@ def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequen
 
 
 def _check_chat(body: ChatBody) -> None:
+    refuse_same_names([tool.tool() for tool in body.tools])
     if body.top_logprobs and not body.logprobs:
         raise Refusal(
             f"top_logprobs={body.top_logprobs} without logprobs",
@@ -214,5 +242,4 @@ def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, se
         seed=seed % 2**63,
         record_kept=body.kept_sizes,
         record_top=num_top(body),
-        structure=body.structure,
     )

@@ -177,7 +177,8 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
     engine.refuse_server("headrace serve")
     device = str(use("engine.device", engine.device, only_cpu=config.model.deterministic))
     hub_tokenizer = load_tokenizer(path)
-    tokenizer = ServedTokenizer(hub_tokenizer, stop_ids(path, hub_tokenizer.eos_token_id))
+    ends = stop_ids(path, hub_tokenizer.eos_token_id)
+    tokenizer = ServedTokenizer(hub_tokenizer, ends, config.serve.tool_parser)
     max_context = engine.max_context or context_length(path)
     name, agents = model_name(config), config.model.adapter_agents
     if name in agents:
@@ -186,7 +187,6 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
             remedy="give the model another name: serve.name",
         )
     model = load_model(config.model, device)
-    ends = stop_ids(path, hub_tokenizer.eos_token_id)
     masks = Grammars(hub_tokenizer, model.get_input_embeddings().num_embeddings, ends)
     core = NativeEngine(
         model,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from headrace.wings.serve.strict import Strict, StrictBody, read_stop
+from headrace.base.types.chat import Message, Tool
+from headrace.wings.agents.reading import ChatTool, ChatToolCall
+from headrace.wings.serve.strict import StreamOptions, Strict, StrictBody, read_stop
 from headrace.wings.serve.structure import choice, json_schema, regex
 
 MAX_BIASES = 1024
@@ -27,16 +29,12 @@ MAX_TOP = 20
 IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention"),
     }
 )
 """Fields that OpenAI's clients may send and that do not change the answer."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -136,15 +134,6 @@ def _read_bias(value: object) -> dict[int, float]:
     return biases
 
 
-class StreamOptions(Strict):
-    """The options of a stream."""
-
-    include_usage: bool = False
-    """Whether one more event at the end gives the numbers of tokens."""
-    include_obfuscation: bool = False
-    """Accepted for compatibility, without effect: events are not padded."""
-
-
 class Body(StrictBody):
     """The fields that the bodies of completions and of chat completions share."""
 
@@ -222,6 +211,11 @@ class Body(StrictBody):
 class CompletionBody(Body):
     """The body of ``POST /v1/completions``."""
 
+    ignored: ClassVar = IGNORED | {"parallel_tool_calls"}
+    unsupported: ClassVar = {
+        **UNSUPPORTED, "suffix": ("",), "best_of": (1,), "tools": ([],), "tool_choice": ("none", "auto")
+    }  # fmt: skip
+
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_read_prompts)]
     """One or several prompts, as text or as token ids."""
     max_tokens: int = Field(default=16, ge=0, le=INT32_MAX)
@@ -253,6 +247,14 @@ class ChatMessageBody(Strict):
     content: Annotated[str, PlainValidator(read_content)]
     name: str | None = None
     """Name of the author, which the chat template may use."""
+    tool_calls: list[ChatToolCall] = Field(default=[], max_length=1024)
+    """The calls of an assistant's message."""
+    tool_call_id: str = ""
+    """The call that this message answers, if its role is ``tool``."""
+    refusal: Literal[""] = ""
+    annotations: list[Any] = Field(default=[], max_length=0)
+    parsed: Any = None
+    """Added by OpenAI's client; not read."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -263,15 +265,47 @@ class ChatMessageBody(Strict):
         fields = {name: part for name, part in value.items() if part is not None}
         return {"content": "", **fields} if fields.get("role") == "assistant" else fields
 
-    def plain(self) -> dict[str, str]:
-        """Return the message as the dictionary that chat templates read."""
-        return {"role": self.role, "content": self.content, **({"name": self.name} if self.name else {})}
+    def message(self) -> Message:
+        """Return the message as chat templates are given it."""
+        return Message(
+            role=self.role,
+            content=self.content,
+            name=self.name or "",
+            tool_calls=tuple(call.call() for call in self.tool_calls),
+            tool_call_id=self.tool_call_id,
+        )
+
+
+class ToolChoice(NamedTuple):
+    """What a request says of calls."""
+
+    kind: str
+    """``none``, ``auto`` or ``required``."""
+    name: str = ""
+    """The tool that is to be called; empty for any."""
+
+
+def _read_tool_choice(value: object) -> ToolChoice:
+    match value:
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name), **within}, **rest} if name and not (rest or within):
+            return ToolChoice("required", name)
+    raise PydanticCustomError(
+        "tool_choice", 'expected "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+    )
 
 
 class ChatBody(Body):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: list[ChatMessageBody] = Field(min_length=1)
+    tools: list[ChatTool] = Field(default=[], max_length=1024)
+    """Tools that the model may call."""
+    tool_choice: Annotated[ToolChoice, PlainValidator(_read_tool_choice)] = ToolChoice("auto")
+    """Whether the model may or must call a tool, and which."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may hold several calls."""
     max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
     """The older name of ``max_completion_tokens``."""
     max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
@@ -282,6 +316,27 @@ class ChatBody(Body):
     """The number of likeliest entries at each token; needs ``logprobs``."""
     chat_template_kwargs: TemplateVariables = Field(default={}, max_length=32)
     """Further variables of the chat template, such as ``enable_thinking``."""
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """Return the tools that the model is told of."""
+        return () if self.tool_choice.kind == "none" else tuple(tool.tool() for tool in self.tools)
+
+    @pydantic.model_validator(mode="after")
+    def _calls_can_be_made(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools]
+        choice = self.tool_choice
+        if choice.kind == "required" and not (choice.name in names if choice.name else names):
+            raise PydanticCustomError("tool_choice", "expected tools among which is the one to call")
+        if self.offered and self.structure:
+            raise PydanticCustomError("tools", "expected no structure of the answer beside tools: calls have their own")
+        if self.tools and choice.kind == "required" and self.ignore_eos:
+            raise PydanticCustomError("tool_choice", "expected no ignore_eos: an answer that is a call has an end")
+        if self.offered and choice.kind == "auto" and not self.parallel_tool_calls:
+            raise PydanticCustomError(
+                "parallel_tool_calls", "expected true: only with tool_choice 'required' can calls be counted"
+            )
+        return self
 
 
 AnyBody = CompletionBody | ChatBody

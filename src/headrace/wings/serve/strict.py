@@ -24,6 +24,15 @@ class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class StreamOptions(Strict):
+    """The options of a stream."""
+
+    include_usage: bool = False
+    """Whether one more event at the end gives the numbers of tokens."""
+    include_obfuscation: bool = False
+    """Accepted for compatibility, without effect: events are not padded."""
+
+
 class StrictBody(Strict):
     """A model for a whole request body, with lists of the fields that are ignored and of those that are refused."""
 

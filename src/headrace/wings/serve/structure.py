@@ -50,6 +50,11 @@ def choice(texts: Sequence[str]) -> str:
     return regex("|".join(re.escape(text) for text in texts))
 
 
+def lark(grammar: str) -> str:
+    """Return the description of text that follows ``grammar``, in llguidance's form of Lark's language."""
+    return json.dumps({"lark": grammar})
+
+
 class Grammars:
     """The maker of masks of one tokenizer (:data:`headrace.engine.native.masks.MaskMaker`). It may be called from any
     thread. ``vocab_size`` is that of the model; after a complete answer only ``stop_ids`` may come."""
@@ -85,11 +90,13 @@ class Grammars:
                 remedy="pip install 'headrace[structured]' where the server runs",
             ) from None
         tree = json.loads(description)
-        grammar = (
-            LLMatcher.grammar_from_regex(tree["regex"])
-            if "regex" in tree
-            else LLMatcher.grammar_from_json_schema(tree["json_schema"])
-        )
+        match tree:
+            case {"regex": pattern}:
+                grammar = LLMatcher.grammar_from_regex(pattern)
+            case {"json_schema": schema}:
+                grammar = LLMatcher.grammar_from_json_schema(schema)
+            case _:
+                grammar = LLMatcher.grammar_from_lark(tree["lark"])
         matcher = LLMatcher(self._wrap(), grammar, log_level=0)
         if matcher.is_error():
             words = visible(matcher.get_error().splitlines()[0], 300)

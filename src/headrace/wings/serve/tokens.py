@@ -56,7 +56,7 @@ async def tokenize(request: Request, service: Service) -> Response:
         if body.messages is None:
             prompt = body.prompt or ""
             return tokenizer.encode(prompt) if body.add_special_tokens else tokenizer.encode_rendered(prompt)
-        messages = [message.plain() for message in body.messages]
+        messages = [message.message() for message in body.messages]
         return tokenizer.encode_rendered(
             tokenizer.render(messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt)
         )

@@ -1,0 +1,134 @@
+"""OpenAI's responses, ``POST /v1/responses``: a chat in other words.
+
+The bodies and the events are those of :mod:`headrace.wings.agents.responses`. The server keeps no response: a request
+sends its whole conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from headrace.base.net.refusal import Refusal, shown
+from headrace.base.types.chat import Message, Reply
+from headrace.wings.agents.base import ExchangeContext, Json
+from headrace.wings.agents.responses import ResponseForm, ResponsesBody
+from headrace.wings.serve.answers import AnswerHead
+from headrace.wings.serve.choices import ChoicePiece
+from headrace.wings.serve.schema import ChatBody
+from headrace.wings.serve.strict import read_body
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class _ServedBody(ResponsesBody):
+    """A body whose ``tool_choice`` and ``text.format`` have been taken out, and which continues no other response."""
+
+    unsupported: ClassVar = {
+        **{name: harmless for name, harmless in ResponsesBody.unsupported.items() if name != "parallel_tool_calls"},
+        "previous_response_id": ("",),
+    }
+    parallel_tool_calls: bool = True
+
+
+def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) -> tuple[ChatBody, ResponseForm]:
+    """Return the chat that a request for a response asks for, and the form of its answer. ``name`` is that of the
+    model, if the request names none. Raises :class:`Refusal`."""
+    fields = dict(tree)
+    choice = fields.pop("tool_choice", "auto")
+    text = fields.get("text") or {}
+    format_ = text.get("format") if isinstance(text, dict) else None
+    if format_ is not None:
+        fields["text"] = {name: part for name, part in text.items() if name != "format"}
+    body = read_body(_ServedBody, fields)
+    _refuse_unsampled(body)
+    messages = (*body.opening(), *body.conversation({}))
+    if any(message.reasoning for message in messages):
+        raise Refusal(
+            "input holds reasoning, which this server does not tell apart from text",
+            remedy="leave it out, or send it as text",
+            param="input",
+            code="unsupported_value",
+        )
+    chat = {
+        "model": body.model or None,
+        "messages": [_message(message) for message in messages],
+        "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools],
+        "tool_choice": _chat_choice(choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _chat_format(format_),
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": LOGPROBS in body.include,
+        "stream": body.stream,
+    }
+    own = {
+        "model": body.model or name,
+        "tool_choice": choice,
+        "text": {"format": format_ or {"type": "text"}},
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
+    chat_body = read_body(ChatBody, {name: value for name, value in chat.items() if value is not None})
+    return chat_body, ResponseForm(body=body, context=context, own=own)
+
+
+def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], num_prompt_tokens: int) -> Json:
+    """Return the JSON of the response whose only choice came in ``pieces``, with its tokens and their versions."""
+    whole = ChoicePiece.joined(pieces)
+    assert whole.stop_reason is not None, "a choice has ended with its last piece"
+    tokens = whole.tokens
+    reply = Reply(
+        message=Message(role="assistant", content=whole.text, tool_calls=tuple(head.calls(whole))),
+        turn=0,
+        stop_reason=whole.stop_reason,
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=tokens.num_sampled,
+        logprobs=tuple(tokens.logprobs_T.tolist()),
+        token_ids=tuple(tokens.ids_T.tolist()),
+    )
+    return {
+        **form.ended(reply),
+        "stop_reason": whole.stop_reason,
+        "token_ids": list(reply.token_ids),
+        "versions": tokens.versions_T.tolist(),
+    }
+
+
+def _refuse_unsampled(body: ResponsesBody) -> None:
+    """Refuse settings that would change the answer of other servers, and change none here."""
+    settings = {"reasoning.effort": body.reasoning.effort, "text.verbosity": body.text.verbosity}
+    for name, value in settings.items():
+        if value not in ("", "none"):
+            raise Refusal(
+                f"{name}={shown(value)} is not supported",
+                remedy=f"leave {name} out",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _message(message: Message) -> Json:
+    """Return a message in the form of chat completions."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    fields = {"role": message.role, "content": message.content, "tool_call_id": message.tool_call_id}
+    return {**fields, **({"tool_calls": calls} if calls else {})}
+
+
+def _chat_choice(choice: object) -> object:
+    """Return ``tool_choice`` in the form of chat completions."""
+    match choice:
+        case {"type": "function", "name": name, **rest} if not rest:
+            return {"type": "function", "function": {"name": name}}
+    return choice
+
+
+def _chat_format(format_: object) -> object:
+    """Return ``text.format`` in the form of chat completions' ``response_format``."""
+    match format_:
+        case {"type": "json_schema", "schema": schema, **rest} if rest.keys() <= {"name", "strict", "description"}:
+            return {"type": "json_schema", "json_schema": {"schema": schema}}
+    return format_
