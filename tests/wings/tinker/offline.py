@@ -8,9 +8,9 @@ import numpy as np
 
 from headrace.base.clock import RealClock
 from headrace.models import ModelConfig, load_model
-from headrace.wings.tinker.compute import BaseCompute
+from headrace.wings.tinker.compute import BaseCompute, FrozenBase
 from headrace.wings.tinker.journal import WAITING, Journal, JournalEntry
-from headrace.wings.tinker.performing import ModelLimits, Performer
+from headrace.wings.tinker.performing import Performer
 from headrace.wings.tinker.tenants import Tenants
 from headrace.wings.tinker.turns import Turns
 
@@ -21,6 +21,24 @@ def compute_of(model: Path, **more) -> BaseCompute:
     return BaseCompute(load_model(ModelConfig(path=str(model))), **{"tokens_per_microbatch": 32, **more})
 
 
+def base_of(compute: BaseCompute) -> FrozenBase:
+    return FrozenBase(path=Path("base"), compute=compute, max_rank=64, max_context=256)
+
+
+class AnyName(dict[str, FrozenBase]):
+    """One base, whatever it is called."""
+
+    def __init__(self, base: FrozenBase) -> None:
+        super().__init__()
+        self._base = base
+
+    def get(self, name: str) -> FrozenBase:
+        return self._base
+
+    def __missing__(self, name: str) -> FrozenBase:
+        return self._base
+
+
 class Offline:
     """The models of a server in ``state``, from its start to :meth:`close`, or to :meth:`kill`."""
 
@@ -28,17 +46,18 @@ class Offline:
         self.journal, self.failures = Journal(state), []
         self.turns = Turns("test-turns", self.failures.append)
         clock = RealClock()
-        self.tenants = Tenants(self.journal, state, compute, self.turns, clock=clock, **{"max_resident": 8, **more})
-        limits = ModelLimits(max_rank=64, max_context=256, vocab_size=compute.vocab_size)
+        self._bases = AnyName(base_of(compute))
+        self.tenants = Tenants(self.journal, state, self._bases, self.turns, clock=clock, **{"max_resident": 8, **more})
         self.tenants.perform = Performer(
-            self.journal, state, compute, limits=limits, clock=clock, seed_of=lambda model: 0, ephemeral_s=1e9
+            self.journal, state, self._bases, clock=clock, seed_of=lambda model: 0, ephemeral_s=1e9
         )
         self.tenants.resume()
 
     def create(self, model: str = MODEL, rank: int = 4, base: str = "b", **lora) -> None:
         self.journal.run(
-            "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s) VALUES (?, 's', 0, 0, 0)", model
-        )
+            "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s, spec) VALUES (?, 's', 0, 0, 0, ?)",
+            model, json.dumps({"base": base}),
+        )  # fmt: skip
         config = {"rank": rank, "seed": 1, **lora}
         body = {"session_id": "s", "model_seq_id": 0, "base_model": base, "lora_config": config}
         self.send("create_model", 0, json.dumps(body).encode(), model)
@@ -55,7 +74,7 @@ class Offline:
         self.wait()
         self.turns.submit(model, lambda: self.tenants._restore(model, sys.maxsize))
         self.wait()
-        return {name: each.detach().numpy().copy() for name, each in self.tenants._live[model].lora.tensors.items()}
+        return {name: each.detach().numpy().copy() for name, each in self.tenants._live[model].weights.tensors.items()}
 
     def close(self) -> None:
         self.turns.close()

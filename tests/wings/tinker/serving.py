@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ import numpy as np
 from headrace.base.clock import RealClock
 from headrace.engine.config import EngineConfig
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.tinker.config import TinkerConfig
+from headrace.wings.tinker.config import BaseConfig, TinkerConfig
 from headrace.wings.tinker.run import TinkerServer, bind, key_of
 
-NAME = "Qwen/Qwen3-8B"
+NAME, WHOLE = "Qwen/Qwen3-8B", "whole/model"
 VOCAB = "abcdefghijklmnopqrstuvwxyz0123456789 +-=?"
 KEY = "tml-test"
 
@@ -26,10 +26,13 @@ def tiny(directory: Path, **more: Any) -> Path:
     return make_tiny(directory, TinySpec(vocab=VOCAB, hidden_size=32, num_layers=2, max_positions=256, **more))
 
 
-def settings(model: Path, state: Path, **more: Any) -> TinkerConfig:
+def settings(model: Path, state: Path, *, others: Mapping[str, Path] | None = None, **more: Any) -> TinkerConfig:
+    """Return the settings of a server of ``model``, and of ``others`` under their names; that named
+    :data:`WHOLE` trains all its weights."""
     engine = EngineConfig(kernels="off", max_sequences=16)
-    config = TinkerConfig(model=model, names=(NAME,), state=state, port=0, engine=engine)
-    return replace(config, **more)
+    named = {NAME: model, **(others or {})}
+    bases = tuple(BaseConfig(path=path, names=(name,), whole=name == WHOLE) for name, path in named.items())
+    return replace(TinkerConfig(bases=bases, state=state, port=0, engine=engine), **more)
 
 
 @contextmanager

@@ -7,12 +7,9 @@ import torch
 from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
 from tinker.types import RequestErrorCategory
-from typer.testing import CliRunner
 
-from headrace.base.errors import ConfigError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
-from headrace.run.cli.app import app
 from tests.wings.tinker.serving import NAME, client, datum, served
 
 IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
@@ -333,20 +330,3 @@ def test_a_client_that_ends_makes_room_for_the_models_of_others(model, tmp_path)
         service.close("success").result()
         assert new(other).model_id
     assert losses[0] > 0
-
-
-def test_a_second_directory_is_refused_by_name(model, tmp_path):
-    arguments = [
-        "tinker",
-        str(model),
-        "--name",
-        f"A={model}",
-        "--name",
-        f"B={tmp_path}",
-        "--state",
-        str(tmp_path / "s"),
-    ]
-    error = CliRunner().invoke(app, arguments).exception
-    assert isinstance(error, ConfigError)
-    assert f"--name B={tmp_path}: this server's base is {model}" in error.problem
-    assert "another server" in error.remedy

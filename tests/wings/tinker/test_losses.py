@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models.multilora import to_peft
 from headrace.wings.supervised.session import sft
+from headrace.wings.tinker import compute as tinker_compute
 from headrace.wings.tinker.losses import LOSSES
 from headrace.wings.tinker.wire import read_train_request, write_train_result
 from tests.wings.supervised.material import settings
@@ -73,7 +74,7 @@ def plain_loss(name, lp, config, *, q, adv, weights, mask):
 @pytest.mark.parametrize("name", [*LOSSES, "cross_entropy [N, K]"])
 def test_a_loss_and_its_gradient_equal_plain_torch(compute, model, name):
     rng = np.random.default_rng(3)
-    lora = compute.multi.new(rank=4, parts=PARTS, seed=5)
+    lora = compute.kind.new({"rank": 4, "parts": PARTS, "seed": 5})
     with torch.no_grad():
         for each in lora.tensors.values():
             each.add_(torch.from_numpy(rng.normal(0, 0.05, each.shape)).float())
@@ -162,7 +163,7 @@ def test_a_curve_of_fifty_steps_is_that_of_transformers_and_peft(compute, model,
     server = Offline(compute, tmp_path)
     server.create(rank=8, **ALL)
     server.wait()
-    reference, own = as_peft(model, compute.multi.new(rank=8, parts=PARTS, seed=1))
+    reference, own = as_peft(model, compute.kind.new({"rank": 8, "parts": PARTS, "seed": 1}))
     optimizer = torch.optim.AdamW(own.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
     rng, seq, expected = np.random.default_rng(0), 0, []
     for _ in range(50):
@@ -268,3 +269,19 @@ def test_the_same_rows_through_headrace_sft_give_the_same_weights(compute, model
 def external_body(seq, path):
     given = {"model_id": MODEL, "seq_id": seq, "path": path, "type": "save_weights_external"}
     return json.dumps(given).encode()
+
+
+def test_a_head_that_is_computed_in_pieces_gets_its_adapters_gradient(model, monkeypatch):
+    ids = np.random.default_rng(1).integers(4, 30, 20)
+    data, found = [(ids[:-1], {"target_tokens": ids[1:]})], []
+    for logits in (2**24, 5 * 43):
+        monkeypatch.setattr(tinker_compute, "LOGITS_PER_CHUNK", logits)
+        compute = compute_of(model)
+        lora = compute.kind.new({"rank": 4, "parts": PARTS, "seed": 5})
+        with torch.no_grad():
+            for each in lora.tensors.values():
+                each.add_(0.05)
+        computed(compute, lora, data, "cross_entropy", {})
+        found.append({name: each.grad for name, each in lora.tensors.items()})
+    for name, grad in found[0].items():
+        assert torch.allclose(grad, found[1][name], rtol=1e-4, atol=1e-5), name

@@ -113,7 +113,7 @@ class _Routes:
             "retrieve_future": self._retrieve,
             "cancel_future": self._posted(lambda service, body: service.cancel(body)),
             "telemetry": self._telemetry,
-            "weights_info": self._posted(lambda service, body: service.weights_info(body)),
+            "weights_info": self._posted(lambda service, body: service.catalog.weights_info(body)),
             **{kind: self._of_model(kind) for kind in of_model},
         }
         run = f"{PREFIX}/training_runs/{{model}}"
@@ -123,12 +123,12 @@ class _Routes:
             f"{PREFIX}/healthz": self._healthz,
             f"{PREFIX}/get_server_capabilities": self._got(lambda service, _: service.capabilities()),
             f"{PREFIX}/samplers/{{sampler}}": self._got(lambda service, path: service.get_sampler(path["sampler"])),
-            f"{PREFIX}/sessions/{{session}}": self._got(lambda service, path: service.session(path["session"])),
-            f"{PREFIX}/sessions": self._got(lambda service, _: service.sessions()),
-            f"{PREFIX}/training_runs": self._listed(lambda service, *page: service.training_runs(*page)),
-            f"{PREFIX}/checkpoints": self._listed(lambda service, *page: service.checkpoints(None, *page)),
-            run: self._got(lambda service, path: service.training_run(path["model"])),
-            f"{run}/checkpoints": self._got(lambda service, path: service.checkpoints(path["model"])),
+            f"{PREFIX}/sessions/{{session}}": self._got(lambda service, path: service.catalog.session(path["session"])),
+            f"{PREFIX}/sessions": self._got(lambda service, _: service.catalog.sessions()),
+            f"{PREFIX}/training_runs": self._listed(lambda service, *page: service.catalog.training_runs(*page)),
+            f"{PREFIX}/checkpoints": self._listed(lambda service, *page: service.catalog.checkpoints(None, *page)),
+            run: self._got(lambda service, path: service.catalog.training_run(path["model"])),
+            f"{run}/checkpoints": self._got(lambda service, path: service.catalog.checkpoints(path["model"])),
             f"{checkpoint}/external_weights_urls": self._urls,
             f"{checkpoint}/files/{{file}}": self._file,
         }
@@ -195,22 +195,24 @@ class _Routes:
         return JSONResponse(self._holder.ready().finish(request.path_params["session"]))
 
     async def _delete(self, request: Request) -> Response:
-        await asyncio.to_thread(self._holder.ready().delete_checkpoint, request.path_params["model"], _named(request))
+        await asyncio.to_thread(
+            self._holder.ready().catalog.delete_checkpoint, request.path_params["model"], _named(request)
+        )
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
-        self._holder.ready().set_ttl(request.path_params["model"], _named(request), await self._body(request))
+        self._holder.ready().catalog.set_ttl(request.path_params["model"], _named(request), await self._body(request))
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
-        files = self._holder.ready().files_of(request.path_params["model"], _named(request))
+        files = self._holder.ready().catalog.files_of(request.path_params["model"], _named(request))
         root = str(request.url).removesuffix("external_weights_urls")
         expires = datetime.fromtimestamp(self._clock.wall() + URLS_S, UTC).isoformat()
         return JSONResponse({"urls": {file: f"{root}files/{file}" for file in files}, "expires": expires})
 
     async def _file(self, request: Request) -> Response:
         path = request.path_params
-        return FileResponse(self._holder.ready().file_of(path["model"], _named(request), path["file"]))
+        return FileResponse(self._holder.ready().catalog.file_of(path["model"], _named(request), path["file"]))
 
     async def _body(self, request: Request) -> bytes:
         """Return the body, decompressed. Raises :class:`Refusal` for one that is too long."""

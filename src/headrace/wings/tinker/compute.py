@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from transformers import PreTrainedModel
 from headrace.learner.head import TopRequest
 from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
 from headrace.models.attention import PLAN, PackedPlan
-from headrace.models.multilora import LoraTensors, MultiLora, Segment
 from headrace.wings.tinker.data import TARGETS, Datum
 from headrace.wings.tinker.losses import Options, TokenLossFn
+from headrace.wings.tinker.weights import AdapterKind, WeightKind, Weights, WholeKind
 
 Array = npt.NDArray[Any]
 
@@ -48,6 +49,18 @@ class PromptScores:
     """The log-probabilities of the targets at each token but the first; ``None`` if none were given."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FrozenBase:
+    """A base model as the models of clients train on it, and their limits."""
+
+    path: Path
+    compute: BaseCompute
+    max_rank: int
+    """The largest rank of an adapter."""
+    max_context: int
+    """The most tokens of one datum."""
+
+
 class _UntiledHead:
     """A split model whose head runs as the module it is, with its hooks."""
 
@@ -57,15 +70,15 @@ class _UntiledHead:
 
 class BaseCompute:
     """The base model, computing in one thread. ``tokens_per_microbatch`` bounds the positions of one pass, unless a
-    single datum has more."""
+    single datum has more. ``whole`` says that clients train all weights instead of adapters."""
 
-    def __init__(self, model: PreTrainedModel, *, tokens_per_microbatch: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, tokens_per_microbatch: int, whole: bool = False) -> None:
         self.model = model
         self._budget = tokens_per_microbatch
         self._device = model.device
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         parts = split_model(model, self._inputs([np.zeros(2, np.int32)]))
-        self.multi = MultiLora(model)
+        self.kind: WeightKind = WholeKind(model) if whole else AdapterKind(model)
         chunk = max(1, LOGITS_PER_CHUNK // self.vocab_size)
         untiled = _UntiledHead(parts)
         self._logprobs = {
@@ -76,7 +89,7 @@ class BaseCompute:
 
     def train(
         self,
-        lora: LoraTensors,
+        weights: Weights,
         data: Sequence[Datum],
         loss: tuple[TokenLossFn, Options],
         result: TrainResult,
@@ -84,20 +97,21 @@ class BaseCompute:
         backward: bool,
     ) -> Iterator[None]:
         """Add each micro-batch to ``result``, and yield after it. With ``backward``, gradients are added to those of
-        the adapter's tensors."""
+        ``weights``."""
         for part in self._cut(data):
-            with torch.set_grad_enabled(backward):
-                total = self._micro(lora, part, loss, result)
-            if backward and total.requires_grad:
-                total.backward()
+            with self.kind.on(weights):  # also while pieces of the head are computed again in the backward pass
+                with torch.set_grad_enabled(backward):
+                    total = self._micro(weights, part, loss, result)
+                if backward and total.requires_grad:
+                    total.backward()
             result.loss += float(total.detach())
             yield None
 
     def _micro(
-        self, lora: LoraTensors, part: Sequence[Datum], loss: tuple[TokenLossFn, Options], result: TrainResult
+        self, weights: Weights, part: Sequence[Datum], loss: tuple[TokenLossFn, Options], result: TrainResult
     ) -> Tensor:
         fn, options = loss
-        found = self._of_targets(lora, [datum.ids_N for datum in part], [datum.targets for datum in part])
+        found = self._of_targets(weights, [datum.ids_N for datum in part], [datum.targets for datum in part])
         total = torch.zeros((), device=self._device)
         for datum, log_pi in zip(part, found, strict=True):
             inputs = {name: self._tensor(values) for name, values in datum.inputs.items() if name != TARGETS}
@@ -105,7 +119,7 @@ class BaseCompute:
             result.logprobs.append(log_pi.detach().cpu().numpy())
         return total
 
-    def _of_targets(self, lora: LoraTensors | None, ids: Sequence[Array], targets: Sequence[Array]) -> list[Tensor]:
+    def _of_targets(self, weights: Weights | None, ids: Sequence[Array], targets: Sequence[Array]) -> list[Tensor]:
         """Return log π of the targets of each sequence, in the shape of its targets."""
         inputs = self._inputs(ids)
         count = sum(map(len, ids))
@@ -117,8 +131,8 @@ class BaseCompute:
             padded_MK[end - len(each) : end, : wide.shape[1]] = wide
         targets_MK = torch.from_numpy(padded_MK).to(self._device)
         rows_M = torch.arange(count, device=self._device)
-        with self.multi.on([Segment(lora=lora)]):
-            first_M, _, top_MK = self._logprobs[self._adapts_head(lora)](
+        with self.kind.on(weights):
+            first_M, _, top_MK = self._logprobs[self.kind.runs_head(weights)](
                 inputs, rows_M, targets_MK[:, 0], None, targets_MK if width > 1 else None
             )
         found = list[Tensor]()
@@ -129,7 +143,7 @@ class BaseCompute:
         return found
 
     @torch.no_grad()
-    def score(self, lora: LoraTensors | None, ids_N: Array, *, top: int, targets_NK: Array | None) -> PromptScores:
+    def score(self, weights: Weights | None, ids_N: Array, *, top: int, targets_NK: Array | None) -> PromptScores:
         """Return the scores of a sequence at temperature 1. ``targets_NK`` ``[N - 1, K]`` are other tokens in the place
         of each token but the first; −1 for none."""
         count = len(ids_N)
@@ -137,17 +151,17 @@ class BaseCompute:
         top_ids, top_logs = np.zeros((count, top), np.int32), np.full((count, top), -99999.0, np.float32)
         found_targets = None if targets_NK is None else np.zeros(targets_NK.shape, np.float32)
         if count > 1:
-            (log_pi_N,) = self._of_targets(lora, [ids_N[:-1]], [ids_N[1:]])
+            (log_pi_N,) = self._of_targets(weights, [ids_N[:-1]], [ids_N[1:]])
             logprobs_N[1:] = log_pi_N.cpu().numpy()
         if count > 1 and top:
             rows = torch.arange(count - 1, device=self._device)
-            with self.multi.on([Segment(lora=lora)]):
-                ids_NK, logs_NK = self._top[self._adapts_head(lora)](
+            with self.kind.on(weights):
+                ids_NK, logs_NK = self._top[self.kind.runs_head(weights)](
                     self._inputs([ids_N[:-1]]), rows, TopRequest(num=top, below=self.vocab_size)
                 )
             top_ids[1:], top_logs[1:] = ids_NK.cpu().numpy(), logs_NK.cpu().numpy()
         if count > 1 and targets_NK is not None and found_targets is not None:
-            (log_pi_NK,) = self._of_targets(lora, [ids_N[:-1]], [np.maximum(targets_NK, 0)])
+            (log_pi_NK,) = self._of_targets(weights, [ids_N[:-1]], [np.maximum(targets_NK, 0)])
             found_targets[:] = np.where(targets_NK < 0, 0.0, log_pi_NK.cpu().numpy())
         return PromptScores(
             logprobs_N=logprobs_N, top_ids_NK=top_ids, top_logprobs_NK=top_logs, targets_NK=found_targets
@@ -171,6 +185,3 @@ class BaseCompute:
 
     def _tensor(self, values: Array) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)  # a copy: the bytes are the request's
-
-    def _adapts_head(self, lora: LoraTensors | None) -> bool:
-        return lora is not None and any(lora.pair(name) is not None for name in self.multi.heads)

@@ -9,13 +9,23 @@ from headrace.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaseConfig:
+    """One base model of a server."""
+
+    path: Path
+    """Its directory."""
+    names: tuple[str, ...]
+    """The names under which clients may ask for it."""
+    whole: bool = False
+    """Whether one client at a time trains all its weights; otherwise many train adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TinkerConfig:
     """The settings of one server."""
 
-    model: Path
-    """The directory of the base model."""
-    names: tuple[str, ...]
-    """The names under which clients may ask for it, the first of which is told to them."""
+    bases: tuple[BaseConfig, ...]
+    """The base models, each with names that no other has."""
     state: Path
     """The directory of the journal, the checkpoints and the key."""
     host: str = "127.0.0.1"
@@ -31,7 +41,7 @@ class TinkerConfig:
     max_models: int = 256
     """The most models of sessions that have not ended."""
     max_resident: int = 32
-    """The most models in training, and the most samplers, that stay in memory while they are not used."""
+    """The most models in training, and the most samplers, of all bases, that stay in memory while they are not used."""
     max_rank: int = 256
     """The largest rank of an adapter."""
     tokens_per_microbatch: int = 4096

@@ -1,4 +1,5 @@
-"""Adapters on the disk: directories in peft's format, with the optimizer's state beside it where it is wanted.
+"""Weights on the disk, with the optimizer's state beside them where it is wanted: adapters in peft's format, and whole
+weights by the names of the model's parameters.
 
 A directory is written under another name, flushed, and renamed, so that it is whole or not there.
 """
@@ -18,23 +19,29 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from headrace.base.errors import DataError
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
+from headrace.models.weights import in_file_format
+from headrace.wings.tinker.weights import Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
 """The files that peft does not read: the moments of the optimizer with gradients not yet used, and the settings."""
+
+WHOLE_FILE = "model.safetensors"
+"""The file of whole weights."""
 
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterState:
-    """An adapter as it is on the disk."""
+class WeightState:
+    """The weights of a model as they are on the disk."""
 
-    lora: LoraTensors
+    weights: Weights
     spec: Mapping[str, Any]
     """The settings with which it was created: base, rank, seed and parts."""
     version: int
@@ -52,18 +59,40 @@ def checked_name(name: str) -> str:
     return name
 
 
-def write_state(directory: Path, state: AdapterState, *, base: str) -> int:
+def write_state(directory: Path, state: WeightState, *, base: str) -> int:
     """Write ``state`` into ``directory``, which replaces an older one of that name; return its size in bytes."""
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    settings, tensors = to_peft(state.lora, base)
-    save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
-    (unfinished / CONFIG_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    facts = {"spec": dict(state.spec), "version": state.version, "scale": state.lora.scale}
+    facts: dict[str, Any] = {"spec": dict(state.spec), "version": state.version}
+    if isinstance(state.weights, LoraTensors):
+        facts["scale"] = state.weights.scale
+        settings, tensors = to_peft(state.weights, base)
+        save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
+        (unfinished / CONFIG_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    else:
+        _save(state.weights.tensors, unfinished / WHOLE_FILE)
     (unfinished / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
     if state.moments:
-        save_file({name: tensor.contiguous() for name, tensor in state.moments.items()}, unfinished / STATE_FILE)
+        _save(state.moments, unfinished / STATE_FILE)
+    return _put_in_place(unfinished, directory)
+
+
+def write_model(directory: Path, state: WeightState, model: PreTrainedModel) -> int:
+    """Write whole weights of ``model`` as a directory that transformers loads, without a tokenizer; return its size in
+    bytes."""
+    unfinished = directory.with_name(f"{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    model.config.save_pretrained(unfinished)
+    save_file(in_file_format(model, state.weights.tensors), unfinished / WHOLE_FILE, metadata={"format": "pt"})
+    facts = {"spec": dict(state.spec), "version": state.version}
+    (unfinished / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
+    return _put_in_place(unfinished, directory)
+
+
+def _put_in_place(unfinished: Path, directory: Path) -> int:
+    """Rename a directory when all of it is on the disk; return its size in bytes."""
     size = sum(map(_flush, unfinished.iterdir()))
     shutil.rmtree(directory, ignore_errors=True)
     unfinished.rename(directory)
@@ -71,20 +100,43 @@ def write_state(directory: Path, state: AdapterState, *, base: str) -> int:
     return size
 
 
-def read_state(directory: Path, device: torch.device, *, trained: bool, moments: bool) -> AdapterState:
-    """Return the adapter in ``directory`` on ``device``; ``trained`` says whether it gets gradients, ``moments``
+def facts_of_state(directory: Path) -> dict[str, Any]:
+    """Return the settings and the version of the weights in ``directory``. Raises
+    :class:`~headrace.base.errors.DataError` for a missing or broken file."""
+    try:
+        found: dict[str, Any] = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(directory, error) from None
+    return found
+
+
+def read_state(directory: Path, device: torch.device, *, trained: bool, moments: bool) -> WeightState:
+    """Return the weights in ``directory`` on ``device``; ``trained`` says whether they get gradients, ``moments``
     whether the optimizer's state is read. Raises :class:`~headrace.base.errors.DataError` for missing or broken
     files."""
+    facts = facts_of_state(directory)
     try:
-        facts = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
-        weights = load_file(directory / WEIGHTS_FILE, device=str(device))
+        whole = (directory / WHOLE_FILE).exists()
+        loaded = load_file(directory / (WHOLE_FILE if whole else WEIGHTS_FILE), device=str(device))
         found = directory / STATE_FILE
         held = load_file(found, device=str(device)) if moments and found.exists() else {}
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{directory.name} cannot be read: {error}", remedy="load another checkpoint") from None
-    names = {key.removeprefix(_PREFIX).removesuffix(_SUFFIX): tensor for key, tensor in weights.items()}
-    lora = from_tensors(names, rank=facts["spec"]["rank"], scale=facts["scale"], trained=trained)
-    return AdapterState(lora=lora, spec=facts["spec"], version=facts["version"], moments=held)
+        raise _unreadable(directory, error) from None
+    weights: Weights
+    if whole:
+        weights = WholeTensors(tensors={key: trainable(each) for key, each in loaded.items()} if trained else loaded)
+    else:
+        names = {key.removeprefix(_PREFIX).removesuffix(_SUFFIX): tensor for key, tensor in loaded.items()}
+        weights = from_tensors(names, rank=facts["spec"]["rank"], scale=facts["scale"], trained=trained)
+    return WeightState(weights=weights, spec=facts["spec"], version=facts["version"], moments=held)
+
+
+def _unreadable(directory: Path, error: Exception) -> DataError:
+    return DataError(f"{directory.name} cannot be read: {error}", remedy="load another checkpoint")
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
 
 
 def _flush(path: Path) -> int:

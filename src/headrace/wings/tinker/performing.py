@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import msgspec
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError, DataError
-from headrace.models.multilora import ATTENTION, HEAD, MLP
 from headrace.wings.tinker import wire
-from headrace.wings.tinker.compute import BaseCompute, TrainResult
+from headrace.wings.tinker.compute import FrozenBase, TrainResult
 from headrace.wings.tinker.data import DataLimits, check_data
-from headrace.wings.tinker.files import checked_name, read_state, write_state
+from headrace.wings.tinker.files import checked_name, facts_of_state, read_state, write_model, write_state
 from headrace.wings.tinker.journal import Journal, JournalEntry
 from headrace.wings.tinker.losses import loss_of
 from headrace.wings.tinker.schema import (
@@ -31,6 +29,7 @@ from headrace.wings.tinker.schema import (
 )
 from headrace.wings.tinker.tenant import Tenant
 from headrace.wings.tinker.tenants import Answer, answer_of, place_of
+from headrace.wings.tinker.weights import WholeTensors
 
 KINDS = {
     "save_weights": "weights",
@@ -43,33 +42,12 @@ SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 366 * 86400
 Step = Iterator[Answer | Tenant | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """The limits of a model on this server."""
-
-    max_rank: int
-    """The largest rank of an adapter."""
-    max_context: int
-    """The most tokens of one datum."""
-    vocab_size: int
-    """Token ids are below it."""
-
-
-def spec_of(body: CreateModelBody, limits: ModelLimits) -> dict[str, Any]:
+def spec_of(body: CreateModelBody, base: FrozenBase) -> dict[str, Any]:
     """Return the settings of a new model. Raises :class:`~headrace.base.errors.ConfigError` for one that cannot be
     trained here."""
-    lora = body.lora_config
-    if lora is None:
-        raise ConfigError("create_model without lora_config", remedy="give one: this server trains adapters")
-    if not 1 <= lora.rank <= limits.max_rank:
-        raise ConfigError(f"lora_config.rank={lora.rank}", remedy=f"set 1 to {limits.max_rank} (--max-rank)")
     if body.optimizer_config.type != "adamw":
         raise ConfigError(f"optimizer_config.type={body.optimizer_config.type!r}", remedy="take 'adamw'")
-    flags = {ATTENTION: lora.train_attn, MLP: lora.train_mlp, HEAD: lora.train_unembed}
-    parts = [part for part, wanted in flags.items() if wanted]
-    if not parts:
-        raise ConfigError("lora_config trains nothing", remedy="set train_attn, train_mlp or train_unembed")
-    return {"base": body.base_model, "rank": lora.rank, "seed": lora.seed, "parts": parts}
+    return base.compute.kind.spec_of(body, base.max_rank)
 
 
 class Performer:
@@ -79,15 +57,14 @@ class Performer:
         self,
         journal: Journal,
         directory: Path,
-        compute: BaseCompute,
+        bases: Mapping[str, FrozenBase],
         *,
-        limits: ModelLimits,
         clock: Clock,
         seed_of: Callable[[str], int],
         ephemeral_s: float,
     ) -> None:
-        self._journal, self._directory, self._compute = journal, directory, compute
-        self._limits, self._clock = limits, clock
+        self._journal, self._directory, self._bases = journal, directory, bases
+        self._clock = clock
         self._seed_of, self._ephemeral_s = seed_of, ephemeral_s
         self._kinds = {
             "create_model": self._create,
@@ -107,26 +84,23 @@ class Performer:
 
     def _create(self, _: Tenant | None, entry: JournalEntry) -> Step:
         body = parse(entry.body, CreateModelBody)
-        spec = spec_of(body, self._limits)
+        base = self._bases[body.base_model]
+        spec = spec_of(body, base)
         if spec["seed"] is None:
             spec["seed"] = self._seed_of(entry.model)
-        if self._compute.multi.has_experts and MLP in spec["parts"]:
-            raise ConfigError("train_mlp=True: the experts of this model get no adapter", remedy="set train_mlp=False")
-        missing = {*spec["parts"]} - {layer.part for layer in self._compute.multi.layers.values()}
-        if missing:
-            raise ConfigError(f"this model has no layer of {', '.join(sorted(missing))}", remedy="leave that part out")
-        yield Tenant(self._compute.multi.new(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"]), spec)
+        yield Tenant(base.compute.kind.new(spec), spec)
         yield answer_of({"model_id": entry.model, "type": "create_model"})
 
     def _train(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         assert tenant is not None
         request = wire.read_train_request(entry.body)
         fn, options = loss_of(request.loss_fn, request.loss_fn_config)
-        limits = DataLimits(vocab_size=self._limits.vocab_size, max_context=self._limits.max_context)
+        base = self._bases[tenant.spec["base"]]
+        limits = DataLimits(vocab_size=base.compute.vocab_size, max_context=base.max_context)
         check_data(request.data, fn.needed, fn.optional, limits)
         result = TrainResult()
-        for _ in self._compute.train(
-            tenant.lora, request.data, (fn, options), result, backward=not request.forward_only
+        for _ in base.compute.train(
+            tenant.weights, request.data, (fn, options), result, backward=not request.forward_only
         ):
             yield None
         yield Answer(result=wire.write_train_result(result.logprobs, {"loss:sum": result.loss}))
@@ -201,12 +175,13 @@ class Performer:
             raise DataError(
                 f"there is no training checkpoint {body.path[:200]!r}", remedy="give a path that save_state returned"
             )
-        found = read_state(Path(row["directory"]), self._compute.model.device, trained=True, moments=body.optimizer)
+        directory = Path(row["directory"])
+        base = self._base_of(facts_of_state(directory)["spec"])
+        found = read_state(directory, base.compute.model.device, trained=True, moments=body.optimizer)
         loaded = Tenant.restored(found, gradients=False)
-        if tenant is not None and any(loaded.spec[key] != tenant.spec[key] for key in ("rank", "parts")):
+        if tenant is not None and not self._fits(loaded.spec, tenant.spec):
             raise DataError(
-                f"{body.path} has rank {loaded.spec['rank']} and trains {', '.join(loaded.spec['parts'])}; the model "
-                f"has rank {tenant.spec['rank']} and trains {', '.join(tenant.spec['parts'])}",
+                f"{body.path} {_described(loaded.spec)}; the model {_described(tenant.spec)}",
                 remedy="create the model from the checkpoint: create_training_client_from_state",
             )
         yield loaded
@@ -217,6 +192,19 @@ class Performer:
             self._journal.run("UPDATE models SET spec = ? WHERE id = ?", spec, entry.model)
 
         yield answer_of(answer, write=write, copy=True)
+
+    def _base_of(self, spec: Mapping[str, Any]) -> FrozenBase:
+        """Return the base of a model's settings. Raises :class:`~headrace.base.errors.DataError` if it is not
+        served."""
+        base = self._bases.get(spec["base"])
+        if base is None:
+            raise DataError(f"the base {spec['base']} is not served", remedy="start the server with --name NAME=DIR")
+        return base
+
+    def _fits(self, loaded: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+        """Return whether a model with the settings ``own`` can take weights of the settings ``loaded``."""
+        same = all(loaded[key] == own[key] for key in ("rank", "parts"))
+        return same and self._bases.get(loaded["base"]) is self._bases.get(own["base"])
 
     def _checkpoint(
         self,
@@ -237,7 +225,11 @@ class Performer:
         if old is not None and not overwrite:
             raise DataError(f"{path} exists", remedy="take another name, or overwrite=True in save_state")
         directory = place_of(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
-        size = write_state(directory, tenant.state(gradients=False), base=str(tenant.spec["base"]))
+        state, external = tenant.state(gradients=False), kind == "external_weights"
+        if external and isinstance(state.weights, WholeTensors):
+            size = write_model(directory, state, self._bases[tenant.spec["base"]].compute.model)
+        else:
+            size = write_state(directory, state, base=str(tenant.spec["base"]))
 
         def write() -> None:
             now = self._clock.wall()
@@ -251,3 +243,9 @@ class Performer:
                 shutil.rmtree(old["directory"], ignore_errors=True)
 
         return path, write
+
+
+def _described(spec: Mapping[str, Any]) -> str:
+    """Return the words for the settings of a model, after its name."""
+    rank = "" if spec["rank"] is None else f"has rank {spec['rank']}, "
+    return f"{rank}trains {', '.join(spec['parts']) or 'all weights'}, and is of the base {spec['base']}"

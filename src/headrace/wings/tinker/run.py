@@ -7,13 +7,12 @@ bind ─▶ listen (503: loading) ─▶ model, engine, journal ─▶ go on whe
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import os
 import secrets
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import xxhash
@@ -21,24 +20,11 @@ import xxhash
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError
 from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, url_of
-from headrace.base.types.versions import INITIAL
-from headrace.engine.native import NativeEngine
-from headrace.engine.native.swaps import LoadedWeights
-from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
-from headrace.models.config import ModelConfig
-from headrace.models.devices import use
-from headrace.models.endings import stop_ids
-from headrace.models.load import load_model, load_tokenizer
-from headrace.models.multilora import MultiLora
-from headrace.models.paged.base import BLOCK
-from headrace.models.settings import context_length
 from headrace.wings.tinker.app import ServerHolder, make_app
-from headrace.wings.tinker.compute import BaseCompute
+from headrace.wings.tinker.base import LoadedBase, ServedBase, by_name, fingerprint
 from headrace.wings.tinker.config import TinkerConfig
 from headrace.wings.tinker.journal import Journal
-from headrace.wings.tinker.performing import ModelLimits, Performer
-from headrace.wings.tinker.samplers import SamplerWeights
-from headrace.wings.tinker.sampling import SampleLimits
+from headrace.wings.tinker.performing import Performer
 from headrace.wings.tinker.service import ServiceParts, TinkerService
 from headrace.wings.tinker.tenants import Tenants
 from headrace.wings.tinker.turns import Turns
@@ -105,27 +91,31 @@ class TinkerServer:
             loop.call_soon_threadsafe(lambda: None if dead.done() else dead.set_exception(error))
 
         try:
-            with ExitStack() as stack:
-                loaded = await asyncio.to_thread(_LoadedBase, self._config, self._clock)
+            async with AsyncExitStack() as stack:
+                loaded = await asyncio.to_thread(_LoadedParts, self._config, self._clock)
                 stack.callback(loaded.journal.close)
                 turns = Turns("tinker-turns", failed)
                 tenants = loaded.tenants(turns)
                 stack.callback(tenants.copy_all)
                 stack.callback(turns.close)
-                limits = LocalEngineConfig(max_requests=self._config.max_samples)
-                async with (
-                    LocalEngine(loaded.core, clock=self._clock, config=limits) as engine,
-                    asyncio.TaskGroup() as group,
-                ):
-                    service = TinkerService(loaded.parts(turns, tenants, engine), group, self._clock)
+                served = await loaded.served(stack)
+                async with asyncio.TaskGroup() as group:
+                    parts = ServiceParts(
+                        config=self._config,
+                        journal=loaded.journal,
+                        turns=turns,
+                        tenants=tenants,
+                        bases=by_name(served),
+                    )
+                    service = TinkerService(parts, group, self._clock)
                     tenants.resume()
                     self._holder.service = service
                     self._serving(url)
                     group.create_task(self._sweep(service))
-                    ended = group.create_task(engine.died())
-                    await asyncio.wait([dead, ended], return_when=asyncio.FIRST_COMPLETED)
+                    ended = [group.create_task(base.engine.died()) for base in served]
+                    await asyncio.wait([dead, *ended], return_when=asyncio.FIRST_COMPLETED)
                     dead.cancel() if not dead.done() else dead.result()
-                    raise ended.result()
+                    raise next(task for task in ended if task.done()).result()
         finally:
             self._http.should_exit = True
 
@@ -135,70 +125,53 @@ class TinkerServer:
             service.sweep()
 
 
-class _LoadedBase:
-    """The parts of a server that take time to load: model, engine and journal."""
+class _LoadedParts:
+    """The parts of a server that take time to load: its bases and its journal."""
 
     def __init__(self, config: TinkerConfig, clock: Clock) -> None:
         self.config, self._clock = config, clock
         self.journal = Journal(config.state)
-        path = str(config.model)
-        device = str(use("--device", config.device))
-        tokenizer = load_tokenizer(path)
-        model = load_model(ModelConfig(path=path), device)
-        model.requires_grad_(requires_grad=False)
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        twin = copy.deepcopy(model, memo=shared)
-        self.compute = BaseCompute(model, tokens_per_microbatch=config.tokens_per_microbatch)
-        self.weights = SamplerWeights(MultiLora(twin), config.max_resident)
-        max_context = config.engine.max_context or context_length(path)
-        self.core = NativeEngine(
-            twin,
-            config.engine.on(device, shared=True),
-            max_context=max_context,
-            receiver=LoadedWeights(),
-            clock=clock,
-            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-            adapters=self.weights,
-        )
-        self.core.commit(INITIAL)
-        context = min(max_context, self.core.stats().cache_blocks * BLOCK)
-        vocab = self.compute.vocab_size
-        self.model_limits = ModelLimits(max_rank=config.max_rank, max_context=context_length(path), vocab_size=vocab)
-        ends = stop_ids(path, tokenizer.eos_token_id)
-        self.sample_limits = SampleLimits(vocab_size=vocab, max_context=context, stop_ids=ends)
-        self.architecture = type(model).__name__
-        self.journal.set_value("bases", json.dumps(dict.fromkeys(config.names, path)))
+        try:
+            self._refuse_other_bases()
+            self.bases = [LoadedBase(base, config, clock) for base in config.bases]
+        except BaseException:
+            self.journal.close()
+            raise
+        paths = {name: str(base.path) for base in config.bases for name in base.names}
+        self.journal.set_value("bases", json.dumps(paths))
         if self.journal.value("seed") is None:
             self.journal.set_value("seed", secrets.token_hex(8))
 
     def tenants(self, turns: Turns) -> Tenants:
         """Return the models of the state, which are not resumed yet."""
-        config = self.config
-        tenants = Tenants(
-            self.journal, config.state, self.compute, turns, clock=self._clock, max_resident=config.max_resident
-        )
+        config, bases = self.config, {name: base.training for base in self.bases for name in base.names}
+        tenants = Tenants(self.journal, config.state, bases, turns, clock=self._clock, max_resident=config.max_resident)
         tenants.perform = Performer(
             self.journal,
             config.state,
-            self.compute,
-            limits=self.model_limits,
+            bases,
             clock=self._clock,
             seed_of=lambda model: xxhash.xxh3_64_intdigest(f"{self.journal.value('seed')}/{model}".encode()) >> 1,
             ephemeral_s=config.ephemeral_s,
         )
         return tenants
 
-    def parts(self, turns: Turns, tenants: Tenants, engine: LocalEngine) -> ServiceParts:
-        """Return what the service works with."""
-        return ServiceParts(
-            config=self.config,
-            journal=self.journal,
-            compute=self.compute,
-            turns=turns,
-            tenants=tenants,
-            weights=self.weights,
-            engine=engine,
-            model_limits=self.model_limits,
-            sample_limits=self.sample_limits,
-            architecture=self.architecture,
-        )
+    async def served(self, stack: AsyncExitStack) -> list[ServedBase]:
+        """Start the engines, which end with ``stack``; return the bases."""
+        return [await base.served(stack, self.config.max_samples) for base in self.bases]
+
+    def _refuse_other_bases(self) -> None:
+        """Note which model is behind each name. Raises :class:`~headrace.base.errors.ConfigError` for a name that was
+        another's when models were trained on it."""
+        used = {json.loads(row["spec"])["base"] for row in self.journal.all("SELECT spec FROM models")}
+        for base in self.config.bases:
+            found = f"{fingerprint(base.path)}{' whole' if base.whole else ''}"
+            for name in base.names:
+                known = self.journal.value(f"base/{name}")
+                if name in used and known not in (None, found):
+                    raise ConfigError(
+                        f"{name} is {base.path}, and models of --state {self.config.state} were trained on another, or "
+                        "by adapters and not as a whole, or the other way round",
+                        remedy="start the server as before, or take another --state",
+                    )
+                self.journal.set_value(f"base/{name}", found)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import torch
 
 from headrace.engine.native.adapters import PassRows
 from headrace.models.multilora import GroupedRows, LoraStack, LoraTensors, MultiLora, Segment
+from headrace.wings.tinker.weights import Weights, WholeKind
 
 Index = npt.NDArray[np.int64]
 MOST_PADDING = 3
@@ -36,43 +37,105 @@ class SamplerSlot:
 
     place: int
     """Its number, which no other session gets: cached tokens are found under it."""
-    lora: LoraTensors | None
+    weights: Weights | None
     """``None`` for the base alone, and for weights that are on the disk now."""
     version: int
-    """The version of the adapter: the number of its optimizer steps."""
+    """The version of the weights: the number of their optimizer steps."""
     loaded: bool = True
     users: int = 0
     """The number of requests that sample with it."""
 
 
+WeightsOf = Callable[[int], Weights | None]
+"""Returns the weights with this number; ``None`` for the base."""
+
+
+class Passes(Protocol):
+    """How an engine's model computes the rows of a pass with the weights of their sessions."""
+
+    shared: bool
+    """Whether rows of several sessions can be computed in one pass."""
+
+    def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+        """Compute a pass over ``rows`` within this context."""
+        ...
+
+
+class WholePasses:
+    """Passes with whole weights, of one session at a time."""
+
+    shared = False
+
+    def __init__(self, kind: WholeKind) -> None:
+        self._kind = kind
+
+    def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+        weights = weights_of(int(rows.adapter_R[0]))
+        assert not isinstance(weights, LoraTensors)
+        return self._kind.on(weights)
+
+
+class AdapterPasses:
+    """Passes with adapters, of several sessions at a time."""
+
+    shared = True
+
+    def __init__(self, multi: MultiLora) -> None:
+        self._multi, self._device = multi, multi.device
+        self._stacks: deque[tuple[list[LoraTensors], LoraStack]] = deque(maxlen=KEPT_STACKS)
+
+    def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+        places = np.unique(rows.adapter_R).tolist()
+        loras = {place: lora for place in places if isinstance(lora := weights_of(place), LoraTensors)}
+        if len(places) == 1:
+            return self._multi.on([Segment(lora=loras.get(places[0]))])
+        of_tokens = np.repeat(rows.adapter_R, rows.counts_R)
+        of_logits = rows.adapter_R[rows.completes_R]
+        counts = [int((of_tokens == place).sum()) for place in loras]
+        if len(loras) < 2 or max(counts) * len(loras) > MOST_PADDING * sum(counts):
+            return self._multi.on([self._segment(lora, place, of_tokens, of_logits) for place, lora in loras.items()])
+        token_rows, logit_rows = (GroupedRows.of(each, list(loras), self._device) for each in (of_tokens, of_logits))
+        return self._multi.on_stack(self._stack_of(list(loras.values())), token_rows, logit_rows)
+
+    def _segment(self, lora: LoraTensors, place: int, of_tokens: Index, of_logits: Index) -> Segment:
+        tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (of_tokens, of_logits))
+        return Segment(lora=lora, rows_N=tokens.to(self._device), rows_K=logits.to(self._device))
+
+    def _stack_of(self, loras: list[LoraTensors]) -> LoraStack:
+        """Return the stack of ``loras``; the last ones are kept, since passes repeat."""
+        for known, stack in self._stacks:
+            if len(known) == len(loras) and all(map(is_, known, loras)):
+                return stack
+        stack = LoraStack.of(loras)
+        self._stacks.append((loras, stack))
+        return stack
+
+
 class SamplerWeights:
     """The weights of the sampling sessions, as an engine's adapters. Any thread may call; what changes is used from the
-    next pass on. At most ``max_loaded`` adapters stay in memory while they are not used."""
+    next pass on. At most ``max_loaded`` of them stay in memory while they are not used."""
 
-    share_passes = True
-
-    def __init__(self, multi: MultiLora, max_loaded: int) -> None:
-        self._multi, self._max_loaded = multi, max_loaded
+    def __init__(self, passes: Passes, max_loaded: int) -> None:
+        self.share_passes = passes.shared
+        self._passes, self._max_loaded = passes, max_loaded
         self._slots: OrderedDict[str, SamplerSlot] = OrderedDict()
         self._by_place: dict[int, SamplerSlot] = {}
         self._lock = threading.Lock()
         self._count = 0
-        self._device = multi.device
-        self._stacks: deque[tuple[list[LoraTensors], LoraStack]] = deque(maxlen=KEPT_STACKS)
 
-    def put(self, name: str, lora: LoraTensors | None, version: int) -> None:
+    def put(self, name: str, weights: Weights | None, version: int) -> None:
         """Set the weights of ``name``. A new name gets a number of its own; one that is there changes its weights."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
                 self._count += 1
-                slot = self._slots[name] = SamplerSlot(place=self._count, lora=lora, version=version)
+                slot = self._slots[name] = SamplerSlot(place=self._count, weights=weights, version=version)
                 self._by_place[slot.place] = slot
             else:
-                slot.lora, slot.version, slot.loaded = lora, version, True
+                slot.weights, slot.version, slot.loaded = weights, version, True
             self._unload()
 
-    def use(self, name: str, load: Callable[[], tuple[LoraTensors | None, int]]) -> None:
+    def use(self, name: str, load: Callable[[], tuple[Weights | None, int]]) -> None:
         """Keep the weights of ``name`` in memory until :meth:`release`; ``load`` reads them if they are not there."""
         with self._lock:
             slot = self._slots.get(name)
@@ -90,10 +153,10 @@ class SamplerWeights:
             self._slots[name].users -= 1
             self._unload()
 
-    def lora(self, name: str) -> LoraTensors | None:
+    def weights_of(self, name: str) -> Weights | None:
         """Return the weights of ``name``; ``None`` for the base."""
         slot = self._slots.get(name)
-        return None if slot is None else slot.lora
+        return None if slot is None else slot.weights
 
     def drop(self, name: str) -> None:
         """Forget ``name``, if no request uses it."""
@@ -110,44 +173,20 @@ class SamplerWeights:
         return 0 if not name else None if slot is None else slot.place
 
     def on(self, rows: PassRows) -> AbstractContextManager[None]:
-        places = np.unique(rows.adapter_R).tolist()
-        adapted = [place for place in places if self._of(place) is not None]
-        if len(places) == 1:
-            return self._multi.on([Segment(lora=self._of(places[0]))])
-        of_tokens = np.repeat(rows.adapter_R, rows.counts_R)
-        of_logits = rows.adapter_R[rows.completes_R]
-        counts = [int((of_tokens == place).sum()) for place in adapted]
-        if len(adapted) < 2 or max(counts) * len(adapted) > MOST_PADDING * sum(counts):
-            return self._multi.on([self._segment(place, of_tokens, of_logits) for place in adapted])
-        token_rows, logit_rows = (GroupedRows.of(each, adapted, self._device) for each in (of_tokens, of_logits))
-        return self._multi.on_stack(self._stack_of(adapted), token_rows, logit_rows)
+        return self._passes.on(rows, self._of)
 
     def versions(self, adapter_D: Index, version: int) -> int | Index:
         known = {place: self._by_place[place].version for place in np.unique(adapter_D).tolist() if place}
         return np.array([known.get(place, version) for place in adapter_D.tolist()], np.int64)
 
-    def _segment(self, place: int, of_tokens: Index, of_logits: Index) -> Segment:
-        tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (of_tokens, of_logits))
-        return Segment(lora=self._of(place), rows_N=tokens.to(self._device), rows_K=logits.to(self._device))
-
-    def _stack_of(self, places: Sequence[int]) -> LoraStack:
-        """Return the stack of the present weights of ``places``; the last ones are kept, since passes repeat."""
-        loras = [lora for place in places if (lora := self._of(place)) is not None]
-        for known, stack in self._stacks:
-            if len(known) == len(loras) and all(map(is_, known, loras)):
-                return stack
-        stack = LoraStack.of(loras)
-        self._stacks.append((loras, stack))
-        return stack
-
-    def _of(self, place: int) -> LoraTensors | None:
-        return self._by_place[place].lora if place else None
+    def _of(self, place: int) -> Weights | None:
+        return self._by_place[place].weights if place else None
 
     def _unload(self) -> None:
         """Free the weights that have not been used for longest, if there are too many; they can be loaded again."""
-        held = [slot for slot in self._slots.values() if slot.lora is not None]
+        held = [slot for slot in self._slots.values() if slot.weights is not None]
         for slot in [slot for slot in held if not slot.users][: max(0, len(held) - self._max_loaded)]:
-            slot.lora, slot.loaded = None, False
+            slot.weights, slot.loaded = None, False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

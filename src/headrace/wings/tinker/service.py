@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,16 @@ from headrace.base.errors import EngineFull
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.episode import StopReason
 from headrace.base.types.tokens import Tokens
-from headrace.engine.base import TokenSource
 from headrace.wings.tinker import schema, wire
-from headrace.wings.tinker.compute import BaseCompute, PromptScores
+from headrace.wings.tinker.base import MOST_WHOLE_SAMPLERS, ServedBase
+from headrace.wings.tinker.catalog import Catalog
+from headrace.wings.tinker.compute import PromptScores
 from headrace.wings.tinker.config import TinkerConfig
-from headrace.wings.tinker.files import read_state
-from headrace.wings.tinker.journal import DONE, WAITING, Journal, JournalEntry, facts_of
-from headrace.wings.tinker.performing import ModelLimits, spec_of
-from headrace.wings.tinker.samplers import SamplerRecord, SamplerWeights
-from headrace.wings.tinker.sampling import Array, SampleLimits, answer, plan_of
+from headrace.wings.tinker.files import facts_of_state, read_state
+from headrace.wings.tinker.journal import DONE, WAITING, Journal, JournalEntry
+from headrace.wings.tinker.performing import spec_of
+from headrace.wings.tinker.samplers import SamplerRecord
+from headrace.wings.tinker.sampling import Array, answer, plan_of
 from headrace.wings.tinker.tenants import Tenants, failure
 from headrace.wings.tinker.turns import Turns
 
@@ -56,6 +55,8 @@ class SampleJob:
     task: asyncio.Task[Found]
     ids: list[str]
     """The name of each sampled sequence."""
+    sampler: str
+    """The session whose weights sample; empty for the base's."""
     num_samples: int
     ended_s: float | None = None
     """When its answer was there, by the clock; ``None`` before."""
@@ -67,14 +68,10 @@ class ServiceParts:
 
     config: TinkerConfig
     journal: Journal
-    compute: BaseCompute
     turns: Turns
     tenants: Tenants
-    weights: SamplerWeights
-    engine: TokenSource
-    model_limits: ModelLimits
-    sample_limits: SampleLimits
-    architecture: str
+    bases: Mapping[str, ServedBase]
+    """The base behind each name."""
 
 
 class TinkerService:
@@ -82,11 +79,13 @@ class TinkerService:
 
     def __init__(self, parts: ServiceParts, group: asyncio.TaskGroup, clock: Clock) -> None:
         self._parts, self._group, self._clock = parts, group, clock
-        self._config, self._journal = parts.config, parts.journal
+        self._config, self._journal, self._bases = parts.config, parts.journal, parts.bases
+        self.catalog = Catalog(parts.journal, clock)
         self._loop = asyncio.get_running_loop()
         self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
         self._samples: dict[str, SampleJob] = {}
         self._beats: dict[str, float] = {}
+        self._trains_alone: dict[str, str] = {}  # the model that trains, by the directory of a base for one
         parts.tenants.ended = lambda entry: self._loop.call_soon_threadsafe(self._ended, entry)
 
     # -- sessions ---------------------------------------------------------------------------------------------------
@@ -112,8 +111,9 @@ class TinkerService:
             raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
         self._park(session)
-        for row in self._journal.all("SELECT id FROM samplers WHERE session = ?", session):
-            self._parts.weights.drop(row["id"])
+        for row in self._journal.all("SELECT id, base FROM samplers WHERE session = ?", session):
+            if row["base"] in self._bases:
+                self._bases[row["base"]].weights.drop(row["id"])
         return {}
 
     def sweep(self) -> None:
@@ -127,7 +127,7 @@ class TinkerService:
                 del self._samples[name]
         expired = "SELECT path FROM checkpoints WHERE expires_s < ?"
         for row in self._journal.all(expired, self._clock.wall()):
-            self.remove_checkpoint(row["path"])
+            self.catalog.remove_checkpoint(row["path"])
         self._journal.forget_samples()
 
     def _park(self, session: str) -> None:
@@ -137,6 +137,9 @@ class TinkerService:
                 job.task.cancel()
         for row in self._journal.all("SELECT id FROM models WHERE session = ?", session):
             self._parts.tenants.park(row["id"])
+            for base, model in list(self._trains_alone.items()):
+                if model == row["id"]:
+                    del self._trains_alone[base]
 
     def _session(self, session: str, ended: int = 404) -> None:
         """Note that a session lives. Raises :class:`Refusal` for an unknown one, and with status ``ended`` for one that
@@ -154,15 +157,18 @@ class TinkerService:
     def create_model(self, body: bytes) -> dict[str, Any]:
         given = schema.parse(body, schema.CreateModelBody)
         self._session(given.session_id)
-        self._base(given.base_model)
-        spec = spec_of(given, self._parts.model_limits)
+        spec = spec_of(given, self._base(given.base_model).training)
         return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
         given = schema.parse(body, schema.LoadWeightsBody)
-        row = self._checkpoint(given.path, "weights")
-        if given.base_model is not None:
-            self._base(given.base_model)
+        spec = self.catalog.spec(self.catalog.checkpoint(given.path, "weights"))
+        base = self._base(spec["base"])
+        if given.base_model is not None and self._base(given.base_model) is not base:
+            raise Refusal(
+                f"base_model={shown(given.base_model)}: {shown(given.path, 200)} is of {spec['base']}",
+                remedy="leave base_model out",
+            )
         if given.optimizer_config is not None and given.optimizer_config.type != "adamw":
             raise Refusal(f"optimizer_config.type={shown(given.optimizer_config.type)}", remedy="take 'adamw'")
         if given.session_id is None or given.model_seq_id is None:
@@ -170,8 +176,6 @@ class TinkerService:
                 raise Refusal("load_weights names no model", remedy="give model_id and seq_id")
             return self._accept(given.model_id, given.seq_id, "load_weights", body)
         self._session(given.session_id)
-        source = self._journal.one("SELECT spec FROM models WHERE id = ?", row["model"])
-        spec = json.loads(source["spec"]) if source is not None else {}
         return self._new_model(given.session_id, given.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +190,7 @@ class TinkerService:
                 f"there are {held} models, as many as this server holds",
                 remedy="close a ServiceClient, or raise --max-models",
             )
+        self._take_base(self._base(spec["base"]), model, status=400)
         now = self._clock.wall()
         with self._journal.transaction():
             self._journal.run(
@@ -196,19 +201,29 @@ class TinkerService:
         self._parts.tenants.accept(entry)
         return {"request_id": f"{model}:0", "model_id": model}
 
+    def _take_base(self, base: ServedBase, model: str, *, status: int) -> None:
+        """Reserve a base that one model trains as a whole. Raises :class:`Refusal`, with ``status``, if another one
+        does."""
+        if not base.training.compute.kind.alone:
+            return
+        holder = self._trains_alone.setdefault(str(base.training.path), model)
+        if holder != model:
+            raise Refusal(
+                f"{base.names[0]} trains all its weights for one model at a time, and now for {holder}",
+                remedy="close its ServiceClient first, or train adapters of another name",
+                status=status,
+            )
+
     def get_info(self, body: bytes) -> dict[str, Any]:
         model = schema.parse(body, schema.ModelBody).model_id
-        spec = json.loads(self._model(model)["spec"])
-        data = {
-            "arch": self._parts.architecture,
-            "model_name": spec["base"],
-            "tokenizer_id": str(self._config.model),
-        }
+        spec = json.loads(self.catalog.model(model)["spec"])
+        base = self._base(spec["base"])
+        data = {"arch": base.architecture, "model_name": spec["base"], "tokenizer_id": str(base.training.path)}
         return {
             "type": "get_info",
             "model_id": model,
             "model_data": data,
-            "is_lora": True,
+            "is_lora": spec["rank"] is not None,
             "lora_rank": spec["rank"],
             "model_name": spec["base"],
             "optimizer_config": {"type": "adamw"},
@@ -235,7 +250,8 @@ class TinkerService:
 
     def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
         """Write a request of a model, and promise its result."""
-        row = self._model(model)
+        row = self.catalog.model(model)
+        self._take_base(self._base_of(row), model, status=429)
         self._session(row["session"])
         if seq < 1:
             raise Refusal(f"seq_id={seq}", remedy="number the requests of a model from 1")
@@ -254,12 +270,16 @@ class TinkerService:
     def _publish(self, model: str) -> None:
         """Give the in-flight samplers of a model their new weights."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
-        known = set(self._parts.weights.names())
-        used = [record for record in map(SamplerRecord.of, rows) if record.id in known]
-        if used and used[0].directory is not None:
-            state = read_state(Path(used[0].directory), self._parts.compute.model.device, trained=False, moments=False)
+        records = [SamplerRecord.of(row) for row in rows]
+        if not records or records[0].directory is None:
+            return
+        base = self._base(records[0].base)
+        known = set(base.weights.names())
+        used = [record for record in records if record.id in known]
+        if used:
+            state = read_state(Path(records[0].directory), base.device, trained=False, moments=False)
             for record in used:
-                self._parts.weights.put(record.id, state.lora, state.version)
+                base.weights.put(record.id, state.weights, state.version)
 
     # -- samples ----------------------------------------------------------------------------------------------------
 
@@ -269,12 +289,10 @@ class TinkerService:
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
         base, directory, version, kind = given.base_model, None, 0, "base"
         if given.model_path is not None:
-            row = self._checkpoint(given.model_path, "sampler_weights", "weights")
-            spec = self._journal.one("SELECT spec FROM models WHERE id = ?", row["model"])
-            base = json.loads(spec["spec"])["base"] if spec is not None else base
+            row = self.catalog.checkpoint(given.model_path, "sampler_weights", "weights")
             directory, kind = row["directory"], "snapshot"
-            facts = json.loads((Path(directory) / "tinker.json").read_text(encoding="utf-8"))
-            version = facts["version"]
+            facts = facts_of_state(Path(directory))
+            base, version = facts["spec"]["base"], facts["version"]
         if base is None:
             raise Refusal("create_sampling_session names no model", remedy="give base_model or model_path")
         self._base(base)
@@ -297,13 +315,24 @@ class TinkerService:
         name = f"{record.id}:{given.seq_id}"
         job = self._samples.get(name)
         if job is None:
-            running = sum(each.num_samples for each in self._samples.values() if not each.task.done())
-            if running and running + given.num_samples > self._config.max_samples:
-                raise Refusal(f"{running} samples run or wait", remedy="ask again later", status=429)
+            self._refuse_more(record, given.num_samples)
             ids = [f"{name}:{place}" for place in range(max(0, min(given.num_samples, 4096)))]
             task = self._group.create_task(self._sampled(given, record, name))
-            job = self._samples[name] = SampleJob(task=task, ids=ids, num_samples=given.num_samples)
+            job = self._samples[name] = SampleJob(
+                task=task, ids=ids, num_samples=given.num_samples, sampler=record.id if record.directory else ""
+            )
         return {"request_id": name, "sample_sequence_ids": job.ids}
+
+    def _refuse_more(self, record: SamplerRecord, num_samples: int) -> None:
+        """Raise :class:`Refusal`, after which the client asks again, if too much is sampled already."""
+        jobs = [job for job in self._samples.values() if not job.task.done()]
+        running = sum(job.num_samples for job in jobs)
+        if running and running + num_samples > self._config.max_samples:
+            raise Refusal(f"{running} samples run or wait", remedy="ask again later", status=429)
+        base = self._base(record.base)
+        others = {job.sampler for job in jobs} & {*base.weights.names()} - {record.id}
+        if base.training.compute.kind.alone and record.directory and len(others) >= MOST_WHOLE_SAMPLERS:
+            raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
     async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
         try:
@@ -317,14 +346,14 @@ class TinkerService:
                 self._samples[name].ended_s = self._clock.now()
 
     async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
-        plan = plan_of(given, self._parts.sample_limits, secrets.randbits(62))
-        weights = self._parts.weights
+        base = self._base(record.base)
+        plan, weights = plan_of(given, base.limits, secrets.randbits(62)), base.weights
         adapter = "" if record.directory is None else record.id
         if adapter:
             await asyncio.to_thread(weights.use, adapter, lambda: self._read_sampler(record))
         try:
             score, keep = partial(self._score, record), partial(self._keep, record, name, plan.prompt_N)
-            return Found(body=await answer(plan, self._parts.engine, adapter, score, keep), media=PROTOBUF)
+            return Found(body=await answer(plan, base.engine, adapter, score, keep), media=PROTOBUF)
         finally:
             if adapter:
                 weights.release(adapter)
@@ -348,20 +377,22 @@ class TinkerService:
     def _read_sampler(self, record: SamplerRecord) -> Any:
         newest = self._sampler(record.id)
         assert newest.directory is not None
-        state = read_state(Path(newest.directory), self._parts.compute.model.device, trained=False, moments=False)
-        return state.lora, state.version
+        device = self._base(record.base).device
+        state = read_state(Path(newest.directory), device, trained=False, moments=False)
+        return state.weights, state.version
 
     async def _score(self, record: SamplerRecord, ids_N: Array, top: int, targets: Array | None) -> PromptScores:
         """Score a sequence with a sampler's weights, in turn with the training of models."""
         scored: asyncio.Future[PromptScores] = self._loop.create_future()
-        lora = self._parts.weights.lora(record.id)
+        base = self._base(record.base)
+        weights = base.weights.weights_of(record.id)
 
         def set_result(found: PromptScores) -> None:
             if not scored.done():
                 scored.set_result(found)
 
         def job() -> Iterator[object]:
-            found = self._parts.compute.score(lora, ids_N, top=top, targets_NK=targets)
+            found = base.training.compute.score(weights, ids_N, top=top, targets_NK=targets)
             self._loop.call_soon_threadsafe(set_result, found)
             yield None
 
@@ -388,6 +419,7 @@ class TinkerService:
         event = self._arrivals.setdefault((model, seq), asyncio.Event())
         found = self._journal.outcome(model, seq)  # after the event is there: it cannot be missed
         if found is not None and found.status == WAITING:
+            self._base_of(self.catalog.model(model))
             try:
                 await asyncio.wait_for(event.wait(), self._config.poll_s)
             except TimeoutError:
@@ -425,118 +457,16 @@ class TinkerService:
             raise gone
         return found
 
-    # -- checkpoints and runs ---------------------------------------------------------------------------------------
-
-    def capabilities(self) -> dict[str, Any]:
-        limit = self._parts.model_limits.max_context
-        facts = {"max_context_length": limit, "trainable": True, "sampleable": True}
-        return {"supported_models": [{"model_name": name, **facts} for name in self._config.names]}
-
-    def weights_info(self, body: bytes) -> dict[str, Any]:
-        path = schema.parse(body, schema.PathBody).tinker_path
-        row = self._checkpoint(path, "weights", "sampler_weights", "external_weights")
-        spec = json.loads((Path(row["directory"]) / "tinker.json").read_text(encoding="utf-8"))["spec"]
-        parts = spec["parts"]
-        return {
-            "base_model": spec["base"],
-            "is_lora": True,
-            "lora_rank": spec["rank"],
-            "train_unembed": "head" in parts,
-            "train_mlp": "mlp" in parts,
-            "train_attn": "attention" in parts,
-            "optimizer_config": {"type": "adamw"},
-        }
-
-    def training_run(self, model: str) -> dict[str, Any]:
-        row = self._model(model)
-        spec = json.loads(row["spec"])
-        return {
-            "training_run_id": model,
-            "base_model": spec["base"],
-            "model_owner": "local",
-            "is_lora": True,
-            "lora_rank": spec["rank"],
-            "last_request_time": _time(row["used_s"]),
-            "last_checkpoint": self._last(model, "weights"),
-            "last_sampler_checkpoint": self._last(model, "sampler_weights"),
-        }
-
-    def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
-        rows = self._journal.all("SELECT id FROM models ORDER BY used_s DESC, id")
-        runs = [self.training_run(row["id"]) for row in rows[offset : offset + limit]]
-        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
-
-    def checkpoints(self, model: str | None, limit: int | None = None, offset: int = 0) -> dict[str, Any]:
-        """Return the checkpoints of a model, or of all, the newest first."""
-        if model is not None:
-            self._model(model)
-        of_one = "AND model = ?" if model is not None else ""
-        query = f"SELECT * FROM checkpoints WHERE kind != 'ephemeral' {of_one} ORDER BY created_s DESC, path"
-        rows = self._journal.all(query, *([] if model is None else [model]))
-        kept = rows if limit is None else rows[offset : offset + limit]
-        found: dict[str, Any] = {"checkpoints": [_shown_checkpoint(row) for row in kept]}
-        if limit is not None:
-            found["cursor"] = {"offset": offset, "limit": limit, "total_count": len(rows)}
-        return found
-
-    def delete_checkpoint(self, model: str, name: str) -> None:
-        self.remove_checkpoint(self._checkpoint(f"tinker://{model}/{name}")["path"])
-
-    def remove_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint. Samplers that have it in memory go on."""
-        row = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
-        if row is not None:
-            self._journal.run("DELETE FROM checkpoints WHERE path = ?", path)
-            shutil.rmtree(row["directory"], ignore_errors=True)
-
-    def set_ttl(self, model: str, name: str, body: bytes) -> None:
-        row = self._checkpoint(f"tinker://{model}/{name}")
-        ttl_s = schema.parse(body, schema.TtlBody).ttl_seconds
-        expires = None if ttl_s is None else self._clock.wall() + ttl_s
-        self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
-
-    def files_of(self, model: str, name: str) -> list[str]:
-        """Return the names of the files of an external checkpoint."""
-        row = self._checkpoint(f"tinker://{model}/{name}", "external_weights")
-        return sorted(each.name for each in Path(row["directory"]).iterdir() if each.name.startswith("adapter_"))
-
-    def file_of(self, model: str, name: str, file: str) -> Path:
-        """Return a file of an external checkpoint."""
-        if file not in self.files_of(model, name):
-            raise Refusal(f"there is no file {shown(file)}", remedy="take a URL of this server", status=404)
-        row = self._checkpoint(f"tinker://{model}/{name}", "external_weights")
-        return Path(row["directory"]) / file
-
-    def sessions(self) -> dict[str, Any]:
-        rows = self._journal.all("SELECT id FROM sessions ORDER BY created_s DESC")
-        return {"sessions": [row["id"] for row in rows]}
-
-    def session(self, session: str) -> dict[str, Any]:
-        row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
-        if row is None:
-            raise Refusal(f"there is no session {shown(session)}", remedy="list them first", status=404)
-        facts = facts_of(row)
-        runs = self._journal.all("SELECT id FROM models WHERE session = ? ORDER BY number", session)
-        samplers = self._journal.all("SELECT id FROM samplers WHERE session = ?", session)
-        return {
-            "training_run_ids": [each["id"] for each in runs],
-            "sampler_ids": [each["id"] for each in samplers],
-            "user_metadata": facts["user_metadata"],
-            "display_name": facts["display_name"],
-        }
-
     # -- what is known ----------------------------------------------------------------------------------------------
 
-    def _last(self, model: str, kind: str) -> dict[str, Any] | None:
-        query = "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created_s DESC LIMIT 1"
-        row = self._journal.one(query, model, kind)
-        return None if row is None else _shown_checkpoint(row)
-
-    def _model(self, model: str) -> Any:
-        row = self._journal.one("SELECT * FROM models WHERE id = ?", model)
-        if row is None:
-            raise Refusal(f"there is no model {shown(model)}", remedy="create it first", status=404)
-        return row
+    def capabilities(self) -> dict[str, Any]:
+        facts = {"trainable": True, "sampleable": True}
+        limits = {name: base.training.max_context for name, base in self._bases.items()}
+        return {
+            "supported_models": [
+                {"model_name": name, "max_context_length": limit, **facts} for name, limit in limits.items()
+            ]
+        }
 
     def _sampler(self, sampler: str) -> SamplerRecord:
         row = self._journal.one("SELECT * FROM samplers WHERE id = ?", sampler)
@@ -544,43 +474,25 @@ class TinkerService:
             raise Refusal(f"there is no sampler {shown(sampler)}", remedy="create it first", status=404)
         return SamplerRecord.of(row)
 
-    def _checkpoint(self, path: str, *kinds: str) -> Any:
-        row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind != 'ephemeral'", path)
-        if row is None or (row["expires_s"] is not None and row["expires_s"] < self._clock.wall()):
-            raise Refusal(f"there is no checkpoint {shown(path, 200)}", remedy="list the checkpoints", status=404)
-        if kinds and row["kind"] not in kinds:
+    def _base_of(self, model: Any) -> ServedBase:
+        """Return the base of the row of a model. Raises :class:`Refusal`, after which the client asks again for a
+        while, if it is not served now: a request that was given up would be missing in the order of the model."""
+        name = json.loads(model["spec"])["base"]
+        if name not in self._bases:
             raise Refusal(
-                f"{shown(path, 200)} holds {row['kind']}, and this needs {' or '.join(kinds)}",
-                remedy="give a path of that kind",
+                f"{model['id']} is of {name}, which is not served now",
+                remedy=f"start the server with --name {name[:60]}=DIR",
+                status=503,
             )
-        return row
+        return self._bases[name]
 
-    def _base(self, name: str) -> None:
-        if name not in self._config.names:
-            known = ", ".join(self._config.names)
-            raise Refusal(
-                f"there is no model {shown(name)}", remedy=f"take {known}, or start the server with --name {name[:60]}"
-            )
+    def _base(self, name: str) -> ServedBase:
+        if name not in self._bases:
+            known = ", ".join(self._bases)
+            remedy = f"take {known}, or start the server with --name {name[:60]}=DIR"
+            raise Refusal(f"there is no model {shown(name)}", remedy=remedy)
+        return self._bases[name]
 
 
 def _again() -> Found:
     return Found(body=b'{"type": "try_again", "queue_state": "active"}', status=408)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _shown_checkpoint(row: Any) -> dict[str, Any]:
-    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-    facts = facts_of(row)
-    return {
-        "checkpoint_id": "/".join(row["path"].split("/")[-2:]),
-        "checkpoint_type": kinds[row["kind"]],
-        "time": _time(row["created_s"]),
-        "tinker_path": row["path"],
-        "size_bytes": row["size_bytes"],
-        "public": False,
-        "user_metadata": facts.get("user_metadata"),
-        "expires_at": None if row["expires_s"] is None else _time(row["expires_s"]),
-    }

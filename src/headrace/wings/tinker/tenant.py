@@ -1,4 +1,4 @@
-"""One adapter in training: its weights, gradients, optimizer and version."""
+"""One model in training: its weights, gradients, optimizer and version."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headrace.base.errors import RunError
 from headrace.learner.optim import FUSED_DEVICES
-from headrace.models.multilora import LoraTensors
-from headrace.wings.tinker.files import AdapterState
+from headrace.wings.tinker.files import WeightState
 from headrace.wings.tinker.schema import AdamBody
+from headrace.wings.tinker.weights import Weights
 
 _FIRST, _SECOND, _STEPS, _GRADIENT = "exp_avg/", "exp_avg_sq/", "step/", "gradient/"
 
@@ -20,11 +20,11 @@ _FIRST, _SECOND, _STEPS, _GRADIENT = "exp_avg/", "exp_avg_sq/", "step/", "gradie
 class Tenant:
     """The training state of one model. It is not thread-safe.
 
-    AdamW is that of torch, over all tensors of the adapter, with the settings that each step brings.
+    AdamW is that of torch, over all its tensors, with the settings that each step brings.
     """
 
-    def __init__(self, lora: LoraTensors, spec: Mapping[str, Any], version: int = 0) -> None:
-        self.lora = lora
+    def __init__(self, weights: Weights, spec: Mapping[str, Any], version: int = 0) -> None:
+        self.weights = weights
         self.spec = dict(spec)
         self.version = version
         """The number of optimizer steps made."""
@@ -32,17 +32,17 @@ class Tenant:
         """The last request that the state holds."""
         self.cost_s = 0.0
         """The seconds of computing since the state was last copied to the disk."""
-        self._names = sorted(lora.tensors)
-        parameters = [lora.tensors[name] for name in self._names]
+        self._names = sorted(weights.tensors)
+        parameters = [weights.tensors[name] for name in self._names]
         fused = all(each.device.type in FUSED_DEVICES for each in parameters)
         self._optimizer = torch.optim.AdamW(parameters, fused=fused or None)
 
     @classmethod
-    def restored(cls, state: AdapterState, *, gradients: bool) -> Tenant:
+    def restored(cls, state: WeightState, *, gradients: bool) -> Tenant:
         """Return the tenant whose state was written; ``gradients`` says whether those not yet used are restored."""
-        tenant = cls(state.lora, state.spec, state.version)
+        tenant = cls(state.weights, state.spec, state.version)
         for name in tenant._names:
-            tensor, moments = state.lora.tensors[name], state.moments
+            tensor, moments = state.weights.tensors[name], state.moments
             if _STEPS + name in moments:
                 tenant._optimizer.state[tensor] = {
                     "step": moments[_STEPS + name].clone(),
@@ -53,28 +53,28 @@ class Tenant:
                 tensor.grad = moments[_GRADIENT + name].clone()
         return tenant
 
-    def state(self, *, gradients: bool) -> AdapterState:
+    def state(self, *, gradients: bool) -> WeightState:
         """Return the state for the disk; ``gradients`` says whether those not yet used belong to it."""
         moments: dict[str, Tensor] = {}
         for name in self._names:
-            tensor = self.lora.tensors[name]
+            tensor = self.weights.tensors[name]
             held = self._optimizer.state.get(tensor)
             if held:
                 moments[_STEPS + name] = torch.as_tensor(held["step"])
                 moments[_FIRST + name], moments[_SECOND + name] = held["exp_avg"], held["exp_avg_sq"]
             if gradients and tensor.grad is not None:
                 moments[_GRADIENT + name] = tensor.grad
-        return AdapterState(lora=self.lora, spec=self.spec, version=self.version, moments=moments)
+        return WeightState(weights=self.weights, spec=self.spec, version=self.version, moments=moments)
 
     def gradients(self) -> list[Tensor | None]:
         """Return copies of the gradients, to be put back by :meth:`put_back` if a request fails half-way."""
-        grads = [self.lora.tensors[name].grad for name in self._names]
+        grads = [self.weights.tensors[name].grad for name in self._names]
         return [None if grad is None else grad.clone() for grad in grads]
 
     def put_back(self, gradients: list[Tensor | None]) -> None:
         """Restore the gradients."""
         for name, gradient in zip(self._names, gradients, strict=True):
-            self.lora.tensors[name].grad = gradient
+            self.weights.tensors[name].grad = gradient
 
     def step(self, settings: AdamBody) -> dict[str, float]:
         """Make one optimizer step with the gradients that have added up, and return its metrics.
@@ -83,7 +83,7 @@ class Tenant:
         :class:`~headrace.base.errors.RunError` for a gradient that is not finite; it is dropped then, and weights and
         moments are unchanged.
         """
-        trained = [tensor for tensor in self.lora.tensors.values() if tensor.grad is not None]
+        trained = [tensor for tensor in self.weights.tensors.values() if tensor.grad is not None]
         if not trained:
             return {"grad_norm": 0.0, "version": float(self.version)}
         norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in trained if tensor.grad is not None])

@@ -13,7 +13,7 @@ import json
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from headrace.base.clock import Clock
 from headrace.base.errors import HeadraceError
-from headrace.wings.tinker.compute import BaseCompute
+from headrace.wings.tinker.compute import FrozenBase
 from headrace.wings.tinker.files import read_state, write_state
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
 from headrace.wings.tinker.tenant import Tenant
@@ -37,6 +37,8 @@ COPY_S = 10.0
 class Order:
     """Which requests of one model are there, and which one is next."""
 
+    base: FrozenBase
+    """The base that it trains on."""
     next_seq: int
     """The request that is computed next, when it has arrived."""
     waiting: set[int] = field(default_factory=set)
@@ -63,9 +65,16 @@ class Tenants:
     """The models of a server. :meth:`accept` may be called from any thread; all computing happens in ``turns``."""
 
     def __init__(
-        self, journal: Journal, directory: Path, compute: BaseCompute, turns: Turns, *, clock: Clock, max_resident: int
+        self,
+        journal: Journal,
+        directory: Path,
+        bases: Mapping[str, FrozenBase],
+        turns: Turns,
+        *,
+        clock: Clock,
+        max_resident: int,
     ) -> None:
-        self._journal, self._directory, self._compute, self._turns = journal, directory, compute, turns
+        self._journal, self._directory, self._bases, self._turns = journal, directory, bases, turns
         self._clock, self._max_resident = clock, max_resident
         self._live: OrderedDict[str, Tenant] = OrderedDict()  # used by the turns' thread alone, as is the next
         self._busy: set[str] = set()
@@ -77,11 +86,14 @@ class Tenants:
         """Called, in the turns' thread, when a request has its result."""
 
     def resume(self) -> None:
-        """Continue with the requests that were acknowledged and not computed before the server ended."""
-        for row in self._journal.all("SELECT id FROM models"):
-            model = row["id"]
+        """Continue with the requests that were acknowledged and not computed before the server ended. Those of models
+        whose base is not served now wait for a server that has it."""
+        for row in self._journal.all("SELECT id, spec FROM models"):
+            model, base = row["id"], self._bases.get(json.loads(row["spec"])["base"])
+            if base is None:
+                continue
             waiting = "SELECT seq, status FROM requests WHERE model = ? ORDER BY seq"
-            order = self._orders[model] = Order(next_seq=0)
+            order = self._orders[model] = Order(base=base, next_seq=0)
             for entry in self._journal.all(waiting, model):
                 if entry["status"] == WAITING:
                     order.waiting.add(entry["seq"])
@@ -95,7 +107,7 @@ class Tenants:
         if not new:
             return
         with self._lock:
-            order = self._orders.setdefault(entry.model, Order(next_seq=0))
+            order = self._order(entry.model)
             order.waiting.add(entry.seq)
             self._submit_ready(entry.model, order)
 
@@ -106,7 +118,8 @@ class Tenants:
             self._evict(model)
             yield None
 
-        self._turns.submit(model, job)
+        if model in self._orders:
+            self._turns.submit(self._key(model), job)
 
     def waiting(self, model: str) -> int:
         """Return how many requests of a model have been acknowledged and not computed."""
@@ -120,14 +133,31 @@ class Tenants:
             if model not in self._busy:
                 self._evict(model)
 
+    def _order(self, model: str) -> Order:
+        if model not in self._orders:
+            row = self._journal.one("SELECT spec FROM models WHERE id = ?", model)
+            assert row is not None, "requests of unknown models are refused"
+            self._orders[model] = Order(base=self._bases[json.loads(row["spec"])["base"]], next_seq=0)
+        return self._orders[model]
+
     def _submit_ready(self, model: str, order: Order) -> None:
         while order.next_seq in order.waiting:
             order.waiting.discard(order.next_seq)
             seq = order.next_seq
             order.next_seq += 1
-            self._turns.submit(model, partial(self._job, model, seq))
+            self._turns.submit(self._key(model), partial(self._job, model, seq))
+
+    def _key(self, model: str) -> str:
+        """Return the key of a model's turns. Models of which only one may be in memory have one together, so that none
+        is half-way through a request when another begins."""
+        base = self._orders[model].base
+        return f"{base.path}" if base.compute.kind.alone else model
 
     def _job(self, model: str, seq: int) -> Iterator[object]:
+        base = self._orders[model].base
+        if base.compute.kind.alone:
+            for each in [one for one in self._live if one != model and self._orders[one].base is base]:
+                self._evict(each)
         self._busy.add(model)
         yield from self._compute_entry(model, seq)
         self._busy.discard(model)
@@ -190,7 +220,8 @@ class Tenants:
         row = self._journal.one("SELECT copy, copied_seq FROM models WHERE id = ?", model)
         assert row is not None, "requests of unknown models are refused"
         if row["copy"] is not None:
-            found = read_state(self._place(model) / row["copy"], self._compute.model.device, trained=True, moments=True)
+            device = self._orders[model].base.compute.model.device
+            found = read_state(self._place(model) / row["copy"], device, trained=True, moments=True)
             self._live[model] = Tenant.restored(found, gradients=True)
             self._live[model].seq = row["copied_seq"]
         for entry in self._journal.entries_after(model, row["copied_seq"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from headrace.run.cli.commands import USE, Verb
 from headrace.run.cli.output import console, starting
 
 if TYPE_CHECKING:
-    from headrace.wings.tinker.config import TinkerConfig
+    from headrace.wings.tinker.config import BaseConfig, TinkerConfig
 
 
 def tinker(
@@ -20,7 +21,12 @@ def tinker(
     name: list[str] = typer.Option(
         [],
         metavar="NAME[=DIR]",
-        help="A name under which clients may ask for the model, such as Qwen/Qwen3-8B (repeat).",
+        help="A name under which clients may ask for the model, such as Qwen/Qwen3-8B, or for another in DIR (repeat).",
+    ),
+    whole: list[str] = typer.Option(
+        [],
+        metavar="NAME[=DIR]",
+        help="A name under which one client at a time trains all weights, of the model or of one in DIR (repeat).",
     ),
     host: str = typer.Option(
         "127.0.0.1", help="Address to listen on; others than this machine then need the key alone."
@@ -38,18 +44,12 @@ def tinker(
     from headrace.base.heap import gc_disabled
     from headrace.wings.tinker.config import TinkerConfig
 
-    path = model.expanduser().resolve()
-    if not path.is_dir():
-        raise ConfigError(
-            f"there is no directory {path}",
-            remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors",
-        )
+    bases = bases_of(model, name, whole)
     with gc_disabled():
         from headrace.wings.tinker.run import key_of, serve
 
     config = TinkerConfig(
-        model=path,
-        names=tuple(dict.fromkeys([*(_named(each, path) for each in name), path.name, str(path)])),
+        bases=bases,
         state=state.expanduser().resolve(),
         host=host,
         port=port,
@@ -65,7 +65,7 @@ def tinker(
 def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
     """Print what is served, and what the shell of the client needs."""
     lines = [
-        f"serving    {', '.join(config.names[:-1])}",
+        *(f"serving    {base.path} as {', '.join(base.names)}{_HOW[base.whole]}" for base in config.bases),
         f"state      {config.state}",
         "\nIn the shell of the client:",
         f"  export TINKER_BASE_URL={url}",
@@ -75,17 +75,42 @@ def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
     console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _named(given: str, path: Path) -> str:
-    """Return the name in ``NAME`` or ``NAME=DIR``. Raises :class:`~headrace.base.errors.ConfigError` for another
-    directory: a server has one base."""
-    name, _, directory = given.partition("=")
-    if directory and Path(directory).expanduser().resolve() != path:
+def bases_of(model: Path, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
+    """Return the bases of a server: the ``model``, and those that ``--name NAME=DIR`` and ``--whole NAME=DIR`` add.
+    A
+    model that has names of ``--whole`` alone is not loaded for adapters too. Raises
+    :class:`~headrace.base.errors.ConfigError` for a name without a directory, or with two."""
+    from headrace.wings.tinker.config import BaseConfig
+
+    main = _directory(model)
+    named: dict[str, tuple[Path, bool]] = {}
+    for option, each in [*(("--name", one) for one in given), *(("--whole", one) for one in whole)]:
+        name, _, directory = each.partition("=")
+        path = _directory(Path(directory)) if directory else main
+        if not name:
+            raise ConfigError(f"{option} {each} has no name", remedy="give NAME, such as Qwen/Qwen3-8B")
+        base = path, option == "--whole"
+        if named.setdefault(name, base) != base:
+            raise ConfigError(f"{option} {each}: {name} is {named[name][0]}", remedy="give each name once")
+    main_is_whole = (main, True) in named.values() and (main, False) not in named.values()
+    bases = list(dict.fromkeys([(main, main_is_whole), *named.values()]))
+    for path, is_whole in bases:
+        named.setdefault(path.name, (path, is_whole))
+    for path, is_whole in bases:
+        named.setdefault(str(path), (path, is_whole))
+    names = {base: tuple(name for name, of in named.items() if of == base) for base in bases}
+    return tuple(BaseConfig(path=path, names=names[path, is_whole], whole=is_whole) for path, is_whole in bases)
+
+
+def _directory(given: Path) -> Path:
+    path = given.expanduser().resolve()
+    if not path.is_dir():
         raise ConfigError(
-            f"--name {given}: this server's base is {path}", remedy="start another server for another base"
+            f"there is no directory {path}",
+            remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors",
         )
-    if not name:
-        raise ConfigError(f"--name {given} has no name", remedy="give NAME, such as Qwen/Qwen3-8B")
-    return name
+    return path
 
 
+_HOW = {False: "", True: " (all weights)"}
 VERB = Verb(run=tinker, group=USE, place=35)

@@ -1,0 +1,130 @@
+"""The base models of a server: each with its training, its engine, and what it allows.
+
+names of the clients ──▶ ServedBase ─┬─▶ training: FrozenBase ──▶ compute ◀── memory shared ─┐
+                                     └─▶ sampling: engine, sampler weights ──▶ its twin ◀────┘
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from headrace.base.clock import Clock
+from headrace.base.types.versions import INITIAL
+from headrace.engine.native import NativeEngine
+from headrace.engine.native.swaps import LoadedWeights
+from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
+from headrace.models.config import ModelConfig
+from headrace.models.devices import use
+from headrace.models.endings import stop_ids
+from headrace.models.load import load_model, load_tokenizer
+from headrace.models.multilora import MultiLora
+from headrace.models.paged.base import BLOCK
+from headrace.models.settings import context_length
+from headrace.wings.tinker.compute import BaseCompute, FrozenBase
+from headrace.wings.tinker.config import BaseConfig, TinkerConfig
+from headrace.wings.tinker.samplers import AdapterPasses, SamplerWeights, WholePasses
+from headrace.wings.tinker.sampling import SampleLimits
+from headrace.wings.tinker.weights import WholeKind
+
+TAIL_BYTES = 2**16
+"""The bytes at the end of each file of weights that tell one checkpoint from another of the same shape."""
+
+MOST_WHOLE_SAMPLERS = 2
+"""The most samplers with whole weights of a base that sample at once or stay in memory; each holds a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedBase:
+    """One base model of a server."""
+
+    names: tuple[str, ...]
+    training: FrozenBase
+    engine: LocalEngine
+    weights: SamplerWeights
+    """The weights of its sampling sessions, which are the engine's adapters."""
+    limits: SampleLimits
+
+    @property
+    def architecture(self) -> str:
+        """The name of the model's class."""
+        return type(self.training.compute.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        found: torch.device = self.training.compute.model.device
+        return found
+
+
+class LoadedBase:
+    """The parts of a base that take time to load: model and engine."""
+
+    def __init__(self, base: BaseConfig, config: TinkerConfig, clock: Clock) -> None:
+        self._base, self._clock = base, clock
+        path, device = str(base.path), str(use("--device", config.device))
+        tokenizer, model = load_tokenizer(path), load_model(ModelConfig(path=path), device)
+        model.requires_grad_(requires_grad=False)
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        twin = copy.deepcopy(model, memo=shared)
+        compute = BaseCompute(model, tokens_per_microbatch=config.tokens_per_microbatch, whole=base.whole)
+        self.training = FrozenBase(
+            path=base.path, compute=compute, max_rank=config.max_rank, max_context=context_length(path)
+        )
+        passes = WholePasses(WholeKind(twin)) if base.whole else AdapterPasses(MultiLora(twin))
+        resident = MOST_WHOLE_SAMPLERS if base.whole else max(1, config.max_resident // len(config.bases))
+        self._weights = SamplerWeights(passes, resident)
+        max_context = config.engine.max_context or self.training.max_context
+        engine = config.engine.on(device, shared=True)
+        self._core = NativeEngine(
+            twin,
+            engine.model_copy(update={"cache_share": (engine.cache_share or 1.0) / len(config.bases)}),
+            max_context=max_context,
+            receiver=LoadedWeights(),
+            clock=clock,
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+            adapters=self._weights,
+        )
+        self._core.commit(INITIAL)
+        context = min(max_context, self._core.stats().cache_blocks * BLOCK)
+        ends = stop_ids(path, tokenizer.eos_token_id)
+        self._limits = SampleLimits(vocab_size=compute.vocab_size, max_context=context, stop_ids=ends)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._base.names
+
+    async def served(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:
+        """Start the engine, which ends with ``stack``; return the base."""
+        limits = LocalEngineConfig(max_requests=max_samples)
+        return ServedBase(
+            names=self.names,
+            training=self.training,
+            engine=await stack.enter_async_context(LocalEngine(self._core, clock=self._clock, config=limits)),
+            weights=self._weights,
+            limits=self._limits,
+        )
+
+
+def fingerprint(path: Path) -> str:
+    """Return a hash that tells the model in the directory ``path`` from another: of the size and the end of its
+    configuration and of each file of weights."""
+    hashed = xxhash.xxh3_128()
+    for file in sorted([*path.glob("config.json"), *path.glob("*.safetensors")]):
+        size = file.stat().st_size
+        hashed.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as reading:
+            reading.seek(max(0, size - TAIL_BYTES))
+            hashed.update(reading.read())
+    return hashed.hexdigest()
+
+
+def by_name(bases: Iterable[ServedBase]) -> dict[str, ServedBase]:
+    """Return the base behind each name."""
+    return {name: base for base in bases for name in base.names}

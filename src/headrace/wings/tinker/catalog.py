@@ -1,0 +1,168 @@
+"""What a server keeps for its clients: sessions, training runs and checkpoints, found, listed and deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headrace.base.clock import Clock
+from headrace.base.net.refusal import Refusal, shown
+from headrace.models.multilora import ATTENTION, HEAD, MLP
+from headrace.wings.tinker import schema
+from headrace.wings.tinker.files import FACTS_FILE, STATE_FILE
+from headrace.wings.tinker.journal import Journal, facts_of
+
+FLAGS = {"train_unembed": HEAD, "train_mlp": MLP, "train_attn": ATTENTION}
+"""The part of a model behind each flag of the client; whole weights have all of them."""
+
+
+class Catalog:
+    """The sessions, the models and the checkpoints in a journal. It belongs to one event loop."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal, self._clock = journal, clock
+
+    def model(self, model: str) -> Any:
+        """Return the row of a model. Raises :class:`~headrace.base.net.refusal.Refusal` for an unknown one."""
+        row = self._journal.one("SELECT * FROM models WHERE id = ?", model)
+        if row is None:
+            raise Refusal(f"there is no model {shown(model)}", remedy="create it first", status=404)
+        return row
+
+    def checkpoint(self, path: str, *kinds: str) -> Any:
+        """Return the row of a checkpoint, of one of ``kinds`` if they are given. Raises
+        :class:`~headrace.base.net.refusal.Refusal` for another."""
+        row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind != 'ephemeral'", path)
+        if row is None or (row["expires_s"] is not None and row["expires_s"] < self._clock.wall()):
+            raise Refusal(f"there is no checkpoint {shown(path, 200)}", remedy="list the checkpoints", status=404)
+        if kinds and row["kind"] not in kinds:
+            raise Refusal(
+                f"{shown(path, 200)} holds {row['kind']}, and this needs {' or '.join(kinds)}",
+                remedy="give a path of that kind",
+            )
+        return row
+
+    def spec(self, row: Any) -> dict[str, Any]:
+        """Return the settings of the model whose checkpoint ``row`` is."""
+        found: dict[str, Any] = json.loads((Path(row["directory"]) / FACTS_FILE).read_text(encoding="utf-8"))["spec"]
+        return found
+
+    def weights_info(self, body: bytes) -> dict[str, Any]:
+        path = schema.parse(body, schema.PathBody).tinker_path
+        row = self.checkpoint(path, "weights", "sampler_weights", "external_weights")
+        spec = self.spec(row)
+        parts = spec["parts"]
+        return {
+            "base_model": spec["base"],
+            "is_lora": spec["rank"] is not None,
+            "lora_rank": spec["rank"],
+            **{flag: not parts or part in parts for flag, part in FLAGS.items()},
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    def training_run(self, model: str) -> dict[str, Any]:
+        row = self.model(model)
+        spec = json.loads(row["spec"])
+        return {
+            "training_run_id": model,
+            "base_model": spec["base"],
+            "model_owner": "local",
+            "is_lora": spec["rank"] is not None,
+            "lora_rank": spec["rank"],
+            "last_request_time": _time(row["used_s"]),
+            "last_checkpoint": self._last(model, "weights"),
+            "last_sampler_checkpoint": self._last(model, "sampler_weights"),
+        }
+
+    def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
+        rows = self._journal.all("SELECT id FROM models ORDER BY used_s DESC, id")
+        runs = [self.training_run(row["id"]) for row in rows[offset : offset + limit]]
+        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
+
+    def checkpoints(self, model: str | None, limit: int | None = None, offset: int = 0) -> dict[str, Any]:
+        """Return the checkpoints of a model, or of all, the newest first."""
+        if model is not None:
+            self.model(model)
+        of_one = "AND model = ?" if model is not None else ""
+        query = f"SELECT * FROM checkpoints WHERE kind != 'ephemeral' {of_one} ORDER BY created_s DESC, path"
+        rows = self._journal.all(query, *([] if model is None else [model]))
+        kept = rows if limit is None else rows[offset : offset + limit]
+        found: dict[str, Any] = {"checkpoints": [_shown_checkpoint(row) for row in kept]}
+        if limit is not None:
+            found["cursor"] = {"offset": offset, "limit": limit, "total_count": len(rows)}
+        return found
+
+    def delete_checkpoint(self, model: str, name: str) -> None:
+        self.remove_checkpoint(self.checkpoint(f"tinker://{model}/{name}")["path"])
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint. Samplers that have it in memory go on."""
+        row = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
+        if row is not None:
+            self._journal.run("DELETE FROM checkpoints WHERE path = ?", path)
+            shutil.rmtree(row["directory"], ignore_errors=True)
+
+    def set_ttl(self, model: str, name: str, body: bytes) -> None:
+        row = self.checkpoint(f"tinker://{model}/{name}")
+        ttl_s = schema.parse(body, schema.TtlBody).ttl_seconds
+        expires = None if ttl_s is None else self._clock.wall() + ttl_s
+        self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
+
+    def files_of(self, model: str, name: str) -> list[str]:
+        """Return the names of the files of an external checkpoint."""
+        row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
+        return sorted(
+            each.name for each in Path(row["directory"]).iterdir() if each.name not in (FACTS_FILE, STATE_FILE)
+        )
+
+    def file_of(self, model: str, name: str, file: str) -> Path:
+        """Return a file of an external checkpoint."""
+        if file not in self.files_of(model, name):
+            raise Refusal(f"there is no file {shown(file)}", remedy="take a URL of this server", status=404)
+        row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
+        return Path(row["directory"]) / file
+
+    def sessions(self) -> dict[str, Any]:
+        rows = self._journal.all("SELECT id FROM sessions ORDER BY created_s DESC")
+        return {"sessions": [row["id"] for row in rows]}
+
+    def session(self, session: str) -> dict[str, Any]:
+        row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
+        if row is None:
+            raise Refusal(f"there is no session {shown(session)}", remedy="list them first", status=404)
+        facts = facts_of(row)
+        runs = self._journal.all("SELECT id FROM models WHERE session = ? ORDER BY number", session)
+        samplers = self._journal.all("SELECT id FROM samplers WHERE session = ?", session)
+        return {
+            "training_run_ids": [each["id"] for each in runs],
+            "sampler_ids": [each["id"] for each in samplers],
+            "user_metadata": facts["user_metadata"],
+            "display_name": facts["display_name"],
+        }
+
+    def _last(self, model: str, kind: str) -> dict[str, Any] | None:
+        query = "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created_s DESC LIMIT 1"
+        row = self._journal.one(query, model, kind)
+        return None if row is None else _shown_checkpoint(row)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _shown_checkpoint(row: Any) -> dict[str, Any]:
+    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    facts = facts_of(row)
+    return {
+        "checkpoint_id": "/".join(row["path"].split("/")[-2:]),
+        "checkpoint_type": kinds[row["kind"]],
+        "time": _time(row["created_s"]),
+        "tinker_path": row["path"],
+        "size_bytes": row["size_bytes"],
+        "public": False,
+        "user_metadata": facts.get("user_metadata"),
+        "expires_at": None if row["expires_s"] is None else _time(row["expires_s"]),
+    }

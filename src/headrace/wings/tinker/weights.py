@@ -1,0 +1,146 @@
+"""What clients train: an adapter beside the frozen base, or all weights in place of the base's.
+
+Both kinds of weights are records of tensors, so that optimizer, journal and files treat them alike. How a pass computes
+with them is here: an adapter is added by hooks, while whole weights are exchanged for the base's during the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headrace.base.errors import ConfigError
+from headrace.models.multilora import ATTENTION, HEAD, MLP, LoraTensors, MultiLora, Segment
+from headrace.models.weights import weight_tensors
+from headrace.wings.tinker.schema import CreateModelBody, LoraBody
+
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeTensors:
+    """All weights of a model."""
+
+    tensors: dict[str, Tensor]
+    """By the names of the model's parameters; a tied one is there once."""
+
+
+Weights = LoraTensors | WholeTensors
+
+
+class WeightKind(Protocol):
+    """How the weights of one kind are made, and how a base computes with them. It is not thread-safe."""
+
+    alone: bool
+    """Whether one tenant at a time trains on the base."""
+
+    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+        """Return the settings of a new model. Raises :class:`~headrace.base.errors.ConfigError` for one that cannot be
+        trained here."""
+        ...
+
+    def new(self, spec: Mapping[str, Any]) -> Weights:
+        """Return new weights, which are trained from the base on."""
+        ...
+
+    def on(self, weights: Any) -> AbstractContextManager[None]:
+        """Compute with ``weights`` within this context, ``None`` being the base's: forward and backward passes."""
+        ...
+
+    def runs_head(self, weights: Any) -> bool:
+        """Return whether the head must run as a module, because it is not a single matrix with ``weights``."""
+        ...
+
+
+class AdapterKind:
+    """Adapters of low rank, as many as there are tenants."""
+
+    alone = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._multi = MultiLora(model)
+
+    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+        lora = body.lora_config
+        if lora is None:
+            raise ConfigError(
+                f"create_model without lora_config: {body.base_model} trains adapters",
+                remedy="give one, or ask for a name that the server has from --whole",
+            )
+        if not 1 <= lora.rank <= max_rank:
+            raise ConfigError(f"lora_config.rank={lora.rank}", remedy=f"set 1 to {max_rank} (--max-rank)")
+        flags = {ATTENTION: lora.train_attn, MLP: lora.train_mlp, HEAD: lora.train_unembed}
+        parts = [part for part, wanted in flags.items() if wanted]
+        if not parts:
+            raise ConfigError("lora_config trains nothing", remedy="set train_attn, train_mlp or train_unembed")
+        return {"base": body.base_model, "rank": lora.rank, "seed": lora.seed, "parts": parts}
+
+    def new(self, spec: Mapping[str, Any]) -> LoraTensors:
+        if self._multi.has_experts and MLP in spec["parts"]:
+            raise ConfigError("train_mlp=True: the experts of this model get no adapter", remedy="set train_mlp=False")
+        missing = {*spec["parts"]} - {layer.part for layer in self._multi.layers.values()}
+        if missing:
+            raise ConfigError(f"this model has no layer of {', '.join(sorted(missing))}", remedy="leave that part out")
+        return self._multi.new(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"])
+
+    def on(self, weights: LoraTensors | None) -> AbstractContextManager[None]:
+        return self._multi.on([Segment(lora=weights)])
+
+    def runs_head(self, weights: LoraTensors | None) -> bool:
+        return weights is not None and any(weights.pair(name) is not None for name in self._multi.heads)
+
+
+class WholeKind:
+    """All weights of the model, of one tenant at a time. Those of the base stay what they are, beside the tenant's."""
+
+    alone = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model.requires_grad_(requires_grad=False)
+        self._base = weight_tensors(model)
+        names = {id(tensor): name for name, tensor in self._base.items()}
+        self._places: list[tuple[dict[str, Any], str, str]] = [
+            (module._parameters, key, names[id(tensor)])  # every place of a tied parameter
+            for module in model.modules()
+            for key, tensor in module._parameters.items()
+            if tensor is not None
+        ]
+
+    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+        lora = body.lora_config or LoraBody(rank=1)
+        flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
+        left_out = next((name for name, wanted in flags.items() if not wanted), None)
+        if left_out is not None:
+            raise ConfigError(f"{left_out}=False: {body.base_model} trains all weights", remedy=f"set {left_out}=True")
+        return {"base": body.base_model, "rank": None, "seed": 0, "parts": []}
+
+    def new(self, spec: Mapping[str, Any]) -> WholeTensors:
+        return WholeTensors(tensors={name: trainable(tensor.clone()) for name, tensor in self._base.items()})
+
+    @contextmanager
+    def on(self, weights: WholeTensors | None) -> Iterator[None]:
+        if weights is None:
+            yield
+            return
+        self._point(weights.tensors)
+        try:
+            yield
+        finally:
+            self._point(self._base)
+
+    def runs_head(self, weights: WholeTensors | None) -> bool:
+        return False
+
+    def _point(self, tensors: Mapping[str, Tensor]) -> None:
+        for parameters, key, name in self._places:
+            parameters[key] = tensors[name]
+
+
+def trainable(tensor: Tensor) -> nn.Parameter:
+    """Return the tensor as a parameter that gets gradients."""
+    return nn.Parameter(tensor.detach(), requires_grad=True)
