@@ -65,7 +65,7 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
     if (
         sampling.truncated and not sampling.record_kept
     ):  # without kept-sets the learner normalises over the whole vocabulary, so the engine must too
-        sampling = msgspec.structs.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+        sampling = msgspec.structs.replace(sampling, top_k=0, top_p=1.0, min_p=0.0, structure="")
     prompts = [task for task in parts.tasks if len(task.prompt_ids_T)]
     runner = EpisodeRunner(
         engine=parts.engine,

@@ -55,6 +55,8 @@ class Capabilities:
     serve`` need."""
     other_models: bool
     """Whether it can serve agents and teachers that have weights of their own, beside the policy."""
+    structures: bool = False
+    """Whether answers can be kept to a structure, with logprobs and kept-sets of the masked distribution."""
 
     def on(self, device: str) -> Capabilities:
         """Return the capabilities on ``device``. On a processor, engines that are servers cannot free their cache."""

@@ -14,6 +14,7 @@ from headrace.base.config import Section, validate
 from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
 from headrace.base.plugins import Registry
+from headrace.engine import structure
 from headrace.engine.capabilities import Capabilities
 from headrace.models.devices import AUTO, CPU, DeviceName, Devices
 
@@ -250,8 +251,41 @@ def _refuse_server_of_none(kind: str, tree: Any) -> None:
     )
 
 
+class StructureConfig(Section):
+    """What every answer of a run looks like: one of a JSON schema, a regular expression and a choice of texts."""
+
+    json_schema: dict[str, Any] | None = None
+    """The schema that an answer follows, as a table."""
+    regex: str = ""
+    """The expression that an answer matches from beginning to end."""
+    choice: tuple[str, ...] = ()
+    """The texts one of which an answer is."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        given = [name for name in type(self).model_fields if self.__dict__[name] not in (None, "", ())]
+        if len(given) != 1:
+            raise ConfigError(
+                f"engine.structure has {' and '.join(given) or 'nothing'}, and it takes one of json_schema, regex and "
+                "choice",
+                remedy="keep one of them, or leave engine.structure out",
+            )
+        return self
+
+    @property
+    def description(self) -> str:
+        """The structure as :attr:`headrace.base.types.sampling.Sampling.structure` holds it."""
+        if self.json_schema is not None:
+            return structure.json_schema(self.json_schema)
+        return structure.regex(self.regex) if self.regex else structure.choice(self.choice)
+
+
 class FleetConfig(EngineConfig):
     """Settings of sampling, of the batch, and of the number of engines."""
+
+    structure: StructureConfig | None = None
+    """What every answer looks like, in training and evaluation: tokens that do not fit cannot be drawn, and log π is
+    that of the tokens that could have been. Needs ``headrace[structured]``. Unset: anything."""
 
     count: int = Field(default=1, ge=1, le=64)
     """The number of engines: processes of this machine that share the requests. ``launch.engine_threads`` is divided
@@ -268,5 +302,5 @@ class FleetConfig(EngineConfig):
         device = devices.engines[place]
         settled = self.on(device, shared=device in devices.learner)
         share = (settled.cache_share or 0.0) / devices.engines.count(device)
-        one = EngineConfig.model_validate({**settled.model_dump(exclude={"count"}), "cache_share": share})
+        one = EngineConfig.model_validate({**settled.model_dump(exclude={"count", "structure"}), "cache_share": share})
         return one.model_copy(update={"server": one.server.for_engine(place)})

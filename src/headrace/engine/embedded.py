@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypedDict
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError, ModelError
 from headrace.base.types.weights import Interrupt
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.config import EngineKind, EngineSetup, OpenedEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from headrace.engine.native.masks import MaskMaker
 
 
 @contextmanager
@@ -38,7 +44,7 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
             max_context=setup.max_context,
             receiver=receiver,
             clock=RealClock(),
-            decode=_decoder(setup.model.path),
+            **_reading(setup.model.path, model),
         )
     except MemoryError as error:
         raise ConfigError(
@@ -51,16 +57,30 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
     yield OpenedEngine(core=core, device=str(device), address=receiver.address, facts=core.facts())
 
 
-def _decoder(path: str) -> Callable[[list[int]], str] | None:
-    """Return a function from ids to text that keeps special tokens, for stop strings; ``None`` for a model directory
-    without a tokenizer."""
+class _Reading(TypedDict, total=False):
+    """What the engine reads answers with."""
+
+    decode: Callable[[list[int]], str]
+    masks: MaskMaker
+
+
+def _reading(path: str, model: PreTrainedModel) -> _Reading:
+    """Return a function from ids to text that keeps special tokens, for stop strings, and the maker of masks for
+    structures; nothing for a model directory without a tokenizer."""
+    from headrace.engine.structure import Grammars
+    from headrace.models.endings import stop_ids
     from headrace.models.load import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(path)
     except ModelError:
-        return None
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return {}
+    return {
+        "decode": lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        "masks": Grammars(
+            tokenizer, model.get_input_embeddings().num_embeddings, stop_ids(path, tokenizer.eos_token_id)
+        ),
+    }
 
 
 NATIVE = EngineKind(
@@ -83,6 +103,7 @@ NATIVE = EngineKind(
         releases=True,
         embedded=True,
         other_models=True,
+        structures=True,
     ),
     open=_open_native,
 )

@@ -26,6 +26,7 @@ from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
+from headrace.engine.structure import json_schema, regex
 from headrace.launch.inprocess import LocalEngine
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.serve.answering import Service
@@ -33,7 +34,6 @@ from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.config import ServeConfig
 from headrace.wings.serve.prompts import ServedModel
 from headrace.wings.serve.run import LoadedModel, load
-from headrace.wings.serve.structure import json_schema, regex
 
 pytest.importorskip("llguidance")
 Post = Callable[..., Any]
@@ -133,6 +133,7 @@ def test_answers_match_their_expression_and_are_one_of_their_choices(post: Post)
     ("body", "words"),
     [
         ({"guided_regex": "("}, "the structure cannot be kept to"),
+        ({"guided_regex": "[^\\s\\S]"}, "allows no answer that this tokenizer can write"),
         ({"guided_json": {"type": "nope"}}, "the structure cannot be kept to"),
         ({"guided_json": "{"}, "expected a JSON schema"),
         ({"guided_choice": []}, "expected a list of texts"),

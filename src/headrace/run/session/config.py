@@ -229,6 +229,10 @@ def _refuse_incapable(config: RunConfig) -> None:
             truncated and config.learner.keep_sampling_mask and not can.kept_sets,
             "set it to false: log π is then that of the whole vocabulary",
         ),
+        "engine.structure, with logprobs and kept-sets of the masked distribution": (
+            engine.structure is not None and not can.structures,
+            "leave it out",
+        ),
         "entropies (observe.record_entropy, or an advantage that reads them)": (
             (config.observe.record_entropy or "entropies" in config.algo.advantage.reads) and not can.entropies,
             "leave them out",

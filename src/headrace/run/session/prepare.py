@@ -8,19 +8,20 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.algo.losses.custom import Custom
 from headrace.base.config.user_code import find_in_file
 from headrace.base.environ import is_part_of_a_run, num_cores
-from headrace.base.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError, RequestError
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.control.observer import Observers
+from headrace.engine.structure import Grammars
 from headrace.launch.order import LaunchOrder, TeacherOrder
 from headrace.learner.auxiliary.config import Frozen, OtherModel
 from headrace.learner.disk import verify_model
@@ -42,6 +43,9 @@ from headrace.run.rules.start import MACHINE, MODEL, ROWS, MachineFacts, ModelFa
 from headrace.run.session.config import RunConfig, as_recorded, with_local_models
 from headrace.run.session.engine_fit import refuse_settled
 from headrace.run.session.own_engines import frozen_agents, refuse_misfits, teacher_orders
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Rows = Iterable[Mapping[str, Any]]
 """Rows that a caller passes in Python: a list of dicts, or a ``datasets`` object."""
@@ -148,7 +152,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
-        sampling=_sampling(config, endings),
+        sampling=_sampling(config, tokenizer, endings),
         max_context=facts.context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
         chat=Chat.of(tokenizer, endings, config.env.tool_parser),
@@ -295,13 +299,20 @@ def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]
     return load_rows(Path(path)) if path else [{"number": number} for number in numbers]
 
 
-def _sampling(config: RunConfig, endings: tuple[int, ...]) -> Sampling:
+def _sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of training.
 
-    They ask the engine to record what the losses need to recompute log-probabilities: kept-sets under top-k, top-p or
-    min-p, and experts of a mixture.
+    They ask the engine to record what the losses need to recompute log-probabilities: kept-sets under top-k, top-p,
+    min-p or a structure, and experts of a mixture. Raises :class:`~headrace.base.errors.ConfigError` for a structure
+    that this tokenizer cannot keep to.
     """
     engine = config.engine
+    structure = "" if engine.structure is None else engine.structure.description
+    if structure:
+        try:
+            Grammars(tokenizer, len(tokenizer), endings)(structure)
+        except RequestError as error:
+            raise ConfigError(f"engine.structure: {error.problem}", remedy=error.remedy) from None
     sampling = Sampling(
         max_new_tokens=engine.max_new_tokens,
         temperature=engine.temperature,
@@ -309,6 +320,7 @@ def _sampling(config: RunConfig, endings: tuple[int, ...]) -> Sampling:
         top_p=engine.top_p,
         min_p=engine.min_p,
         stop_ids=endings,
+        structure=structure,
     )
     return msgspec.structs.replace(
         sampling,

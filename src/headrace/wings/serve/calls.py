@@ -12,8 +12,8 @@ from typing import Any
 
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.chat import Tool
+from headrace.engine.structure import lark
 from headrace.rollout.answers.base import THINK, THOUGHT, FramedParser, Parser
-from headrace.wings.serve.structure import lark
 
 
 class CallFinder:

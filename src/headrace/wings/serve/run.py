@@ -25,6 +25,7 @@ from headrace.engine.base import EngineCore
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.masks import MaskMaker
 from headrace.engine.native.swaps import LoadedWeights
+from headrace.engine.structure import Grammars
 from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
@@ -38,7 +39,6 @@ from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.config import ServeConfig, ServeSection
 from headrace.wings.serve.prompts import ServedModel
-from headrace.wings.serve.structure import Grammars
 
 LAST_RESORT_S = 5.0
 """After the grace period, how long connections may take to end before they are cut."""

@@ -15,9 +15,9 @@ from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from headrace.base.types.chat import Message, Tool
+from headrace.engine.structure import choice, json_schema, regex
 from headrace.wings.agents.reading import ChatTool, ChatToolCall
 from headrace.wings.serve.strict import StreamOptions, Strict, StrictBody, read_stop
-from headrace.wings.serve.structure import choice, json_schema, regex
 
 MAX_BIASES = 1024
 """Largest number of entries of one ``logit_bias``."""

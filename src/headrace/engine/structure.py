@@ -101,7 +101,10 @@ class Grammars:
         if matcher.is_error():
             words = visible(matcher.get_error().splitlines()[0], 300)
             raise RequestError(f"the structure cannot be kept to: {words}", remedy=_REMEDY)
-        if not GrammarMask(matcher, self._vocab_size).allowed().any():
+        begun = matcher.deep_copy()
+        allowed = GrammarMask(begun, self._vocab_size).allowed()
+        allowed[self._stop_ids] &= begun.is_accepting()
+        if not allowed.any():
             raise RequestError("the structure allows no answer that this tokenizer can write", remedy=_REMEDY)
         return matcher
 
