@@ -15,7 +15,7 @@ from headrace.algo.reductions import TokenMean
 from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied
 from headrace.base.types.batch import Batch
-from headrace.models.weights import weight_tensors
+from headrace.models.weights import correction_biases, weight_tensors
 from tests.learner.builders import random_batch
 from tests.learner.rank_cases import Found, _apart, _expected, _learner, _save, gradients
 from tests.learner.test_parts import part
@@ -40,6 +40,12 @@ SPECIAL = {
         batch=lambda: routed(random_batch(num_samples=7)),
         layouts=({"data": 2, "expert": 2}, {"tensor": 2, "expert": 2}, {"context": 2}),
     ),
+    "balanced": Special(
+        kind="experts",
+        batch=lambda: routed(random_batch(num_samples=7)),
+        config={"mixture": {"balance_coef": 0.5, "z_coef": 0.25}},
+        layouts=({"data": 2}, {"data": 2, "expert": 2}),
+    ),
     "shared": Special(batch=alike, config={"share_prefixes": True, "tokens_per_microbatch": 60}),
     "selecting": Special(algo={"loss": "m2po", "old": "engine"}, layouts=({"data": 2}, {"context": 2})),
 }
@@ -63,6 +69,23 @@ def replay(directory: Path) -> Found:
     return _special(directory, "replay")
 
 
+def balanced(directory: Path) -> Found:
+    """Losses for the balance of experts."""
+    return _special(directory, "balanced")
+
+
+def biases(directory: Path) -> Found:
+    """The biases of a mixture's routers after two steps, and their number in a snapshot."""
+    found = []
+    for layout in ({"data": 2}, {"data": 2, "expert": 2}):
+        learner = _learner(directory, layout, kind="biased", config=MOVING)
+        for step in range(2):
+            learner.train(random_batch(step=step, num_samples=7))
+        found.append({name: bias.tolist() for name, bias in correction_biases(learner.core.model).items()})
+    _save(learner, directory / "biased_by_two")
+    return {"found": found}
+
+
 def shared(directory: Path) -> Found:
     """Prompts that are computed once."""
     return _special(directory, "shared")
@@ -73,6 +96,7 @@ def selecting(directory: Path) -> Found:
     return _special(directory, "selecting")
 
 
+MOVING = {"mixture": {"bias_rate": 0.01}}
 PENALTY = {"loss": {"kind": "grpo", "kl_coef": 0.1}}
 AVERAGE = {"reference": {"kind": "ema", "decay": 0.8}}
 DISTIL = {"loss": "distill"}

@@ -11,12 +11,22 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from headrace.base.errors import ConfigError
 from headrace.base.types.batch import Batch
+from headrace.learner.config import MixtureConfig
+from headrace.learner.core import LearnerCore
+from headrace.learner.mixture import MixtureBalance
+from headrace.learner.parallel.config import ParallelConfig
+from headrace.learner.parallel.mesh import SingleRank
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
+from headrace.models.config import LoraConfig
+from headrace.models.routing import find_routing
+from headrace.models.weights import correction_biases, weight_tensors
 from tests.learner.builders import Setup, assert_close, gradients, random_batch, tiny
+from tests.learner.test_parallel import KINDS
 from tests.learner.test_replay import SPEC, routed
 
 BALANCE, Z = 0.5, 0.25
+RATE = 0.01
 STEP = 5e-5
 """Of the finite difference: transformers weighs experts in float32, which a smaller step would show."""
 
@@ -26,21 +36,44 @@ def setup(tmp_path_factory):
     return Setup(model_dir=tiny(tmp_path_factory.mktemp("moe") / "model", kind="qwen3_moe", extra=SPEC))
 
 
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """A model whose routers choose by a correction bias."""
+    return Setup(model_dir=tiny(tmp_path_factory.mktemp("biased") / "model", **KINDS["biased"]))
+
+
+class InTwoParts:
+    """Two ranks that hold parts of every tensor."""
+
+    config = ParallelConfig(tensor=2)
+
+
+def moving(setup: Setup, **config: object) -> LearnerCore:
+    """A learner that moves the biases of experts."""
+    return replace(setup, config={"mixture": {"bias_rate": RATE}, **config}).learner()
+
+
 def with_losses(setup: Setup, **config: object) -> Setup:
     return replace(setup, config={"mixture": {"balance_coef": BALANCE, "z_coef": Z}, **config})
 
 
-def reference(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The two losses as transformers defines them, over all tokens but the last of each sample."""
-    logits: list[torch.Tensor] = []
-    routers = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
-    hooks = [router.register_forward_hook(lambda _m, _a, output: logits.append(output[0])) for router in routers]
+def routers_of(model: torch.nn.Module, batch: Batch) -> list[tuple[torch.Tensor, ...]]:
+    """What each router returns for all tokens but the last of each sample."""
+    outputs: list[tuple[torch.Tensor, ...]] = []
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    hooks = [router.register_forward_hook(lambda _m, _a, output: outputs.append(output)) for router in routers]
     ends = np.cumsum(batch.lengths_S)
     kept = np.setdiff1d(np.arange(batch.num_tokens), ends - 1)
     ids = torch.from_numpy(batch.ids_N[kept].astype(np.int64))
     forward(model, ids, PackedPlan(batch.lengths_S - 1))
     for hook in hooks:
         hook.remove()
+    return outputs
+
+
+def reference(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The two losses as transformers defines them, over all tokens but the last of each sample."""
+    logits = [output[0] for output in routers_of(model, batch)]
     balance = load_balancing_loss_func(tuple(logits), SPEC["num_experts"], SPEC["num_experts_per_tok"])
     z = (torch.cat(logits).logsumexp(-1) ** 2).mean()
     return BALANCE * balance + Z * z
@@ -113,20 +146,78 @@ def test_recomputed_layers_count_once(setup):
     assert_close(added(setup, batch, memory={"recompute": True}), added(setup, batch))
 
 
-def test_losses_for_experts_are_refused_where_they_mean_nothing(model_dir, tmp_path):
+def test_losses_for_experts_are_refused_where_they_mean_nothing(model_dir, biased):
     with pytest.raises(ConfigError, match="has none"):
         with_losses(Setup(model_dir=model_dir)).learner()
-    sigmoid = {
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 0,
-        "moe_intermediate_size": 16,
-        "num_key_value_heads": 2,
-    }
     with pytest.raises(ConfigError, match="balanced by a bias"):
-        with_losses(Setup(model_dir=tiny(tmp_path / "glm", kind="glm4_moe", extra=sigmoid))).learner()
+        with_losses(biased).learner()
+    model = biased.learner().model
+    with pytest.raises(ConfigError, match="context or tensor above 1"):
+        MixtureBalance(MixtureConfig(z_coef=0.1), model, find_routing(model), InTwoParts)
+
+
+@pytest.mark.parametrize("config", [{}, {"tokens_per_microbatch": 20}, {"share_prefixes": True}], ids=str)
+def test_bias_of_each_expert_moves_by_the_sign_of_what_its_choices_are_short_of_the_mean(biased, config):
+    learner = moving(biased, **config)
+    wanted = {name: torch.zeros(4) for name in correction_biases(learner.model)}
+    for step in range(3):
+        batch = random_batch(step=step, num_samples=12)
+        for bias, (_, _, experts_NK) in zip(wanted.values(), routers_of(learner.model, batch), strict=True):
+            chosen = torch.bincount(experts_NK.flatten(), minlength=4).double()
+            bias.add_((chosen.mean() - chosen).sign().float(), alpha=RATE)
+        metrics = learner.train(batch).metrics
+        found = correction_biases(learner.model)
+        assert {name: bias.tolist() for name, bias in found.items()} == {n: b.tolist() for n, b in wanted.items()}
+    assert metrics["expert_bias_spread"] == pytest.approx(max(float(b.max() - b.min()) for b in wanted.values()))
+    assert metrics["expert_bias_spread"] > 0
+
+
+def test_moved_biases_are_published_saved_and_restored_with_the_weights(biased, tmp_path):
+    learner = moving(biased)
+    learner.train(random_batch())
+    moved = correction_biases(learner.model)
+    assert all(moved[name] is weight_tensors(learner.model)[name] for name in moved)
+    tmp_path.joinpath("saved").mkdir()
+    learner.save(tmp_path / "saved")
+    fresh = moving(biased)
+    fresh.restore(tmp_path / "saved")
+    for name, bias in correction_biases(fresh.model).items():
+        assert bias.any()
+        assert torch.equal(bias, moved[name])
+
+
+def test_kept_policy_computes_with_the_biases_that_it_was_kept_with(biased):
+    learner = moving(replace(biased, algo={"loss": {"kind": "grpo", "kl_coef": 0.1}}))
+    first = random_batch(num_samples=12)
+    before = learner.logprobs(first)
+    for bias in correction_biases(learner.model).values():
+        bias.add_(torch.tensor([3.0, 0.0, 0.0, 0.0]))
+    assert np.abs(learner.logprobs(first) - before).max() > 1e-3
+    (reference_policy,) = learner._auxiliary
+    with reference_policy._source.computing() as kept, torch.no_grad():
+        np.testing.assert_array_equal(kept.logprobs(first, first.mask_N), before)
+
+
+def test_biases_stay_where_no_weight_changes_and_where_the_gradient_is_discarded(biased):
+    still = moving(biased, lr=0.0)
+    still.train(random_batch())
+    assert not any(bias.any() for bias in correction_biases(still.model).values())
+    learner, plain = moving(biased), moving(biased)
+    learner.forward_backward(random_batch(seed=5))
+    learner._discard_gradients()
+    for each in (learner, plain):
+        each.train(random_batch())
+    for name, bias in correction_biases(plain.model).items():
+        assert torch.equal(bias, correction_biases(learner.model)[name])
+
+
+def test_moving_biases_are_refused_where_there_are_none_or_an_adapter_is_trained(setup, biased):
+    with pytest.raises(ConfigError, match="choose without a correction bias") as refused:
+        moving(setup)
+    assert "balance_coef" in refused.value.remedy
+    adapted = load_model(ModelConfig(path=str(biased.model_dir), lora=LoraConfig(rank=2)))
+    with pytest.raises(ConfigError, match="part of the base model"):
+        MixtureBalance(MixtureConfig(bias_rate=RATE), adapted, find_routing(adapted), SingleRank(adapted.device))
 
 
 def test_parts_of_a_batch_are_refused_with_a_balance_loss(setup):

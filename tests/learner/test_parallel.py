@@ -26,11 +26,22 @@ Found = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 110.0
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+BIASED = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 2,
+}
+"""A mixture whose routers choose by a correction bias."""
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "sequences": {},
     "tied": {"extra": {"tie_word_embeddings": True}},
     "experts": {"kind": "qwen3_moe", "extra": EXPERTS},
+    "biased": {"kind": "glm4_moe", "extra": BIASED},
     "window": {"kind": "mistral", "extra": {"sliding_window": 3}},
     "sinks": {
         "kind": "gpt_oss",

@@ -9,13 +9,15 @@ import pytest
 from safetensors.torch import save_file
 
 from headrace.base.types.tokens import FloatColumn
+from headrace.models import ModelConfig, load_model
+from headrace.models.weights import correction_biases
 from tests.learner.builders import Setup, gradients, random_batch, tiny
-from tests.learner.rank_core_cases import AVERAGE, DISTIL, PENALTY, SPECIAL, penalised
+from tests.learner.rank_core_cases import AVERAGE, DISTIL, MOVING, PENALTY, SPECIAL, penalised
 from tests.learner.test_parallel import KINDS, Found, answer, run
 
 CASES = [
     *("replay", "shared", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve"),
-    *("kept", "taught", "full"),
+    *("balanced", "biases", "kept", "taught", "full"),
 ]
 CONFIG = {"tokens_per_microbatch": 30}
 
@@ -23,7 +25,7 @@ CONFIG = {"tokens_per_microbatch": 30}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
-    for kind in ("dense", "experts"):
+    for kind in ("dense", "experts", "biased"):
         tiny(directory / kind, **KINDS[kind])
     return directory
 
@@ -51,6 +53,10 @@ def alone(place: Path) -> Found:
     learner.save(place / "saved_by_one")
     found["loss"] = [learner.train(random_batch(step=step, num_samples=7)).metrics["loss"] for step in (2, 3)]
     found["kept"] = kept_alone(place)
+    learner = Setup(model_dir=place / "biased", config={**CONFIG, **MOVING}).learner()
+    for step in range(2):
+        learner.train(random_batch(step=step, num_samples=7))
+    found["biases"] = {name: bias.tolist() for name, bias in correction_biases(learner.model).items()}
     tiny(place / "other", **{**KINDS["dense"], "seed": 9})
     teacher = {"teachers": [{"kind": "model", "path": str(place / "other")}], "top_k": 5}
     learner = Setup(model_dir=place / "dense", algo=DISTIL, config={**CONFIG, **teacher}).learner()
@@ -96,6 +102,16 @@ def test_a_batch_in_parts_adds_up_over_ranks(two: Found, alone: Found) -> None:
     assert found["worst"] < 1e-5
     assert_metrics(found["metrics"], alone["parts"])
     assert_columns(found["log_pi"], alone["parts log_pi"])
+
+
+def test_biases_of_experts_move_as_in_one_process_and_are_in_the_snapshot(
+    two: Found, alone: Found, place: Path
+) -> None:
+    assert any(value for bias in alone["biases"].values() for value in bias)
+    for found in answer(two, "biases")["found"]:
+        assert found == alone["biases"]
+    saved = correction_biases(load_model(ModelConfig(path=str(place / "biased_by_two"))))
+    assert {name: bias.tolist() for name, bias in saved.items()} == alone["biases"]
 
 
 def test_an_average_of_sharded_weights_is_that_of_whole_ones(two: Found, alone: Found) -> None:

@@ -112,12 +112,17 @@ A mixture can be kept evenly used while it is trained:
 [learner.mixture]
 balance_coef = 0.001       # the load-balancing loss, as transformers defines it for routers with a softmax
 z_coef = 0.001             # the router's z-loss, which keeps its logits small
+bias_rate = 0.001          # for routers that choose by a bias (DeepSeek-V3): how far each update moves it
 ```
 
-Both are losses of the whole step, however it is packed and cut into micro-batches, and of data-parallel ranks
-together; the choices that count are the replayed ones. With `learner.parallel.context`, `tensor` or `expert` above 1
-they are refused, and for routers that are balanced by a bias (DeepSeek-V3) `balance_coef` is. The metrics
-`expert_load_max`, `expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or without.
+The losses are of the whole step, however it is packed and cut into micro-batches, and of data-parallel ranks together;
+the choices that count are the replayed ones. `balance_coef` is for routers with a softmax, `bias_rate` for those with a
+correction bias (`deepseek_v3`, `deepseek_v32`, `glm4_moe`, `glm_moe_dsa`): after each update, the bias of an expert
+that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are part
+of a version: they are published, kept in snapshots and copied with the weights. With `learner.parallel.context` or
+`tensor` above 1 all three are refused, and with an adapter `bias_rate` is. The metrics `expert_load_max`,
+`expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or without, and
+`expert_bias_spread` how far the biases have moved apart.
 """
 """What the page says behind the table."""
 

@@ -39,18 +39,26 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class MixtureConfig(Section):
-    """The losses that keep the experts of a mixture evenly used. Both are added to the loss of every step."""
+    """What keeps the experts of a mixture evenly used: losses, which are added to that of every step, or a bias."""
 
     balance_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the load-balancing loss; ``router_aux_loss_coef`` in transformers, 0.001 to 0.02. Costs one pass
     without gradient more per step."""
     z_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the router's z-loss, mean log² Σ exp(logits), which keeps router logits small; 0.001 is usual."""
+    bias_rate: float = Field(default=0.0, ge=0)
+    """For routers that choose by a correction bias (DeepSeek-V3): how far each update moves the bias of an expert, up
+    if it was chosen less than the mean of its layer, down if more; 0.001 is usual. 0 leaves the biases as they are."""
 
     @property
     def trains(self) -> bool:
         """Return whether a loss is added."""
         return self.balance_coef > 0 or self.z_coef > 0
+
+    @property
+    def acts(self) -> bool:
+        """Return whether a loss is added or a bias is moved."""
+        return self.trains or self.bias_rate > 0
 
 
 class LearnerConfig(Section):

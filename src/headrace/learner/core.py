@@ -68,6 +68,8 @@ class Update:
     seconds: float
     damped: dict[str, float] = field(default_factory=dict)
     """The factor of the learning rate as a metric, if ``learner.damping`` is set."""
+    biases: dict[str, float] = field(default_factory=dict)
+    """How far the biases of a mixture's routers lie apart as a metric, if they move."""
 
 
 class LearnerCore:
@@ -156,6 +158,7 @@ class LearnerCore:
                 "lr": update.lr,
                 **update.norms,
                 **update.damped,
+                **update.biases,
                 **seconds,
             },
             trained_tokens=gradient.trained_tokens,
@@ -288,6 +291,7 @@ class LearnerCore:
             if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
                 with self._context.progress.at("update", f"the optimizer's update of step {self._step}"):
                     self._optimizer.step(lr)
+            biases = self._forward.mixture.move_biases(trained=lr > 0)
             self._optimizer.zero_grad()
             for model in self._auxiliary:
                 model.after_update(self._step + 1)
@@ -297,7 +301,7 @@ class LearnerCore:
         own = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items() if agent in named}
         damped = {} if self._config.damping is None else {"lr_damping": self._damping}
         self._damping = 1.0
-        return Update(grad_norm=grad_norm, norms=own, lr=lr, seconds=seconds, damped=damped)
+        return Update(grad_norm=grad_norm, norms=own, lr=lr, seconds=seconds, damped=damped, biases=biases)
 
     def logprobs(self, batch: Batch) -> FloatColumn:
         """Return log π of every token in the batch's mask, ``[N]`` in float32, under the current weights and the
@@ -385,7 +389,7 @@ class LearnerCore:
             for agent, mask_N in self._forward.by_agent(work.batch, work.mask_N):
                 with self._forward.switch.on(agent):
                     self._backward_agent(work.only(mask_N), tally)
-                tally.note(self._forward.mixture.metrics())
+                tally.note(self._forward.mixture.finish())
             undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
@@ -437,6 +441,7 @@ class LearnerCore:
 
     def _discard_gradients(self) -> None:
         self._optimizer.zero_grad()
+        self._forward.mixture.forget_choices()
         for model in self._auxiliary:
             model.discard_gradient()
         self._parts, self._damping = None, 1.0

@@ -93,8 +93,9 @@ class Forward:
         self._share = config.share_prefixes if config.parallel.context == 1 else False
         self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
+        self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)
+        # its hooks come before those above, which see what was chosen in the end
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
-        self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)  # sees what a replay chose
         self._packing = Packing(
             budget=config.tokens_per_microbatch,
             num_ranks=self._ranks.config.num_shares,

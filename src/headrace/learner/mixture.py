@@ -1,15 +1,18 @@
-"""The balance of a mixture of experts: its losses, exact over a whole step, and metrics of the experts' load.
+"""The balance of a mixture of experts: its losses and its biases, exact over a whole step, and metrics of the experts'
+load.
 
     pass over a micro-batch ──▶ routers: logits_NE, experts_NK ──▶ choices per expert, probabilities per expert, log Z
     balance loss: choices of the whole step (a pass without gradient first) · probabilities of each micro-batch
     z-loss: mean log² Z over the whole step
+    bias of an expert: after each update, up or down by the sign of what its choices are short of the mean
 
 The balance loss is that of Switch Transformers (Fedus et al. 2021, eq. 4 to 6) as transformers defines it for all
 layers together: E · Σ_e F_e · P_e, where F_e is the number of choices of expert e and P_e the sum of its softmax
 probabilities, both divided by the number of tokens times layers. It is not a sum over tokens, so that its value over a
 micro-batch would be another loss. F has no gradient and is known before the first backward pass: then each micro-batch
 adds its part of P, and the gradients add up to that of the whole step. The z-loss is that of ST-MoE (Zoph et al. 2022,
-eq. 5).
+eq. 5). The biases move as those of DeepSeek-V3 do (arXiv 2412.19437, section 2.1.2); they have no gradient, affect the
+choice only, and belong to a version as the weights do.
 
 A token that several samples share counts once for each. The last token of a sample, after which nothing is predicted,
 is not computed and does not count. Where routing is replayed, the choices are the recorded ones.
@@ -35,6 +38,7 @@ from headrace.learner.config import MixtureConfig
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.models.routing import RoutedModel
+from headrace.models.weights import CORRECTION_BIAS, is_adapted
 
 _SOFTMAX = frozenset({"Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter", "GptOssTopKRouter"})
 """The routers whose probabilities are a softmax, for which transformers defines the balance loss."""
@@ -55,9 +59,10 @@ class _Pass:
 
 
 class MixtureBalance:
-    """The losses and the load of the experts of one model. ``routed`` is ``None`` for a dense model.
+    """The losses, the biases and the load of the experts of one model. ``routed`` is ``None`` for a dense model.
 
-    Where ranks share out tokens of a sequence, tensors or experts, the load is not measured and the losses are refused.
+    Where ranks share out tokens of a sequence or tensors, the load is not measured, and losses and moving biases are
+    refused. Each of the ranks that share out experts routes tokens of its own.
     """
 
     def __init__(self, config: MixtureConfig, model: nn.Module, routed: RoutedModel | None, ranks: AnyRanks) -> None:
@@ -68,13 +73,16 @@ class MixtureBalance:
         self._share_E: Tensor | None = None
         self._places = 0.0
         parallel = ranks.config
-        parted = parallel.context * parallel.tensor * parallel.expert > 1  # a rank sees a part of a router's work
-        if config.trains:
+        parted = parallel.context * parallel.tensor > 1  # a rank sees a part of a router's work, or the work of others
+        if config.acts:
             _refuse(config, model, routed, parted=parted)
         self._routed = routed = None if parted else routed
         for index, layer in enumerate(() if routed is None else routed.layers):
-            layer.router.register_forward_hook(partial(self._see, index))
+            # before the hook that hides the experts of other ranks, if there is one
+            layer.router.register_forward_hook(partial(self._see, index), prepend=True)
         self._load_LE = self._zeros()
+        self._chosen_LE = self._zeros()
+        """Number of tokens that chose each expert since the last update, on all ranks."""
 
     def begin(self, packed: list[MicroBatch]) -> None:
         """Begin a step whose micro-batches on this rank are ``packed``."""
@@ -119,8 +127,9 @@ class MixtureBalance:
             total = total + self.config.balance_coef * self._routed.num_experts * (share_E * mean_E).sum()
         return total
 
-    def metrics(self) -> dict[str, Ratio]:
-        """Return how evenly the experts were used in this step, over all ranks; empty for a dense model.
+    def finish(self) -> dict[str, Ratio]:
+        """End the passes since :meth:`begin`. Return how evenly they used the experts, over all ranks; empty for a
+        dense model.
 
         ``expert_load_max`` and ``expert_load_min`` are the load of the most and the least used expert of any layer,
         relative to an even load; ``experts_idle`` is the fraction of experts that no token chose.
@@ -128,6 +137,7 @@ class MixtureBalance:
         if self._routed is None:
             return {}
         load_LE = self._ranks.join_shares(self._load_LE)
+        self._chosen_LE += load_LE
         even_L1 = load_LE.mean(1, keepdim=True).clamp(min=1e-9)
         found = {
             "expert_load_max": float((load_LE / even_L1).max()),
@@ -135,6 +145,22 @@ class MixtureBalance:
             "experts_idle": float((load_LE == 0).double().mean()),
         }
         return {name: Ratio(value, 1.0) for name, value in found.items()}
+
+    def move_biases(self, *, trained: bool) -> dict[str, float]:
+        """Move the bias of every expert, after an update, towards an even load of the choices since the update before.
+        Return the spread of the biases as a metric; empty if they do not move, as where nothing was ``trained``."""
+        rate, routed, chosen_LE = self.config.bias_rate, self._routed, self._chosen_LE
+        self.forget_choices()
+        if not (rate and trained) or routed is None:
+            return {}
+        biases = [layer.router.get_buffer(CORRECTION_BIAS) for layer in routed.layers]
+        for bias_E, chosen_E in zip(biases, chosen_LE, strict=True):
+            bias_E.add_((chosen_E.mean() - chosen_E).sign().to(bias_E), alpha=rate)
+        return {"expert_bias_spread": max(float(bias_E.max() - bias_E.min()) for bias_E in biases)}
+
+    def forget_choices(self) -> None:
+        """Forget the choices since the last update, whose gradient is discarded."""
+        self._chosen_LE = self._zeros()
 
     def _see(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Add what the router of layer ``index`` chose in this pass to the sums; called as a forward hook of the
@@ -176,7 +202,7 @@ def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None,
     """Raise :class:`~headrace.base.errors.ConfigError` for a model or ranks that the losses do not cover."""
     if routed is None:
         raise ConfigError(
-            f"learner.mixture adds a loss for the experts of a mixture, and a {type(model).__name__} has none "
+            f"learner.mixture balances the experts of a mixture, and a {type(model).__name__} has none "
             "whose routing is known",
             remedy="leave learner.mixture out",
         )
@@ -185,11 +211,29 @@ def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None,
         raise ConfigError(
             f"learner.mixture.balance_coef={config.balance_coef}: transformers defines no balance loss for "
             f"a {type(model).__name__}, whose router is balanced by a bias",
-            remedy="leave learner.mixture.balance_coef out; z_coef is possible",
+            remedy="set learner.mixture.bias_rate instead; z_coef is possible with it",
         )
+    if config.bias_rate:
+        _refuse_fixed_biases(config, model, routed)
     if parted:
         raise ConfigError(
-            "learner.mixture with learner.parallel.context, tensor or expert above 1: ranks would see parts of a "
-            "router's tokens or experts",
-            remedy="use learner.parallel.data and replicate alone, or leave learner.mixture out",
+            "learner.mixture with learner.parallel.context or tensor above 1: ranks would see parts of a router's "
+            "tokens, or the same ones",
+            remedy="use learner.parallel.data, replicate and expert, or leave learner.mixture out",
+        )
+
+
+def _refuse_fixed_biases(config: MixtureConfig, model: nn.Module, routed: RoutedModel) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a model whose biases cannot move."""
+    if any(CORRECTION_BIAS not in dict(layer.router.named_buffers()) for layer in routed.layers):
+        raise ConfigError(
+            f"learner.mixture.bias_rate={config.bias_rate}: the routers of a {type(model).__name__} choose without a "
+            "correction bias",
+            remedy="set learner.mixture.balance_coef instead",
+        )
+    if is_adapted(model):
+        raise ConfigError(
+            f"learner.mixture.bias_rate={config.bias_rate} with model.lora: the biases are part of the base model, "
+            "which an adapter leaves as it is",
+            remedy="leave learner.mixture.bias_rate out, or model.lora",
         )

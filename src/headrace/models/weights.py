@@ -10,12 +10,17 @@ from torch import Tensor, nn
 DEFAULT = "default"
 """The name of the policy's adapter, which is the only one in most models."""
 
+CORRECTION_BIAS = "e_score_correction_bias"
+"""The name of the tensor that routers add to the scores of experts when they choose, in every family that has one
+(DeepSeek-V3, arXiv 2412.19437, section 2.1.2). In most families it is a buffer: no gradient moves it."""
+
 _LORA = "lora_"
 """The prefix of the names that peft adds to a layer; the name of the adapter is the next part of the name."""
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter of ``model`` once, by name, in the order of its modules; a tied one under its first name.
+    The correction biases of routers, which are buffers, follow.
 
     For a model with adapters, only the trained parameters are returned. The names of the policy's, or of the only
     adapter's, do not contain the adapter's name; those of agents with adapters of their own do. The other parameters
@@ -30,11 +35,19 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=True))
     if not is_adapted(model):
-        return tensors
+        return tensors | correction_biases(model)
     trained = {name: tensor for name, tensor in tensors.items() if of_adapter(name) and tensor.requires_grad}
     if len({adapter_of(name) for name in trained}) == 1:
         return {without_adapter(name): tensor for name, tensor in trained.items()}
     return {without_adapter(name) if adapter_of(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
+
+
+def correction_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Return the correction biases of a mixture's routers by name, where they are buffers; none for a model with
+    adapters, whose base never changes."""
+    if is_adapted(model):
+        return {}
+    return {name: tensor for name, tensor in model.named_buffers() if name.endswith(CORRECTION_BIAS)}
 
 
 def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

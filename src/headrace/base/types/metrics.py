@@ -173,6 +173,7 @@ _LEARNING = _rows(
     ("expert_load_max", "", MEAN, "Load of the most used expert of any layer of a mixture; 1 is an even load"),
     ("expert_load_min", "", MEAN, "The same of the least used one"),
     ("experts_idle", "frac", MEAN, "Experts that no token of the step chose"),
+    ("expert_bias_spread", "", LAST, "Largest less smallest bias of an expert in any layer, where biases move"),
     ("epoch", "", LAST, "Passes over the rows so far, of a run on given rows"),
     ("eval/{metric}", "", LAST, "The same metric on the held-out rows, where it was measured before the step"),
 )

@@ -6,8 +6,9 @@
     refreshed    if v is a multiple of ``every``: copy                   the last copy
     lagged       (before it: the weights of v − 1 replace the oldest)    those of v − ``versions``
 
-A copy holds this rank's parts of the parameters that require gradients. For a model with an adapter these are the
-adapter's, so a frozen copy stands for the base model at the price of an adapter. Swapping exchanges the contents in
+A copy holds this rank's parts of the parameters that require gradients, and the correction biases of routers. For a
+model with an adapter these are the adapter's, so a frozen copy stands for the base model at the price of an adapter.
+Swapping exchanges the contents in
 place, tensor by tensor, so other references to a parameter stay valid: tied names, torch's sharding, the optimizer.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,47 +27,61 @@ from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, R
 from headrace.learner.parallel.optim import TrainedWeight
 from headrace.learner.parallel.shards import like, local, part_of
 from headrace.learner.parallel.split import reshard
+from headrace.models.weights import correction_biases
 
 Named = Iterator[tuple[str, Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedTensor:
+    """A tensor that is copied."""
+
+    name: str
+    weight: Tensor
+    """The tensor in the model."""
+    master: Tensor
+    """The tensor that an update changes: the weight itself, or the optimizer's float32 numbers of it."""
+
+
 class Copy:
-    """A copy of the parameters in ``trained``."""
+    """A copy of the parameters in ``trained``, and of the biases of a mixture's routers, which an update may move."""
 
     def __init__(
         self, model: nn.Module, trained: Sequence[TrainedWeight], device: str, dtype: torch.dtype | None = None
     ):
         self._model = model
-        self._trained = trained
+        biases = correction_biases(model)
+        self._sources = [CopiedTensor(one.name, one.weight, one.master) for one in trained]
+        self._sources += [CopiedTensor(name, bias, bias) for name, bias in biases.items()]
         where = None if device == "model" else torch.device(device)
         self._parts = [
-            local(one.weight.detach()).to(device=where, dtype=dtype, copy=True) for one in trained
+            local(one.weight.detach()).to(device=where, dtype=dtype, copy=True) for one in self._sources
         ]  # fmt: skip
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the current weights."""
-        for one, part in zip(self._trained, self._parts, strict=True):
+        for one, part in zip(self._sources, self._parts, strict=True):
             part.copy_(local(one.weight.detach()))
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
         """Move the copy towards the current weights as an exponential moving average. It reads the optimizer's float32
         weights where they exist."""
-        for one, part in zip(self._trained, self._parts, strict=True):
+        for one, part in zip(self._sources, self._parts, strict=True):
             part.lerp_(one.master.detach().to(part.device, part.dtype), 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the copy with the current weights."""
-        for one, part in zip(self._trained, self._parts, strict=True):
+        for one, part in zip(self._sources, self._parts, strict=True):
             _exchange(local(one.weight.detach()), part)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Let the model compute with this copy, without gradients, inside the ``with`` block; the weights are unchanged
         afterwards."""
-        pairs = [(local(one.weight.detach()), part) for one, part in zip(self._trained, self._parts, strict=True)]
+        pairs = [(local(one.weight.detach()), part) for one, part in zip(self._sources, self._parts, strict=True)]
         own: list[Tensor] = []
         with torch.no_grad():
             reshard(self._model)
@@ -79,14 +95,14 @@ class Copy:
 
     def state(self) -> Named:
         """Yield the tensors of the copy by parameter name, sharded over the ranks like the parameters."""
-        for one, part in zip(self._trained, self._parts, strict=True):
+        for one, part in zip(self._sources, self._parts, strict=True):
             yield one.name, like(part.to(local(one.weight).device), one.weight)
 
     @torch.no_grad()
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Copy whole tensors into this copy. Raises ``KeyError`` for a missing tensor and ``ValueError`` for another
         shape."""
-        for one, part in zip(self._trained, self._parts, strict=True):
+        for one, part in zip(self._sources, self._parts, strict=True):
             full = state[one.name]
             if full.shape != one.weight.shape:
                 raise ValueError(f"{one.name} is {list(full.shape)}, expected {list(one.weight.shape)}")

@@ -43,6 +43,7 @@ from headrace.learner.auxiliary.config import (
 )
 from headrace.learner.auxiliary.external_teacher import credited
 from headrace.learner.auxiliary.kept import Copy, KeptWeights, OneCopy, Ring, keep
+from headrace.learner.config import MixtureConfig
 from headrace.learner.forward import Forward
 from headrace.learner.head import TopRequest
 from headrace.learner.parallel.files import Snapshot
@@ -94,7 +95,7 @@ class OfAnother:
             model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
         self._forward = Forward(
             model,
-            parts.config,
+            parts.config.model_copy(update={"mixture": MixtureConfig()}),  # the losses are those of the trained model
             temperature=parts.context.temperature,
             entropy_gradient=False,
             ranks=parts.ranks,
