@@ -36,7 +36,7 @@ FAST = ("qwen3_5_text", "qwen3_5", "longrope")
 FAMILIES = (
     *FAST,
     *(name for name in kinds.HYBRIDS if name not in FAST),
-    *("gemma3", "gemma4", "qwen3_vl", "mistral3"),
+    *("gemma3", "gemma4", "qwen3_vl", "qwen3_vl_moe", "mistral3", "llama4"),
     *(
         "llama4_text",
         "gemma4_text",

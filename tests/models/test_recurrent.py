@@ -18,6 +18,7 @@ from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.recurrent import Recurrence, recurrent_layers, state_shapes
 from headrace.models.recurrent.convolution import Convolution
 from headrace.models.recurrent.delta_rule import DeltaRule
+from headrace.models.recurrent.selective import Selective
 from headrace.models.recurrent.state_space import StateSpace
 from tests.models.kinds import HYBRIDS, VOCAB, plain, tiny
 
@@ -88,12 +89,14 @@ def recurrences() -> dict[str, tuple[Recurrence, tuple[Tensor, ...]]]:
     """Each recurrence with inputs of 5 rows, in sizes that fill no vector."""
     delta_inputs = _odd(5, 2, 7), _odd(5, 2, 7) + 1, _odd(5, 6, 11), -_odd(5, 6).abs(), _odd(5, 6).sigmoid()
     scan_inputs = _odd(5, 6, 3), _odd(5, 6).abs(), _odd(5, 2, 19), _odd(5, 2, 19) + 1
+    select_inputs = _odd(5, 26)[:, ::2], _odd(5, 13).abs(), _odd(5, 11), _odd(5, 11) + 1
     return {
         "convolution": (Convolution(_odd(13, 4), _odd(13), "silu"), (_odd(5, 26)[:, ::2].T.contiguous().T,)),
         "convolution of two": (Convolution(_odd(13, 2), None, None), (_odd(5, 13),)),
         "delta rule": (DeltaRule(lambda: None, 64, normed=True), delta_inputs),
         "delta rule as it is": (DeltaRule(lambda: None, 64, normed=False), delta_inputs),
         "state space": (StateSpace(lambda: None, 64, rate_H=-_odd(6).exp(), skip_H=_odd(6)), scan_inputs),
+        "selective state space": (Selective(-_odd(13, 11).exp()), select_inputs),
         "state space alone": (StateSpace(lambda: None, 64, rate_H=-_odd(6).exp(), skip_H=None), scan_inputs),
     }
 
@@ -138,8 +141,6 @@ def test_recurrent_model_in_deterministic_mode_is_refused(model_dir: Dir) -> Non
 @pytest.mark.parametrize(
     ("kind", "by"),
     [
-        ("mamba", "mamba_selective_scan"),
-        ("jamba", "mamba_selective_scan"),
         ("kimi_linear", "chunk_kimi_delta_attention"),
         ("minimax", "a mixer of their own"),
     ],
@@ -148,6 +149,12 @@ def test_mixer_whose_state_cannot_be_kept_is_refused_by_the_config(tmp_path: Pat
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"{kind}: it has layers of type linear_attention, computed by {by}"):
         load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_layers_that_do_not_tell_their_mixers_what_belongs_together_are_refused_by_name(tmp_path: Path) -> None:
+    directory = tiny(tmp_path, "mamba", max_position_embeddings=512)
+    with pytest.raises(ModelError, match=r"layers \[0, 1\] do not tell their mixers which tokens belong together"):
+        load_model(ModelConfig(path=str(directory)))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "llama4_text"])

@@ -47,6 +47,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_vl": _MROPE,
     "mistral3": {},
+    "llama4": KINDS["llama4_text"],
+    "qwen3_vl_moe": {**_MROPE, **KINDS["qwen3_moe"]},
     "gemma4": KINDS["gemma4_text"],
     "qwen3_5": {**HYBRIDS["qwen3_5_text"], "initializer_range": 0.1},
 }

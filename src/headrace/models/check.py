@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, forward
 from headrace.models.config import SUPPORTED
+from headrace.models.recurrent import recurrent_layers
 from headrace.models.recurrent.base import Key, Recurrence, Tensors
 from headrace.models.rope import context_limit
 
@@ -95,6 +96,9 @@ def _refuse_strange_layers(model: PreTrainedModel, path: str, plan: _RuleRecorde
     every = range(model.config.num_hidden_layers)
     if len(set(layers)) != len(layers) or {*layers, *plan.recurrent} | free != set(every):
         rest = sorted({*every} - {*layers} - plan.recurrent - free)
+        if rest and {*rest} <= {*recurrent_layers(model)}:
+            words = f"layers {rest} do not tell their mixers which tokens belong together"
+            raise _refusal(model, path, words)
         raise _refusal(
             model,
             path,

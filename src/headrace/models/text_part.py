@@ -92,6 +92,7 @@ def with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             return CausalLMOutputWithPast(logits=self.lm_head(hidden_BTD[:, kept]))
 
+    TextModelWithHead.__module__ = backbone.__module__  # where transformers looks up what the class can do
     TextModelWithHead.__name__ = TextModelWithHead.__qualname__ = f"{backbone.__name__}WithHead"
     return TextModelWithHead
 
@@ -155,7 +156,7 @@ class TextPlace:
         config.dtype = whole.dtype
         with torch.device("meta"):
             text = self.causal(config)
-        setattr(text, text.base_model_prefix, backbone)
+        setattr(text, _trunk_name(text), backbone)
         text.set_output_embeddings(head)
         text.generation_config = whole.generation_config
         empty = [name for name, tensor in (*text.named_parameters(), *text.named_buffers()) if tensor.is_meta]
@@ -173,7 +174,7 @@ class TextPlace:
 
     def renamed(self, text: PreTrainedModel) -> dict[str, Tensor]:
         """Return the tensors of the text model by their names in the multimodal model; tied ones under each name."""
-        prefixes = {f"{text.base_model_prefix}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
+        prefixes = {f"{_trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
         found: dict[str, Tensor] = {}
         for name, tensor in text.state_dict().items():
             old, new = next((old, new) for old, new in prefixes.items() if name.startswith(old))
@@ -304,7 +305,16 @@ def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
     assert causal is not None
     with torch.device("meta"):
         model = causal(small)
-    return type(getattr(model, model.base_model_prefix))
+    return type(getattr(model, _trunk_name(model)))
+
+
+def _trunk_name(text: PreTrainedModel) -> str:
+    """Return the name of the model of hidden states in a causal language model. Its class says that name, but for
+    families such as Llama 4, whose class says the name that the multimodal model gives to the whole."""
+    said = str(text.base_model_prefix)
+    if hasattr(text, said):
+        return said
+    return next(str(name) for name, module in text.named_children() if isinstance(module, PreTrainedModel))
 
 
 def _head_name(text: PreTrainedModel) -> str:

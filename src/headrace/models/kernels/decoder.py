@@ -1,8 +1,9 @@
-"""One call for a whole decoder layer, if the layer is two norms, attention and a gated MLP around two residuals.
+"""One call for a whole decoder layer, if the layer is two norms, attention or the gated delta rule, and a gated MLP
+around two residuals.
 
 The call computes what the layer's fused modules compute, operation by operation, with the same bits. It saves the time
-of Python calls and of threads that wait for each other. It is used for passes over a paged cache; other passes, and
-those with gradients, call the modules.
+of Python calls and of threads that wait for each other. It is used for passes over a paged cache, of layers with a
+state for those in which all sequences decode; other passes, and those with gradients, call the modules.
 
 Shape legend: N tokens, D hidden size, K key-value heads, S tokens of a block, E head size, R rows, B blocks.
 """
@@ -17,20 +18,29 @@ import torch
 from torch import Tensor, nn
 
 from headrace.models.attention import PLAN, forward
-from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm
-from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, norm_args, point, rotary_args
+from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm, close, restore
+from headrace.models.kernels.mixers import FusedDeltaNet, decoding_states, fits_delta_net
+from headrace.models.kernels.ops import (
+    Block,
+    Decoder,
+    DecoderTokens,
+    DeltaDecoder,
+    Kernels,
+    ProductPart,
+    RotaryArgs,
+    norm_args,
+    point,
+    rotary_args,
+)
 from headrace.models.kernels.panels import Product
 from headrace.models.paged.base import Geometry, PagedCache
 from headrace.models.paged.compiled import CompiledAttention
 from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
-_PARTS = {
-    "input_layernorm": FusedNorm,
-    "self_attn": FusedAttention,
-    "post_attention_layernorm": FusedNorm,
-    "mlp": FusedGated,
-}
+_NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
+_ATTENTION, _DELTA = "self_attn", "linear_attn"
+_PARTS = {**dict.fromkeys(_NORMS, FusedNorm), _MLP: FusedGated}
 _GAP = 16
 """The padding, in numbers, between the rows of the MLP's inner activations; the same value as in kernels.cpp."""
 _PROBE = (2, 15)
@@ -51,25 +61,52 @@ class ScratchBuffers:
         return self._numbers
 
 
-class FusedDecoder(Fused):
-    """The forward of a decoder layer as one kernel call."""
+class FusedBlock(Fused):
+    """The parts of a decoder layer around its mixer, which has the products ``parts`` and leaves ``mixed`` numbers of
+    a token for the product ``out``."""
 
-    def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
+    def __init__(
+        self, module: nn.Module, ops: Kernels, room: ScratchBuffers, mixer: FusedAttention | FusedDeltaNet, mixed: int
+    ) -> None:
         super().__init__(module, ops)
         self._room = room
-        self._before, self._attention, self._after, self._mlp = (
-            getattr(module, name).__dict__["forward"] for name in _PARTS
-        )
-        parts = (*self._attention.parts, self._attention.out, *self._mlp.parts)
+        self._before, self._after, self._mlp = (getattr(module, name).__dict__["forward"] for name in _PARTS)
+        self._parts: list[Product] = mixer.parts
         self._products: list[tuple[str, Product]] = list(
-            zip(("q", "k", "v", "out", "gate", "up", "down"), parts, strict=True)
+            zip(("out", "gate", "up", "down"), (mixer.out, *self._mlp.parts), strict=True)
         )
-        self._heads = self._attention.sizes[0][0]
-        queries, keys, values = ((heads, size) for heads, size in self._attention.sizes)
-        mixed = queries[0] * values[1]
-        inner = 2 * (parts[4].linear.out_features + _GAP)
-        self._hidden = parts[0].linear.in_features
-        self._scratch = self._hidden + sum(h * size for h, size in (queries, keys, values)) + mixed + inner
+        self._hidden = mixer.parts[0].linear.in_features
+        inner = 2 * (self._mlp.parts[0].linear.out_features + _GAP)
+        self._scratch = self._hidden + sum(part.linear.out_features for part in mixer.parts) + mixed + inner
+
+    def tokens(self, x: Tensor, turn: RotaryArgs) -> tuple[DecoderTokens, Tensor]:
+        """Return the kernel's argument for the tokens ``x``, which are dense, and the memory of the result."""
+        count = x.numel() // self._hidden
+        y, scratch = torch.empty_like(x), self._room.of(count * self._scratch)
+        return DecoderTokens(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn, count, self._hidden), y
+
+    def block(self) -> Block:
+        """Return the kernel's arguments for the parts around the mixer, with the present address of every weight."""
+        block = Block(norm_args(self._before.norm), norm_args(self._after.norm))
+        for name, product in self._products:
+            point(getattr(block, name), product.weights())
+        return block
+
+    def products(self) -> Any:
+        """Return the kernel's arguments for the products of the mixer."""
+        parts = (ProductPart * len(self._parts))()
+        for part, product in zip(parts, self._parts, strict=True):
+            point(part, product.weights())
+        return parts
+
+
+class FusedDecoder(FusedBlock):
+    """The forward of a decoder layer that attends as one kernel call."""
+
+    def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
+        self._attention: FusedAttention = getattr(module, _ATTENTION).__dict__["forward"]
+        self._heads, value_size = self._attention.sizes[0][0], self._attention.sizes[2][1]
+        super().__init__(module, ops, room, self._attention, self._heads * value_size)
 
     def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         plan, turn = kwargs.get(PLAN), kwargs.get("position_embeddings")
@@ -79,25 +116,51 @@ class FusedDecoder(Fused):
         if not isinstance(attention, CompiledAttention):
             return self.original(hidden_states, *args, **kwargs)
         x = hidden_states.contiguous()
-        tokens = x.numel() // self._hidden
-        y, scratch = torch.empty_like(x), self._room.of(tokens * self._scratch)
-        step = DecoderTokens(
-            *(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), rotary_args((turn[0][0], turn[1][0]))),
-            *(tokens, self._hidden),
-        )
-        attention.decode(step, self._parts(), attention.shape(self._heads, pools, self._attention.rule))
+        tokens, y = self.tokens(x, rotary_args((turn[0][0], turn[1][0])))
+        norms = (norm_args(norm) for norm in self._attention.norms)
+        parts = Decoder(self.block(), *norms, self.products(), int(self._attention.gated))
+        attention.decode(tokens, parts, attention.shape(self._heads, pools, self._attention.rule))
         return y
 
-    def _parts(self) -> Decoder:
-        """Return the kernel's arguments with the present address of every weight."""
-        parts = Decoder(
-            norm_args(self._before.norm),
-            norm_args(self._after.norm),
-            *(norm_args(norm) for norm in self._attention.norms),
-        )
-        for name, product in self._products:
-            point(getattr(parts, name), product.weights())
-        return parts
+
+class FusedDeltaDecoder(FusedBlock):
+    """The forward of a decoder layer with the gated delta rule as one kernel call."""
+
+    def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
+        self._mixer: FusedDeltaNet = getattr(module, _DELTA).__dict__["forward"]
+        _, heads, _, size = self._mixer.sizes
+        super().__init__(module, ops, room, self._mixer, heads * size)
+
+    def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        states = decoding_states(kwargs.get(PLAN))
+        if states is None or states.num_decode < hidden_states.shape[1]:
+            return self.original(hidden_states, *args, **kwargs)
+        x = hidden_states.contiguous()
+        tokens, y = self.tokens(x, RotaryArgs())
+        parts = DeltaDecoder(self.block(), self._mixer.net(states), self.products())
+        self.ops.delta_decoder(tokens, parts, torch.get_num_threads())
+        return y
+
+
+def fuse_mixers(model: nn.Module, ops: Kernels) -> tuple[dict[str, int], str]:
+    """Replace the mixers with the gated delta rule of a model whose modules are fused, if it decodes to the same logits
+    up to rounding. Return the number of replaced mixers of each class, and the class of those that are not."""
+    mixers = [module for module in model.modules() if fits_delta_net(module)]
+    if not mixers:
+        return {}, ""
+    with torch.inference_mode():
+        wanted = _decoded(model, ops)
+        for module in mixers:
+            module.forward = FusedDeltaNet(module, ops)
+        try:
+            same = close(_decoded(model, ops), wanted)
+        except Exception:  # noqa: BLE001 - a foreign mixer may raise anything
+            same = False
+    if not same:
+        for module in mixers:
+            restore(module.forward)  # type: ignore[arg-type]
+        return {}, type(mixers[0]).__name__
+    return dict(Counter(type(module).__name__ for module in mixers)), ""
 
 
 def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
@@ -105,13 +168,13 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
 
     Return the number of replaced layers of each class.
     """
-    layers = [module for module in model.modules() if _is_plain(module)]
+    layers = {module: kind for module in model.modules() if (kind := _kind_of(module)) is not None}
     if not layers:
         return {}
     with torch.inference_mode():
         wanted, room = _decoded(model, ops), ScratchBuffers()
-        for module in layers:
-            module.forward = FusedDecoder(module, ops, room)
+        for module, kind in layers.items():
+            module.forward = kind(module, ops, room)
         try:
             same = torch.equal(_decoded(model, ops), wanted)
         except Exception:  # noqa: BLE001 - a foreign layer may raise anything
@@ -123,23 +186,33 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
     return dict(Counter(type(module).__name__ for module in layers))
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _kind_of(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecoder] | None:
+    """Return the class that computes a layer as a whole; ``None`` for a module that is no plain decoder layer."""
     children = dict(module.named_children())
-    plain = set(children) == set(_PARTS) and not list(module.parameters(recurse=False))
-    return plain and "forward" not in module.__dict__ and all(
-        isinstance(children[name].__dict__.get("forward"), kind) for name, kind in _PARTS.items()
-    )  # fmt: skip
+    kinds: dict[str, tuple[type[FusedDecoder | FusedDeltaDecoder], type[Fused]]] = {
+        _ATTENTION: (FusedDecoder, FusedAttention),
+        _DELTA: (FusedDeltaDecoder, FusedDeltaNet),
+    }
+    for name, (found, mixer) in kinds.items():
+        parts = {**_PARTS, name: mixer}
+        plain = set(children) == set(parts) and not list(module.parameters(recurse=False))
+        fused = plain and all(isinstance(children[each].__dict__.get("forward"), kind) for each, kind in parts.items())
+        if fused and "forward" not in module.__dict__:
+            return found
+    return None
 
 
 def _decoded(model: nn.Module, ops: Kernels) -> Tensor:
     """Return the logits of a probe that fills a paged cache and then decodes over it."""
     cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also layers that attend on torch
     shapes = state_shapes(model)
-    pool = StatePool(shapes, 2, "cpu") if shapes else None
+    pool = StatePool(shapes, 2, "cpu", ops) if shapes else None
     tables_RB, starts_R, found = np.array([[0, 1], [2, 3]], np.int32), np.zeros(2, np.int64), []
-    for counts in (_PROBE, (1, 1), (1, 1)):
+    for counts, decoding in ((_PROBE, 0), ((1, 2), 1), ((1, 1), 2), ((1, 1), 2)):
         counts_R = np.array(counts, np.int64)
-        geometry = Geometry(tables_RB=tables_RB, starts_R=starts_R.copy(), counts_R=counts_R, num_decode=0)
+        geometry = Geometry(
+            tables_RB=tables_RB, starts_R=starts_R.copy(), counts_R=counts_R, num_decode=decoding if shapes else 0
+        )
         states = None if pool is None else StatePass(pool, np.arange(2))
         plan = PagedPlan(cache, geometry, lambda g, d: CompiledAttention(ops, g, d), torch.device("cpu"), states)
         ids_N = torch.arange(int(counts_R.sum())) * 3 % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]

@@ -246,6 +246,10 @@ def make_deterministic(model: nn.Module) -> FuseReport:
     remedy = "leave model.deterministic out, or use an architecture whose layers the kernels cover: qwen3, llama, ..."
     if "model" in report.kept:
         raise ModelError(f"the model cannot be made deterministic: {report.kept['model']}", remedy=remedy)
+    for module in model.modules():
+        fused = module.__dict__.get("forward")
+        if isinstance(fused, FusedAttention) and fused.gated:
+            del module.forward  # its own, on the products of kernels: it has gradients
     _swap_mixtures(model)
     if not _same_both_ways(model):
         raise ModelError(f"the model's logits still depend on the batch ({report})", remedy=remedy)

@@ -4,6 +4,7 @@
     gated MLP    gate and up, SiLU and product, down: one call
     RMSNorm      with weight w or 1 + w
     Linear       all others, the head included
+    mixers       the gated delta rule of sequences that decode, with its states (:mod:`.mixers`)
     layers       a decoder layer that consists of just these: all of it in one call (:mod:`.decoder`)
 
 A module's class does not tell what it computes. So a replacement stays only if it computes what the module computed on
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from headrace.models.attention import PackedPlan, Rule, forward
 from headrace.models.kernels.build import Unavailable
-from headrace.models.kernels.decoder import fuse_layers
+from headrace.models.kernels.decoder import fuse_layers, fuse_mixers
 from headrace.models.kernels.fused import (
     AttentionSample,
     Fused,
@@ -38,6 +39,7 @@ from headrace.models.kernels.fused import (
     FusedNorm,
     close,
     find_norm,
+    restore,
 )
 from headrace.models.kernels.ops import Kernels, kernels
 
@@ -100,16 +102,20 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
     if wrong is not None:
         unfuse(model)
         return FuseReport(swapped={}, kept={**kept, "model": wrong})
+    mixers, wrong = fuse_mixers(model, ops)
+    if wrong:
+        kept[wrong] = "the kernel does not compute what it computes when it decodes"
     whole = fuse_layers(model, ops) if layers else {}
-    return FuseReport(swapped={**swapped, **whole}, kept=kept)
+    return FuseReport(swapped={**swapped, **mixers, **whole}, kept=kept)
 
 
 def unfuse(model: nn.Module) -> None:
     """Restore the original forward of every module."""
     for module in model.modules():
         module.__dict__.pop("product", None)
-        if isinstance(module.__dict__.get("forward"), Fused):
-            del module.forward
+        fused = module.__dict__.get("forward")
+        if isinstance(fused, Fused):
+            restore(fused)
 
 
 def fits(model: nn.Module) -> bool:

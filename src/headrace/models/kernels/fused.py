@@ -27,6 +27,8 @@ class Fused:
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
         self.module, self.ops = module, ops
+        self.inherited = "forward" not in module.__dict__
+        """Whether the original forward is that of the module's class."""
         self.original = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +38,14 @@ class Fused:
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+def restore(fused: Fused) -> None:
+    """Give a module the forward back that it had before."""
+    if fused.inherited:
+        del fused.module.forward
+    else:
+        fused.module.forward = fused.original
 
 
 class FusedLinear(Fused):
@@ -97,7 +107,8 @@ class FusedGated(Fused):
 
 class FusedAttention(Fused):
     """The forward of an attention module: queries, keys and values by one product, normalised and rotated in place;
-    then the plan's attention; then the output product."""
+    then the plan's attention; then the output product. In some families, as Qwen3.5, the product of the queries also
+    has a gate for each head, behind its query: the head's output is multiplied by the sigmoid of it."""
 
     def __init__(self, module: nn.Module, ops: Kernels, seen: AttentionSample) -> None:
         super().__init__(module, ops)
@@ -106,6 +117,8 @@ class FusedAttention(Fused):
         self._norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
         self.rule = seen.rule
         self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]
+        (heads, size), _, (_, value_size) = self.sizes
+        self.gated = module.q_proj.out_features == 2 * heads * size and size == value_size  # type: ignore[union-attr]
 
     @property
     def norms(self) -> list[Norm | None]:
@@ -113,11 +126,12 @@ class FusedAttention(Fused):
         return [None if how is None else how.now() for how in self._norms]
 
     def qkv(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return queries ``[N, H, E]``, keys and values, as a plan takes them."""
+        """Return queries ``[N, H, E]``, keys and values, as a plan takes them, and the gates if there are any."""
         joined = self.ops.linears(x, [part.weights() for part in self.parts])[0]
-        widths = [heads * size for heads, size in self.sizes]
-        apart = joined.split(widths, -1)
-        shaped = tuple(part.unflatten(-1, size) for part, size in zip(apart, self.sizes, strict=True))
+        apart = joined.split([part.linear.out_features for part in self.parts], -1)
+        heads = [part.unflatten(-1, (num, -1)) for part, (num, _) in zip(apart, self.sizes, strict=True)]
+        query, *gate = heads[0].chunk(2, -1) if self.gated else heads[:1]
+        shaped = (query, *heads[1:], *gate)
         for tensor, norm in zip(shaped[:2], self.norms, strict=True):
             self.ops.heads_(tensor, norm, (turn[0][0], turn[1][0]))
         return shaped
@@ -125,8 +139,10 @@ class FusedAttention(Fused):
     def compute(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, None]:
-        query, key, value = self.qkv(hidden_states, position_embeddings)
+        query, key, value, *gate = self.qkv(hidden_states, position_embeddings)
         mixed = kwargs[PLAN].attend(query, key, value, self.rule)
+        if gate:
+            self.ops.gate_(mixed, gate[0])
         return self.ops.linear(mixed.flatten(1)[None], self.out.weights()), None
 
 

@@ -6,9 +6,20 @@
 enum { GAP = 16 };  // numbers between the inner rows of an MLP: a page apart, they would share a few lines of the cache
 static const double ALONE = 2e5;  // multiplications that are done before a second thread has come
 
-struct Decoder {  // the parts of a decoder layer; of the products only w, panels, bias and N are given
-  Norm before, after, query, key;
-  Part q, k, v, out, gate, up, down;
+struct Block {  // what decoder layers have in common; of the products only w, panels, bias and N are given
+  Norm before, after;
+  Part out, gate, up, down;
+};
+struct Decoder {  // a layer that attends; `gated`: each head of q is followed by the gate of its output
+  Block block;
+  Norm query, key;
+  Part in[3];  // q, k, v
+  long gated;
+};
+struct DeltaDecoder {  // a layer with the gated delta rule
+  Block block;
+  DeltaNet net;
+  Part in[4];  // q k v, z, b, a
 };
 struct Weight {  // w [N, K], and where its panels go
   const float* w;
@@ -21,6 +32,29 @@ struct Step {
   Turn turn;
   long M, hidden;
 };
+
+// The layer around `mix`, which gets the products `in` of each token and leaves `size` numbers of each.
+template <class Mix>
+static void decoder(const Step& step, Block b, Part* in, long num_in, long size, int threads, Mix&& mix) {
+  const long M = step.M, D = step.hidden;
+  long width = 0;
+  for (long i = 0; i < num_in; i++) width += in[i].N;
+  float *x = step.scratch, *rows = x + M * D, *mixed = rows + M * width, *inner = mixed + M * size;
+  for (long i = 0, at = 0; i < num_in; at += in[i++].N) in[i].y = rows + at, in[i].ldy = width;
+  b.out.add = step.x, b.down.add = step.y, b.out.y = b.down.y = step.y, b.out.ldy = b.down.ldy = D;
+  b.gate.ldy = b.up.ldy = b.gate.N + GAP, b.gate.y = inner, b.up.y = inner + M * b.gate.ldy;
+  auto normalise = [&](Member& me, const float* from, const Norm& norm) {
+    tokens(me, M, [&](long m) { normed(from + m * D, norm, x + m * D, D); });
+  };
+  together(M * (D * width + 3 * D * b.gate.N) < ALONE ? 1 : threads, [&](Member& me) {
+    normalise(me, step.x, b.before);
+    products(me, {x, D, M, D}, in, num_in);
+    mix(me, rows, width, mixed);
+    products(me, {mixed, size, M, size}, &b.out, 1);
+    normalise(me, step.y, b.after);
+    gated(me, {x, D, M, D}, b.gate, b.up, b.down);
+  });
+}
 
 extern "C" {
 
@@ -53,10 +87,18 @@ void hr_norm(const Input* in, const Norm* norm, float* y, int threads) {
   });
 }
 
-// In place: the heads of M tokens, ldx apart.
-void hr_heads(float* x, long ldx, long M, long num, long E, const Norm* norm, const Turn* turn, int threads) {
+// In place: the heads of M tokens, ldx from token to token, `apart` from head to head.
+void hr_heads(float* x, long ldx, long apart, long M, long num, long E, const Norm* norm, const Turn* turn,
+              int threads) {
   together(M * num * E < 65536 ? 1 : threads, [&](Member& me) {
-    tokens(me, M, [&](long m) { heads(x + m * ldx, num, E, *norm, *turn, m); });
+    tokens(me, M, [&](long m) { heads(x + m * ldx, num, E, apart, *norm, *turn, m); });
+  });
+}
+
+// In place: [M, num, V] times the sigmoids of `gate`.
+void hr_gate(float* x, const Tensor3* gate, long M, long num, long V, int threads) {
+  together(M * num * V < 65536 ? 1 : threads, [&](Member& me) {
+    tokens(me, M, [&](long m) { gate_heads(x + m * num * V, gate->at + m * gate->token, num, V, gate->head); });
   });
 }
 
@@ -74,20 +116,28 @@ void hr_paged(const Pass* pass, const Layer* layer, const Tensor3* qkv, float* o
   });
 }
 
-void hr_convolve(const Slots* slots, const float* x, long ldx, const float* weight, const float* bias, long C, long W,
-                 int silu, float* out, int threads) {
-  together(slots->R * C * W < 65536 ? 1 : threads, [&](Member& me) {
-    me.each(slots->R, [&](long r) { convolve(*slots, x, ldx, weight, bias, C, W, silu, out, r); });
+void hr_convolve(const Slots* slots, const Filter* filter, const float* x, long ldx, float* out, int threads) {
+  together(slots->R * filter->C * filter->W < 65536 ? 1 : threads, [&](Member& me) {
+    me.each(slots->R, [&](long r) { convolve(*slots, *filter, x, ldx, out, filter->C, r); });
   });
 }
 
 void hr_delta(const Slots* slots, const Heads* qkv, const float* decay, const float* rate, int normed, float* out,
               int threads) {
-  const long H = qkv[2].heads, V = qkv[2].size, work = slots->R * H * V * qkv[1].size;
+  const long H = qkv[2].heads, G = qkv[1].heads, K = qkv[1].size, V = qkv[2].size, work = slots->R * H * V * K;
   together(work < 65536 ? 1 : threads, [&](Member& me) {
-    std::vector<float> found(V);
-    me.each(slots->R * H, [&](long i) { delta(*slots, qkv, decay, rate, normed, out, found.data(), i / H, i % H); });
+    me.each(slots->R * H, [&](long i) {
+      const long g = i / H * G + i % H / (H / G), slot = slots->of[i / H] * H + i % H;
+      const Token token{qkv[0].at + g * K, qkv[1].at + g * K, qkv[2].at + i * V, 0, 0, std::exp(decay[i]), rate[i]};
+      delta(slots->pool + slot * K * V, token, K, V, normed, out + i * V);
+    });
   });
+}
+
+// [R, ldy] to [R, H V].
+void hr_delta_net(const DeltaNet* net, float* rows, long ldy, float* out, int threads) {
+  const long work = net->R * net->H * net->V * net->K;
+  together(work < 65536 ? 1 : threads, [&](Member& me) { delta_net(me, *net, rows, ldy, out, net->H * net->V); });
 }
 
 void hr_scan(const Slots* slots, const Heads* x, const float* step, const Heads* bc, const float* rate,
@@ -98,34 +148,39 @@ void hr_scan(const Slots* slots, const Heads* x, const float* step, const Heads*
   });
 }
 
-// A decoder layer: y = x + out · attention(norm(x)), then y + mlp(norm(y)). The same operations as those above.
+void hr_select(const Slots* slots, const Heads* x, const float* step, const Heads* bc, const float* rate, float* out,
+               int threads) {
+  together(slots->R * x->size * bc[0].size < 65536 ? 1 : threads, [&](Member& me) {
+    me.each(slots->R, [&](long r) { select(*slots, *x, step, bc, rate, out, r); });
+  });
+}
+
+// Decoder layers: y = x + out · mix(norm(x)), then y + mlp(norm(y)). The same operations as those above.
 void hr_decoder(const Step* step, const Decoder* given, const Pass* pass, const Layer* layer, int threads) {
-  const long M = step->M, D = step->hidden, H = layer->H, K = layer->K, E = layer->E, V = layer->V;
+  const long H = layer->H, K = layer->K, E = layer->E, V = layer->V, apart = given->gated ? 2 * E : E;
   const std::vector<Tile> tiles = tiles_of(*pass, *layer);
   Decoder d = *given;
-  const long width = H * E + K * (E + V);
-  float *x = step->scratch, *qkv = x + M * D, *mixed = qkv + M * width, *inner = mixed + M * H * V;
-  const Tensor3 query{qkv, width, E}, key{qkv + H * E, width, E}, value{key.at + K * E, width, V};
-  d.q.y = query.at, d.k.y = key.at, d.v.y = value.at, d.q.ldy = d.k.ldy = d.v.ldy = width;
-  d.out.add = step->x, d.down.add = step->y, d.out.y = d.down.y = step->y, d.out.ldy = d.down.ldy = D;
-  d.gate.ldy = d.up.ldy = d.gate.N + GAP, d.gate.y = inner, d.up.y = inner + M * d.gate.ldy;
-  auto normalise = [&](Member& me, const float* from, const Norm& norm) {
-    tokens(me, M, [&](long m) { normed(from + m * D, norm, x + m * D, D); });
-  };
-  together(M * (D * width + 3 * D * d.gate.N) < ALONE ? 1 : threads, [&](Member& me) {
-    normalise(me, step->x, d.before);
-    products(me, {x, D, M, D}, &d.q, 3);
+  decoder(*step, d.block, d.in, 3, H * V, threads, [&](Member& me, float* rows, long width, float* mixed) {
+    const Tensor3 query{rows, width, apart}, key{rows + H * apart, width, E}, value{key.at + K * E, width, V};
     me.each(tiles.size(), [&](long i) {
       for (long m = tiles[i].place; m < tiles[i].place + tiles[i].count; m++) {
-        heads(qkv + m * width, H, E, d.query, step->turn, m);
-        heads(key.at + m * width, K, E, d.key, step->turn, m);
+        heads(query.at + m * width, H, E, apart, d.query, step->turn, m);
+        heads(key.at + m * width, K, E, E, d.key, step->turn, m);
       }
       write(*pass, *layer, tiles[i], key, value);
     });
     attention(me, threads, {*pass, *layer, tiles}, query, mixed);
-    products(me, {mixed, H * V, M, H * V}, &d.out, 1);
-    normalise(me, step->y, d.after);
-    gated(me, {x, D, M, D}, d.gate, d.up, d.down);
+    if (!d.gated) return;
+    tokens(me, step->M, [&](long m) { gate_heads(mixed + m * H * V, query.at + m * width + E, H, V, apart); });
+  });
+}
+
+// All rows have one token each.
+void hr_delta_decoder(const Step* step, const DeltaDecoder* given, int threads) {
+  DeltaDecoder d = *given;
+  const long mixed_size = d.net.H * d.net.V;
+  decoder(*step, d.block, d.in, 4, mixed_size, threads, [&](Member& me, float* rows, long width, float* mixed) {
+    delta_net(me, d.net, rows, width, mixed, mixed_size);
   });
 }
 }

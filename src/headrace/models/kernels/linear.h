@@ -223,11 +223,12 @@ struct Turn {  // [M, size] each: x cos + (-second half, first half) sin, for th
   long size;
 };
 
-// The heads of one token, of E numbers each, in place: normed (norm.w null: not), then turned.
-ONCE void heads(float* head, long num, long E, const Norm& norm, const Turn& turn, long m) {
+// The heads of one token, of E numbers each, `apart` from one to the next, in place: normed (norm.w null: not), then
+// turned.
+ONCE void heads(float* head, long num, long E, long apart, const Norm& norm, const Turn& turn, long m) {
   const float *c = turn.cos + m * turn.size, *s = turn.sin + m * turn.size;
   long half = turn.size / 2;
-  for (float* end = head + num * E; head < end; head += E) {
+  for (; num; num--, head += apart) {
     if (norm.w) normed(head, norm, head, E);
     by_vectors(half, [&](long i, long n) {
       vec a = load(head + i, n), b = load(head + half + i, n);
@@ -235,6 +236,12 @@ ONCE void heads(float* head, long num, long E, const Norm& norm, const Turn& tur
       store(head + half + i, b * load(c + half + i, n) + a * load(s + half + i, n), n);
     });
   }
+}
+
+// The heads of one token, of V numbers each, times the sigmoids of others, `apart` from one head to the next.
+ONCE void gate_heads(float* head, const float* gate, long num, long V, long apart) {
+  for (; num; num--, head += V, gate += apart)
+    by_vectors(V, [&](long i, long n) { store(head + i, load(head + i, n) / (exp(-load(gate + i, n)) + 1.0f), n); });
 }
 
 // y = log softmax(x).

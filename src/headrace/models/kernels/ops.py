@@ -20,6 +20,8 @@ from torch import Tensor
 from headrace.models.kernels.build import NATIVE, Unavailable, kernel_cache, open_library
 from headrace.models.kernels.panels import PackedProduct
 
+WIDEST = 4
+"""The largest number of weights of a channel in a convolution on kernels."""
 Norm = tuple[Tensor, float, float]
 """The weight, ε, and the constant that is added to the weight."""
 
@@ -62,13 +64,43 @@ class RotaryArgs(ctypes.Structure):
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("size", c_long))
 
 
-class Decoder(ctypes.Structure):
-    """The parts of a decoder layer (kernels.cpp)."""
+class Block(ctypes.Structure):
+    """The parts that decoder layers have in common (kernels.cpp)."""
 
     _fields_ = (
-        *((name, NormOf) for name in ("before", "after", "query", "key")),
-        *((name, ProductPart) for name in ("q", "k", "v", "out", "gate", "up", "down")),
+        *((name, NormOf) for name in ("before", "after")),
+        *((name, ProductPart) for name in ("out", "gate", "up", "down")),
     )
+
+
+class Decoder(ctypes.Structure):
+    """The parts of a decoder layer that attends (kernels.cpp)."""
+
+    _fields_ = (("block", Block), ("query", NormOf), ("key", NormOf), ("parts", ProductPart * 3), ("gated", c_long))
+
+
+class FilterOf(ctypes.Structure):
+    """A convolution (recurrent.h)."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("C", c_long), ("W", c_long), ("silu", c_int))
+
+
+class DeltaNet(ctypes.Structure):
+    """The parts of a mixer with the gated delta rule between its products, and the states of its rows (recurrent.h)."""
+
+    _fields_ = (
+        ("filter", FilterOf),
+        *((name, c_void_p) for name in ("rate", "step")),
+        ("norm", NormOf),
+        *((name, c_void_p) for name in ("windows", "states", "of")),
+        *((name, c_long) for name in ("R", "G", "H", "K", "V")),
+    )
+
+
+class DeltaDecoder(ctypes.Structure):
+    """The parts of a decoder layer with the gated delta rule (kernels.cpp)."""
+
+    _fields_ = (("block", Block), ("net", DeltaNet), ("parts", ProductPart * 4))
 
 
 class DecoderTokens(ctypes.Structure):
@@ -138,17 +170,21 @@ _SIGNATURES = {
     "hr_linear": (POINTER(Input), POINTER(ProductPart), c_long, c_int),
     "hr_gated": (POINTER(Input), POINTER(ProductPart), POINTER(ProductPart), POINTER(ProductPart), c_int),
     "hr_norm": (POINTER(Input), POINTER(NormOf), c_void_p, c_int),
-    "hr_heads": (c_void_p, c_long, c_long, c_long, c_long, POINTER(NormOf), POINTER(RotaryArgs), c_int),
+    "hr_heads": (c_void_p, *(c_long,) * 5, POINTER(NormOf), POINTER(RotaryArgs), c_int),
+    "hr_gate": (c_void_p, POINTER(Tensor3), c_long, c_long, c_long, c_int),
     "hr_log_softmax": (POINTER(Input), c_void_p, c_int),
     "hr_paged": (POINTER(Pass), POINTER(PagedLayer), POINTER(Tensor3), c_void_p, c_int),
-    "hr_convolve": (
-        *(POINTER(PoolSlots), c_void_p, c_long, c_void_p, c_void_p, c_long, c_long, c_int, c_void_p, c_int),
-    ),
+    "hr_convolve": (POINTER(PoolSlots), POINTER(FilterOf), c_void_p, c_long, c_void_p, c_int),
     "hr_delta": (POINTER(PoolSlots), POINTER(HeadInputs), c_void_p, c_void_p, c_int, c_void_p, c_int),
+    "hr_delta_net": (POINTER(DeltaNet), c_void_p, c_long, c_void_p, c_int),
     "hr_scan": (
         *(POINTER(PoolSlots), POINTER(HeadInputs), c_void_p, POINTER(HeadInputs), c_void_p, c_void_p, c_void_p, c_int),
     ),
+    "hr_select": (
+        *(POINTER(PoolSlots), POINTER(HeadInputs), c_void_p, POINTER(HeadInputs), c_void_p, c_void_p, c_int),
+    ),
     "hr_decoder": (POINTER(DecoderTokens), POINTER(Decoder), POINTER(Pass), POINTER(PagedLayer), c_int),
+    "hr_delta_decoder": (POINTER(DecoderTokens), POINTER(DeltaDecoder), c_int),
 }
 
 
@@ -163,9 +199,10 @@ class Kernels:
         self._panel: int = library.hr_panel()
         self._pack = library.hr_pack
         self._linear, self._gated, self._norm = library.hr_linear, library.hr_gated, library.hr_norm
-        self._heads, self._log_softmax = library.hr_heads, library.hr_log_softmax
-        self.paged, self.decoder = library.hr_paged, library.hr_decoder
-        self._convolve, self._delta, self._scan = library.hr_convolve, library.hr_delta, library.hr_scan
+        self._heads, self._gate, self._log_softmax = library.hr_heads, library.hr_gate, library.hr_log_softmax
+        self.paged, self.decoder, self.delta_decoder = library.hr_paged, library.hr_decoder, library.hr_delta_decoder
+        self._convolve, self._delta, self._delta_net = library.hr_convolve, library.hr_delta, library.hr_delta_net
+        self._scan, self._select = library.hr_scan, library.hr_select
 
     def panel_numbers(self, weight: Tensor) -> int:
         """Return the number of elements in the panels of a weight, which are whole panels."""
@@ -216,8 +253,13 @@ class Kernels:
 
     def heads_(self, x_MHE: Tensor, norm: Norm | None, turn: tuple[Tensor, Tensor]) -> None:
         """Normalise every head in place, then rotate its halves by (cos ``[M, T]``, sin ``[M, T]``)."""
-        shape = (x_MHE.stride(0), *x_MHE.shape)
+        shape = (x_MHE.stride(0), x_MHE.stride(1), *x_MHE.shape)
         self._heads(x_MHE.data_ptr(), *shape, norm_args(norm), rotary_args(turn), torch.get_num_threads())
+
+    def gate_(self, x_MHV: Tensor, gate_MHV: Tensor) -> None:
+        """Multiply ``x_MHV``, which is dense, by the sigmoid of ``gate_MHV`` in place."""
+        gate = Tensor3(gate_MHV.data_ptr(), gate_MHV.stride(0), gate_MHV.stride(1))
+        self._gate(at(x_MHV), gate, *x_MHV.shape, torch.get_num_threads())
 
     def log_softmax(self, logits_MV: Tensor) -> Tensor:
         """Return the logarithm of the softmax over the last dimension."""
@@ -234,8 +276,8 @@ class Kernels:
         weight, y = weight_CW.contiguous(), torch.empty(x_RC.shape)
         x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
         self._convolve(
-            *(_slots(pool, slots_R), x.data_ptr(), x.stride(0), at(weight), None if bias_C is None else at(bias_C)),
-            *(*weight.shape, int(silu), at(y), torch.get_num_threads()),
+            *(_slots(pool, slots_R), filter_args(weight, bias_C, silu=silu), x.data_ptr(), x.stride(0), at(y)),
+            torch.get_num_threads(),
         )
         return y
 
@@ -250,6 +292,13 @@ class Kernels:
         )
         return y
 
+    def delta_net(self, net: DeltaNet, rows_RN: Tensor) -> Tensor:
+        """Return what a mixer with the gated delta rule makes of the products of one token per row ``[R, H · V]``, and
+        update its states. The products are overwritten."""
+        y = torch.empty(rows_RN.shape[0], net.H * net.V)
+        self._delta_net(net, rows_RN.data_ptr(), rows_RN.stride(0), at(y), torch.get_num_threads())
+        return y
+
     def scan(
         self, inputs_R: Sequence[Tensor], rate_H: Tensor, skip_H: Tensor | None, *, pool: Tensor, slots_R: Tensor
     ) -> Tensor:
@@ -262,6 +311,22 @@ class Kernels:
             *(None if skip is None else at(skip), at(y), torch.get_num_threads()),
         )
         return y
+
+    def select(self, inputs_R: Sequence[Tensor], rate_ES: Tensor, *, pool: Tensor, slots_R: Tensor) -> Tensor:
+        """Return one token of the selective state space per row ``[R, E]``, from inputs, steps, B and C, and update the
+        states ``[P, E, S]``."""
+        x, step, *both = (each.contiguous() for each in inputs_R)
+        y, rate = torch.empty_like(x), rate_ES.contiguous()
+        vectors = (HeadInputs * 2)(*(_heads(each[:, None]) for each in both))
+        self._select(
+            *(_slots(pool, slots_R), _heads(x[:, None]), at(step), vectors, at(rate), at(y)), torch.get_num_threads()
+        )
+        return y
+
+
+def filter_args(weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool) -> FilterOf:
+    """Return the kernel's argument for a convolution of at most :data:`WIDEST` weights for a channel."""
+    return FilterOf(at(weight_CW), None if bias_C is None else at(bias_C), *weight_CW.shape, int(silu))
 
 
 def _slots(pool: Tensor, slots_R: Tensor) -> PoolSlots:

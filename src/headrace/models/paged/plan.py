@@ -32,7 +32,8 @@ class PagedPlan:
         states: StatePass | None = None,
     ) -> None:
         self._cache = cache
-        self._states = states
+        self.states = states
+        """The states of recurrent layers in this pass; ``None`` for a model that only attends."""
         self._make_indexed = partial(IndexedPass, geometry, device)
         self._indexed: IndexedPass | None = None
         if states is not None:
@@ -52,8 +53,8 @@ class PagedPlan:
         return self._indexed.choose(choose, inputs_N, self._cache.layers[len(self._cache.layers) // 2 + layer][0])
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        assert self._states is not None, "a pass over a model with recurrent layers needs their states"
-        return self._states.recur(key, recurrence, inputs_N)
+        assert self.states is not None, "a pass over a model with recurrent layers needs their states"
+        return self.states.recur(key, recurrence, inputs_N)
 
     def layer(self, rule: Rule) -> tuple[PagedAttention, tuple[Tensor, Tensor]]:
         """Return the attention of the pass, and the pools of the rule's layer, for a kernel that computes more than

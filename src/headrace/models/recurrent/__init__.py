@@ -10,12 +10,13 @@ mixer's own code (:mod:`.mixers`).
 """
 
 from headrace.models.recurrent.base import Key, Recurrence, StateShape, Tensors
-from headrace.models.recurrent.mixers import foreign_mixer, install, recurrent_layers
+from headrace.models.recurrent.mixers import RecurrentForward, foreign_mixer, install, recurrent_layers
 from headrace.models.recurrent.states import StatePass, StatePool, state_shapes
 
 __all__ = [
     "Key",
     "Recurrence",
+    "RecurrentForward",
     "StatePass",
     "StatePool",
     "StateShape",

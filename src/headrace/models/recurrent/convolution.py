@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from headrace.models.kernels.ops import Kernels
+from headrace.models.kernels.ops import WIDEST, Kernels
 from headrace.models.recurrent.base import StateShape, Tensors
 
 
@@ -46,7 +46,8 @@ class Convolution:
         return self._activate(out_BCL).to(now_BCL.dtype).transpose(1, 2), after_BCW
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
-        if ops is not None and self._activation in ("silu", "swish", None):
+        narrow = self._weight_CW.shape[1] <= WIDEST
+        if ops is not None and narrow and self._activation in ("silu", "swish", None):
             silu = self._activation is not None
             return ops.convolve(
                 inputs_R[0], self._weight_CW, self._bias_C, silu=silu, pool=pool_P, slots_R=slots_R

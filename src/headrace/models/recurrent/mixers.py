@@ -28,6 +28,7 @@ from headrace.models.attention import PLAN
 from headrace.models.recurrent.base import Recurrence, Tensors
 from headrace.models.recurrent.convolution import Convolution
 from headrace.models.recurrent.delta_rule import DeltaRule
+from headrace.models.recurrent.selective import Selective
 from headrace.models.recurrent.state_space import StateSpace
 
 Function = Callable[..., Any]
@@ -56,6 +57,8 @@ class RecurrentForward:
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self._own = module.forward
         self._call: MixerCall | None = None
+        self._given: Any = None
+        """The plan of the layer around the mixer, of which some layers do not tell their mixer."""
         plain = inspect.unwrap(type(module).forward)
         replaced = {
             name: make(self.recur, inspect.unwrap(plain.__globals__[name]))
@@ -69,7 +72,7 @@ class RecurrentForward:
         self._packed: Function = code.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plan = kwargs.get(PLAN)
+        plan, self._given = kwargs.get(PLAN, self._given), None
         if plan is None:
             return self._own(*args, **kwargs)
         self._call = MixerCall(plan, self.layer)
@@ -77,6 +80,14 @@ class RecurrentForward:
             return self._packed(*args, **kwargs)
         finally:
             self._call = None
+
+    def follow(self, layer: nn.Module) -> None:
+        """Take the plan from the arguments of ``layer``, of which the mixer is a part."""
+
+        def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._given = kwargs.get(PLAN)
+
+        layer.register_forward_pre_hook(take, with_kwargs=True)
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence over the tokens of the present call."""
@@ -128,6 +139,25 @@ def _scan(recur: Recur, reference: Function) -> Function:
     return scan
 
 
+def _select(recur: Recur, reference: Function) -> Function:
+    """Return a replacement for the scan function of a Mamba layer, which keeps sequences apart."""
+
+    def select(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        if delta_bias is not None:
+            dt = dt + delta_bias.to(dt.dtype)[..., None]
+        if delta_softplus:
+            dt = F.softplus(dt)
+        out = recur(Selective(A), tuple(each[0].T for each in (hidden_states, dt, B, C))).T[None]
+        if D is not None:
+            out = out + hidden_states * D[None, :, None]
+        return out if z is None else out * F.silu(z)
+
+    return select
+
+
 def _no_short_cut(recur: Recur, reference: Function) -> Function:
     def combined(*args: Any, **kwargs: Any) -> None:
         """Return that there is no kernel for the whole mixer, which would not know the sequences."""
@@ -139,11 +169,13 @@ FUNCTIONS: dict[str, Callable[[Recur, Function], Function]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "mamba2_chunk_scan": _scan,
+    "mamba_selective_scan": _select,
     "mamba2_split_conv1d_scan_combined": _no_short_cut,
+    "mamba_inner_fn": _no_short_cut,
 }
 """For each name in a mixer's module the maker of the function that takes its place; the maker gets the function that
 computes a recurrence in the present call, and the original function."""
-OTHERS = ("mamba_selective_scan", "chunk_kimi_delta_attention")
+OTHERS = ("chunk_kimi_delta_attention",)
 """Functions of mixers that look at more than one token, for which there is no recurrence."""
 TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 """The types of layers that have a mixer."""
@@ -170,14 +202,19 @@ def install(model: PreTrainedModel) -> None:
 
     Raises :class:`~headrace.base.errors.ModelError` for a mixer that does not say its layer.
     """
-    mixers = [module for module in model.modules() if not FUNCTIONS.keys().isdisjoint(_names(type(module).forward))]
-    for module in mixers:
+    mixers = {
+        name: module
+        for name, module in model.named_modules()
+        if not FUNCTIONS.keys().isdisjoint(_names(type(module).forward))
+    }
+    for name, module in mixers.items():
         if not isinstance(getattr(module, "layer_idx", None), int):
             raise ModelError(
                 f"a {type(module).__name__} does not say the index of its layer",
                 remedy="use a model whose mixers have layer_idx",
             )
-        module.forward = RecurrentForward(module)
+        module.forward = replacement = RecurrentForward(module)
+        replacement.follow(model.get_submodule(name.rpartition(".")[0]))
     if mixers:
         _PlanBridge(model, model.base_model)
 

@@ -99,7 +99,8 @@ class StatePass:
     def __init__(self, pool: StatePool, slots_R: Index) -> None:
         self._pool = pool
         self._slots_R = slots_R
-        self._num_decode = 0
+        self.num_decode = 0
+        """The number of rows that decode, which come first."""
         self._slots_D: Tensor | None = None
         self._buckets: list[_PaddedRows] = []
         self._place_F: Tensor | None = None
@@ -108,7 +109,7 @@ class StatePass:
         """Lay out the pass. ``counts_R`` is the number of new tokens of each row, from position ``starts_R`` on; the
         first ``num_decode`` rows have one each."""
         self._pool.clear(self._slots_R[starts_R == 0].tolist())
-        self._num_decode = num_decode
+        self.num_decode = num_decode
         self._slots_D = torch.from_numpy(self._slots_R[:num_decode].copy()).to(device) if num_decode else None
         counts = counts_R[num_decode:]
         begins = np.cumsum(counts) - counts
@@ -131,17 +132,33 @@ class StatePass:
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence over the tokens of the pass, and update the states: ``[N, ...]``."""
-        pool, parts = self._pool.tensors[key], []
+        parts = []
         if self._slots_D is not None:
-            parts.append(self._decode(recurrence, inputs_N, pool, self._slots_D))
+            parts.append(self._decode(recurrence, inputs_N, self._pool.tensors[key], self._slots_D))
         if self._buckets:
-            inputs_F = tuple(each[self._num_decode :] for each in inputs_N)
-            found = torch.cat([self._chunk(bucket, pool, recurrence, inputs_F) for bucket in self._buckets])
-            parts.append(found if self._place_F is None else found.index_select(0, self._place_F))
+            inputs_F = tuple(each[self.num_decode :] for each in inputs_N)
+            parts.append(self.recur_prompts(key, recurrence, inputs_F))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def decoding(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pools of the two states of a layer, and the slots of the rows that decode, for a kernel that
+        computes a whole mixer and updates both."""
+        assert self._slots_D is not None
+        return self._pool.tensors[layer, 0], self._pool.tensors[layer, 1], self._slots_D
+
+    @property
+    def prompts(self) -> PromptStates:
+        """The states of the rows that do not decode."""
+        return PromptStates(self)
+
+    def recur_prompts(self, key: Key, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
+        """Compute a recurrence over the tokens of the rows that do not decode alone, and update their states."""
+        pool = self._pool.tensors[key]
+        found = torch.cat([self._chunk(bucket, pool, recurrence, inputs_F) for bucket in self._buckets])
+        return found if self._place_F is None else found.index_select(0, self._place_F)
+
     def _decode(self, recurrence: Recurrence, inputs_N: Tensors, pool: Tensor, slots_D: Tensor) -> Tensor:
-        inputs_D = tuple(each[: self._num_decode] for each in inputs_N)
+        inputs_D = tuple(each[: self.num_decode] for each in inputs_N)
         return recurrence.decode(inputs_D, pool, slots_D, self._pool.ops)
 
     def _chunk(self, bucket: _PaddedRows, pool: Tensor, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
@@ -149,6 +166,17 @@ class StatePass:
         out, after = recurrence.chunk(inputs_BL, bucket.lengths_B, pool.index_select(0, bucket.slots_B))
         pool.index_copy_(0, bucket.slots_B, after.to(pool.dtype))
         return out.flatten(0, 1)
+
+
+class PromptStates:
+    """The recurrences of those rows of a pass that do not decode, as the plan of a mixer's call over their tokens."""
+
+    def __init__(self, states: StatePass) -> None:
+        self._states = states
+
+    def recur(self, key: Key, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
+        """Compute a recurrence over the tokens, and update the states."""
+        return self._states.recur_prompts(key, recurrence, inputs_F)
 
 
 class _StateRecorder(PackedPlan):

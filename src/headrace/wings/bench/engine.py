@@ -12,7 +12,7 @@ import string
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,25 @@ from headrace.wings.bench.engine_peers import VLLM_CACHE_BYTES, PeerProcess, col
 
 _VOCAB = (string.ascii_letters + string.digits)[:61]
 _SHAPE: Mapping[str, Any] = {"vocab": _VOCAB, "max_positions": 2048, "extra": {"tie_word_embeddings": True}}
+_LINEAR: Mapping[str, Any] = {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+"""Three layers of linear attention before each that attends, as in Qwen3.5."""
 SMALL = TinySpec(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=384, **_SHAPE)
 LARGE = TinySpec(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536, **_SHAPE)
 EXPERTS = TinySpec(
     kind="qwen3_moe", hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, vocab=_VOCAB, max_positions=2048,
     extra={"tie_word_embeddings": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 )  # fmt: skip
-MODELS = {"1M": SMALL, "28M": LARGE, "1M experts": EXPERTS}
+SMALL_HYBRID = replace(
+    SMALL, kind="qwen3_5_text", extra={"tie_word_embeddings": True, **_LINEAR, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+)  # fmt: skip
+LARGE_HYBRID = replace(
+    LARGE, kind="qwen3_5_text", extra={"tie_word_embeddings": True, **_LINEAR, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+)  # fmt: skip
+MODELS = {
+    "1M": SMALL, "28M": LARGE, "1M experts": EXPERTS, "1M hybrid": SMALL_HYBRID, "28M hybrid": LARGE_HYBRID,
+}  # fmt: skip
 PROMPT = 8
 """Number of tokens of every prompt."""
 ROUNDS = 3
@@ -71,10 +83,16 @@ MATCHES = (
     Match(name="28M, 1 x 128", model="28M", lengths=(128,), peers=("generate", "vllm"), ratios={"vllm": 1.0}),
     Match(name="1M, 64 x 128", model="1M", lengths=(128,) * 64, peers=("generate", "vllm"),
           ratios={"generate": 2.0, "vllm": 1.0}),
+    Match(name="28M hybrid, 64 x 256", model="28M hybrid", lengths=(256,) * 64, peers=("generate",),
+          ratios={"generate": 2.0}),
+    Match(name="1M hybrid, 64 x 256", model="1M hybrid", lengths=(256,) * 64, peers=("generate",),
+          ratios={"generate": 2.0}),
 )  # fmt: skip
 QUICK = (
     Match(name="1M, 4 x 8", model="1M", lengths=(8,) * 4, peers=("generate", "continuous", "vllm"),
           ratios={"generate": 2.0, "continuous": 8.0, "vllm": 1.0}),
+    Match(name="1M hybrid, 4 x 8", model="1M hybrid", lengths=(8,) * 4, peers=("generate",),
+          ratios={"generate": 2.0}),
 )  # fmt: skip
 
 

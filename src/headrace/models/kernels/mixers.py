@@ -1,0 +1,91 @@
+"""The mixer of a layer with the gated delta rule as one kernel call for all sequences that decode.
+
+    [q | k | v | z | b | a] as one product ──▶ convolution, delta rule, norm and gate: states in their slots ──▶ out
+
+The other rows of a pass, which are prompts, run the mixer's own code (:mod:`headrace.models.recurrent`), so that what a
+row gets does not depend on the other rows.
+
+Shape legend: N tokens of the pass, R rows that decode.
+"""
+
+# gate: getattr - foreign modules differ from architecture to architecture
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.models.attention import PLAN
+from headrace.models.kernels.fused import Fused
+from headrace.models.kernels.ops import WIDEST, DeltaNet, Kernels, filter_args, norm_args
+from headrace.models.kernels.panels import Product, product_of
+from headrace.models.paged.plan import PagedPlan
+from headrace.models.recurrent import RecurrentForward, StatePass
+
+PRODUCTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+"""The products of the mixer's input, in the order of their columns."""
+
+
+class FusedDeltaNet(Fused):
+    """The forward of a mixer with the gated delta rule, as Qwen3.5 has it."""
+
+    def __init__(self, module: nn.Module, ops: Kernels) -> None:
+        super().__init__(module, ops)
+        self.parts: list[Product] = [product_of(getattr(module, name)) for name in PRODUCTS]
+        self.out: Product = product_of(module.out_proj)  # type: ignore[arg-type]
+        self._layer: int = module.layer_idx  # type: ignore[assignment]
+        self.sizes: tuple[int, int, int, int] = tuple(  # type: ignore[assignment]
+            int(getattr(module, name)) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+        )
+        """The numbers of key heads and of value heads, and the sizes of a key and of a value."""
+
+    def compute(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        states = decoding_states(kwargs.get(PLAN))
+        if states is None:
+            return self.original(hidden_states, **kwargs)
+        count = states.num_decode
+        rows = self.ops.linears(hidden_states[:, :count], [part.weights() for part in self.parts])[0]
+        mixed = self.ops.delta_net(self.net(states), rows)
+        decoded = self.ops.linear(mixed[None], self.out.weights())
+        if count == hidden_states.shape[1]:
+            return decoded
+        rest = self.original(hidden_states[:, count:], **{**kwargs, PLAN: states.prompts})
+        return torch.cat([decoded, rest], 1)
+
+    def net(self, states: StatePass) -> DeltaNet:
+        """Return the kernel's arguments, with the present address of every weight, for the rows that decode."""
+        module: Any = self.module
+        windows, deltas, slots_R = states.decoding(self._layer)
+        weight = module.conv1d.weight[:, 0]
+        return DeltaNet(
+            filter_args(weight, module.conv1d.bias, silu=True),
+            *(module.A_log.data_ptr(), module.dt_bias.data_ptr()),
+            norm_args((module.norm.weight, module.norm.variance_epsilon, 0.0)),
+            *(windows.data_ptr(), deltas.data_ptr(), slots_R.data_ptr()),
+            *(len(slots_R), *self.sizes),
+        )
+
+
+def decoding_states(plan: Any) -> StatePass | None:
+    """Return the states of a pass in which sequences decode; ``None`` for any other pass."""
+    states = plan.states if isinstance(plan, PagedPlan) else None
+    return states if states is not None and states.num_decode else None
+
+
+def fits_delta_net(module: nn.Module) -> bool:
+    """Return whether a module has the parts of the mixer. Whether it computes what the kernel computes is seen when it
+    decodes."""
+    own = module.__dict__.get("forward")
+    linear = all(type(getattr(module, name, None)) is nn.Linear for name in (*PRODUCTS, "out_proj"))
+    if not linear or not isinstance(own, RecurrentForward):
+        return False
+    filters = getattr(module, "conv1d", None)
+    norm = getattr(module, "norm", None)
+    return (
+        isinstance(filters, nn.Conv1d)
+        and filters.kernel_size[0] <= WIDEST
+        and all(hasattr(module, name) for name in ("A_log", "dt_bias", "num_k_heads", "num_v_heads", "head_k_dim"))
+        and all(hasattr(norm, name) for name in ("weight", "variance_epsilon"))
+    )

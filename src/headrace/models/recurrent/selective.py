@@ -1,0 +1,56 @@
+"""The selective state space of Mamba (Gu and Dao 2023, "Mamba", algorithm 2).
+
+The state h of a channel holds S numbers, each with a decay of its own. A token with input x, step Δ and vectors B and C
+makes it
+
+    h ← exp(Δ · A) · h + Δ · x · B;   output h · C
+
+Shape legend: B sequences of a bucket, L padded length, R sequences with one token each, E channels, S numbers of a
+channel's state, P slots of a pool.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.models.kernels.ops import Kernels
+from headrace.models.recurrent.base import StateShape, Tensors, inside
+
+
+class Selective:
+    """The state space on inputs ``[.., E]``, steps ``[.., E]`` (after bias and softplus), and B and C ``[.., S]`` (see
+    :class:`headrace.models.recurrent.base.Recurrence`). ``rate_ES`` is A.
+
+    A sequence is computed token by token, as transformers does.
+    """
+
+    def __init__(self, rate_ES: Tensor) -> None:
+        self._rate_ES = rate_ES
+
+    def shape(self, inputs_N: Tensors) -> StateShape:
+        """Return the sizes (E, S) of the state of one sequence, which is kept in float32."""
+        return StateShape(sizes=tuple(self._rate_ES.shape), dtype=torch.float32)
+
+    def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        x_BLE, step_BLE, into_BLS, from_BLS = (tensor.float() for tensor in inputs_BL)
+        length = x_BLE.shape[1]
+        # a step of 0 neither decays the state nor writes into it
+        step_BLE = step_BLE.where(inside(lengths_B, length)[:, :, None], 0.0)
+        kept_BLES = (step_BLE[..., None] * self._rate_ES).exp()
+        added_BLES = (step_BLE * x_BLE)[..., None] * into_BLS[:, :, None]
+        state_BES = torch.zeros_like(added_BLES[:, 0]) if state_B is None else state_B
+        outputs = []
+        for place in range(length):
+            state_BES = kept_BLES[:, place] * state_BES + added_BLES[:, place]
+            outputs.append(torch.matmul(state_BES, from_BLS[:, place, :, None])[..., 0])
+        return torch.stack(outputs, 1).to(inputs_BL[0].dtype), state_BES
+
+    def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
+        if ops is not None:
+            return ops.select(inputs_R, self._rate_ES, pool=pool_P, slots_R=slots_R)
+        x_RE, step_RE, into_RS, from_RS = (tensor.float() for tensor in inputs_R)
+        state_RES = pool_P.index_select(0, slots_R).mul_((step_RE[..., None] * self._rate_ES).exp())
+        state_RES.addcmul_((step_RE * x_RE)[..., None], into_RS[:, None])
+        pool_P.index_copy_(0, slots_R, state_RES)
+        return torch.matmul(state_RES, from_RS[..., None])[..., 0].to(inputs_R[0].dtype)
