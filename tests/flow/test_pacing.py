@@ -285,6 +285,7 @@ def test_bound_books_and_the_last_step_hold_whatever_is_predicted(part: int) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))
 @gc_frozen()
 def test_bound_books_and_the_last_step_hold_in_ten_thousand_histories(part: int) -> None:

@@ -1,7 +1,7 @@
 """Learning curves over seeds: held-out reward over trained tokens and over seconds, by staleness and by its settings.
 
     task × variant × seed ──▶ one run that writes snapshots ──▶ held-out rows answered by each ──▶ curve
-    curve ──▶ area, seconds and tokens to the goal
+    curve ──▶ area, seconds and tokens to the goal ──▶ compared with the synchronous run of the same seed
 
 Snapshots are judged when the run is over: evaluations on the way would take as much of the engine as training does, and
 the ages would be those of another run. Writing the snapshots is part of the seconds.
@@ -10,111 +10,33 @@ the ages would be those of another run. Writing the snapshots is part of the sec
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from headrace.base.errors import ConfigError, RunError, nearest
 from headrace.control.metrics.summary import Summary
 from headrace.run.observe import RunData, load_run
 from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
-from headrace.wings.bench.user_code import odd
-from headrace.wings.recipes.demo import build_demo
-from headrace.wings.recipes.demo.reward import reward
+from headrace.wings.bench.learning_tasks import TASKS, LearningTask
 
 FIRST = 12
 """First steps that count for no mean age: without history every group starts at once."""
 MARK = 0.9
 """The held-out reward that is raced for, as a share of the way from the first evaluation to 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningTask:
-    """A task whose held-out reward climbs within minutes on a processor."""
-
-    build: Callable[[Path, int], Path]
-    """Makes it in a directory, for a seed, and returns its run file."""
-    settings: Sequence[str] = ()
-    """Overrides of the run file."""
-    steps: int
-    every: int
-    """Number of steps between two snapshots."""
-    reward: Callable[[str, Mapping[str, Any]], float]
-    """The reward of an answer to a row, without any delay."""
-    new_tokens: int
-    """Greatest number of tokens of an answer."""
-
-
-def _demo(directory: Path, seed: int) -> Path:
-    return build_demo(directory, seed=seed).run_file
-
-
-def _long(directory: Path, seed: int) -> Path:
-    """Make a model without training, whose answers have geometric lengths, and rows whose reward is the share of
-    characters with odd codes."""
-    import numpy as np
-
-    from headrace.models.tiny import TinySpec, make_tiny
-
-    directory.mkdir(parents=True)
-    letters = "".join(chr(code) for code in range(0x20, 0x5F))
-    spec = TinySpec(
-        vocab=letters, seed=seed, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=384,
-        max_positions=256, even_ends=True, extra={"tie_word_embeddings": True},
-    )  # fmt: skip
-    make_tiny(directory / "model", spec)
-    rng = np.random.default_rng(seed)
-    for name, count in (("train.jsonl", 2048), ("held_out.jsonl", 64)):
-        rows = [{"prompt": "".join(rng.choice(list(letters), 8)), "answer": 0} for _ in range(count)]
-        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
-        (directory / "run.toml").write_text(LONG.format(reward=f"{user_code}:odd"), encoding="utf-8")
-    return directory / "run.toml"
-
-
-def _right(completion: str, row: Mapping[str, Any]) -> float:
-    return reward(completion, row["answer"])
-
-
-LONG = """
-[model]
-path = "model"
-[data]
-path = "train.jsonl"
-eval_path = "held_out.jsonl"
-[env]
-reward = "{reward}"
-[engine]
-max_new_tokens = 128
-max_sequences = 128
-[flow]
-groups_per_step = 8
-group_size = 8
-[learner]
-lr = 3e-4
-betas = [0.9, 0.99]
-"""
-
-TASKS: Mapping[str, LearningTask] = {
-    "demo": LearningTask(build=_demo, steps=150, every=10, reward=_right, new_tokens=4),
-    "slow": LearningTask(
-        build=_demo,
-        settings=("flow.groups_per_step=16", "env.reward={code}:slow_sum"),
-        steps=60,
-        every=10,
-        reward=_right,
-        new_tokens=4,
-    ),
-    "long": LearningTask(build=_long, steps=60, every=5, reward=lambda text, row: odd(text), new_tokens=128),
-}
-"""The tasks: the demo, the demo with rewards that take 300 ms, and answers of geometric lengths."""
+NUM_RESAMPLED = 2000
+"""Number of resamplings of the seeds from which an interval is read."""
+ROWS = "learning.jsonl"
+"""The file of a directory that holds the figures of every run that has ended."""
 PARTS: Mapping[str, Sequence[str]] = {
     "default": (),
     "eager": ("flow.pacing=eager",),
@@ -139,21 +61,47 @@ def measure(
     directory: str = "",
 ) -> Report:
     """Measure the curve of every task, age and part over ``seeds``. ``steps`` shortens every run; ``quick`` makes one
-    of five steps. Models and rows are kept in ``directory`` for later calls, where it is given."""
+    of five steps. ``directory`` keeps models, rows and figures: a call that was stopped continues there, and a later
+    one adds runs to those of before."""
     if quick:
         seeds, ages, tasks, parts, steps = "0", "1", "demo", "default", 5
     chosen, variants = _listed("tasks", tasks, TASKS), _listed("parts", parts, PARTS)
-    rows: list[Row] = []
     runs = [(age, part) for age in _numbers("ages", ages) for part in variants if age or part == "default"]
+    kept = Path(directory) if directory else None
+    rows: list[Row] = []
     for task, seed in product(chosen, _numbers("seeds", seeds)):
-        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-            run_file = _built(TASKS[task], Path(directory or scratch), seed)
-            for age, part in runs[:: 1 if seed % 2 else -1]:  # neither is always the first
+        for age, part in runs[:: 1 if seed % 2 else -1]:  # neither is always the first
+            key = {"task": task, "seed": seed, "max_age": age, "part": part, "steps": steps or TASKS[task].steps}
+            found = _recorded(kept, key)
+            if found is None:
                 tell(f"{task}, seed {seed}, max_age {age}, {part}")
-                into = Path(scratch) / f"{age}-{part.replace(' ', '-')}"
-                found = _measured(TASKS[task], run_file, into, seed=seed, age=age, part=part, steps=steps)
-                rows.append({"task": task, "seed": seed, "max_age": age, "part": part, **found})
-    return report(rows, _targets(rows))
+                found = {**key, **_measured(TASKS[task], kept, key)}
+                _record(kept, found)
+            rows.append(found)
+    compared = _compared(rows)
+    return report([*rows, *compared], _targets(rows, compared))
+
+
+def _recorded(directory: Path | None, key: Row) -> Row | None:
+    """Return the figures of a run that an earlier call measured in ``directory``; ``None`` if there are none."""
+    path = None if directory is None else directory / ROWS
+    if path is None or not path.exists():
+        return None
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line of a killed call may be cut
+    return next((row for row in rows if key.items() <= row.items()), None)
+
+
+def _record(directory: Path | None, row: Row) -> None:
+    """Append the figures of a run to the file of ``directory``."""
+    if directory is None:
+        return
+    path = directory / ROWS
+    text = path.read_text("utf-8") if path.exists() else ""
+    whole = "".join(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
+    fresh = path.with_suffix(".part")
+    fresh.write_text(f"{whole}{json.dumps(row)}\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def _built(task: LearningTask, directory: Path, seed: int) -> Path:
@@ -183,23 +131,37 @@ def _numbers(option: str, text: str) -> list[int]:
         raise ConfigError(f"--{option}={text!r} is no list of numbers", remedy=f"--{option} 0,1,2") from None
 
 
-def _measured(task: LearningTask, run_file: Path, run_dir: Path, *, seed: int, age: int, part: str, steps: int) -> Row:
-    """Return the figures of one run."""
-    num_steps = steps or task.steps
+def _measured(task: LearningTask, directory: Path | None, key: Row) -> Row:
+    """Make one run, and return its figures. Its models and rows are made in ``directory``, if there is one."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        run_file = _built(task, directory or Path(scratch), key["seed"])
+        run_dir = Path(scratch) / "run"
+        return _figures(task, run_file, run_dir, _trained(task, run_file, run_dir, key))
+
+
+def _trained(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> Summary:
+    """Make the run that ``key`` names, in ``run_dir``, and return its summary."""
+    age, num_steps = key["max_age"], key["steps"]
     with as_file(files("headrace.wings.bench") / "user_code.py") as code:
         settings = [
             *(text.format(code=code) for text in task.settings),
-            *(f"flow.max_age={age}", *(PARTS[part] if age else ())),
-            *(f"run.seed={seed}", f"run.steps={num_steps}", f"run.dir={run_dir}", "data.eval_path="),
+            *(f"flow.max_age={age}", *(PARTS[key["part"]] if age else ())),
+            *(f"run.seed={key['seed']}", f"run.steps={num_steps}", f"run.dir={run_dir}"),
+            "data.eval_path=",
             *(f"run.checkpoint_every={task.every}", f"run.keep_checkpoints={num_steps}"),
             *("observe.view=none", "observe.report=false"),
         ]
         summary = train(load_config(run_file, settings))
     if summary.status != "finished":
         raise RunError(
-            f"{run_dir.name} of seed {seed} {summary.status} after {summary.steps} of {num_steps} steps",
+            f"the run of {key} {summary.status} after {summary.steps} of {num_steps} steps",
             remedy="let every run end: half a curve compares with nothing",
         )
+    return summary
+
+
+def _figures(task: LearningTask, run_file: Path, run_dir: Path, summary: Summary) -> Row:
+    """Return the figures of a run that has ended."""
     run = load_run(run_dir)
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
@@ -272,12 +234,56 @@ def _area(curve: Sequence[tuple[int, float, float]]) -> float:
     return sum(parts) / width if width else curve[0][2]
 
 
-def _targets(rows: Sequence[Row]) -> list[Target]:
+def _compared(rows: Sequence[Row]) -> list[Row]:
+    """Compare every variant with the synchronous runs of the same seeds, by the area over tokens and by the seconds to
+    the goal. A run that never reaches the goal counts as infinitely long, and two such runs as equal."""
+    synchronous = {(row["task"], row["seed"], row["steps"]): row for row in rows if not row["max_age"]}
+    variants: dict[tuple[str, int, str], list[tuple[Row, Row]]] = {}
+    for row in rows:
+        beside = synchronous.get((row["task"], row["seed"], row["steps"]))
+        if row["max_age"] and beside is not None:
+            variants.setdefault((row["task"], row["max_age"], row["part"]), []).append((row, beside))
+    found: list[Row] = []
+    for (task, age, part), pairs in variants.items():
+        areas = [row["area"] / beside["area"] for row, beside in pairs]
+        ages = [row["mean_age"] for row, _ in pairs]
+        found.append(
+            {
+                "what": f"{task}, max_age {age}, {part} / synchronous",
+                "seeds": len(pairs),
+                "area": statistics.fmean(areas),
+                "area_95": interval(areas),
+                "area_worst": min(areas),
+                "lowest_late": min(row["lowest_late"] for row, _ in pairs),
+                "goal_s": statistics.median(_ratio(row["goal_s"], beside["goal_s"]) for row, beside in pairs),
+                "mean_age": statistics.fmean(ages),
+            }
+        )
+    return found
+
+
+def _ratio(seconds: float | None, of: float | None) -> float:
+    if seconds is None and of is None:
+        return 1.0
+    return math.inf if seconds is None else 0.0 if of is None else seconds / of
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of the mean of ``values``, by drawing as many of them again and again (bootstrap).
+
+    >>> interval([1.0, 1.0])
+    (1.0, 1.0)
+    """
+    drawn = np.random.default_rng(0).choice(np.array(values), (NUM_RESAMPLED, len(values))).mean(axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _targets(rows: Sequence[Row], compared: Sequence[Row]) -> list[Target]:
     """Return what is aimed at: ages halved at no cost where the engine is idle, and no loss over tokens."""
     found: list[Target] = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        by = {(row["seed"], row["max_age"], row["part"]): row for row in of_task}
+        by = {(row["seed"], row["max_age"], row["part"]): row for row in rows if row["task"] == task}
         paired = [(row, by.get((*key[:2], "eager"))) for key, row in by.items() if key[1:] == (2, "default")]
         pairs = [(late, eager) for late, eager in paired if eager is not None]
         if pairs:
@@ -285,14 +291,8 @@ def _targets(rows: Sequence[Row]) -> list[Target]:
             speeds = [late["tok_s"] / eager["tok_s"] for late, eager in pairs]
             found.append(at_most(f"{task}: mean age, just in time / eager", statistics.median(ages), 0.5, "ratio"))
             found.append(at_least(f"{task}: tokens/s, just in time / eager", statistics.median(speeds), 0.98, "ratio"))
-        areas = [
-            row["area"] / by[row["seed"], 0, "default"]["area"]
-            for key, row in by.items()
-            if key[1:] == (2, "default") and (row["seed"], 0, "default") in by
-        ]
-        if areas:
-            found.append(
-                at_least(f"{task}: area over tokens, age 2 / 0, median", statistics.median(areas), 0.98, "ratio")
-            )
-            found.append(at_least(f"{task}: area over tokens, age 2 / 0, worst seed", min(areas), 0.95, "ratio"))
+    for row in compared:
+        if ", max_age 2, default" in row["what"]:
+            found.append(at_least(f"area over tokens: {row['what']}, mean", row["area"], 0.98, "ratio"))
+            found.append(at_least(f"area over tokens: {row['what']}, worst seed", row["area_worst"], 0.95, "ratio"))
     return found

@@ -31,7 +31,7 @@ def bench(
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),
     ages: str = typer.Option("", metavar="N,N", help="learning: flow.max_age of the runs; 0,1,2,4,8 by default."),
-    tasks: str = typer.Option("", metavar="NAME,NAME", help="learning: demo, slow, long."),
+    tasks: str = typer.Option("", metavar="NAME,NAME", help="learning: demo, slow, long, gym."),
     parts: str = typer.Option(
         "",
         metavar="NAME,NAME",
@@ -39,7 +39,11 @@ def bench(
         "former (both, as the defaults were before); sampled (algo.old=sampled); ess (learner.damping.kind=ess).",
     ),
     steps: int = typer.Option(0, min=0, help="learning: steps of a run; 0: as many as the task sets."),
-    directory: str = typer.Option("", metavar="DIR", help="learning: keep models and datasets here for later runs."),
+    directory: str = typer.Option(
+        "",
+        metavar="DIR",
+        help="learning: keep models, datasets and figures here: a call continues where one before it stopped.",
+    ),
 ) -> None:
     """Measure this machine and compare the results with their targets."""
     starting(f"loading what the benchmark {name} needs")

@@ -31,7 +31,6 @@ _EVALUATES = re.compile(r"\b(?:eval|parse_expr)\(answer\b")
 
 def make(what: str, options: dict[str, Any]) -> Found:
     """Return a factory of one-turn environments for the task ``what``."""
-    import reasoning_gym
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
     from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
@@ -44,7 +43,7 @@ def make(what: str, options: dict[str, Any]) -> Found:
     if what == "composite":
         parts = [{"weight": 1.0, "config": {}, **part} for part in options.get("datasets", ())]
         options["datasets"] = [DatasetSpec(**part) for part in parts]
-    dataset = reasoning_gym.create_dataset(what, **{"size": NUM_TASKS, "seed": 0, **options})
+    dataset = make_dataset(what, options)
     if not evaluates:
         _refuse_evaluation(what, dataset)
     first = dataset[0]
@@ -53,6 +52,13 @@ def make(what: str, options: dict[str, Any]) -> Found:
     )  # raises now if the scorer lacks a dependency: it would fail for every answer
     read = extract_answer if prompt else str.strip
     return partial(Reasoning, dataset, SYSTEM_PROMPTS.get(prompt, ""), read)
+
+
+def make_dataset(what: str, options: Mapping[str, Any]) -> Any:
+    """Return the library's dataset of the task ``what``: a sequence of entries with ``question`` and ``answer``."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(what, **{"size": NUM_TASKS, "seed": 0, **options})
 
 
 class Reasoning(Env):
