@@ -58,6 +58,9 @@ class Capabilities:
     structures: bool = False
     """Whether answers can be kept to a structure, with logprobs and kept-sets of the masked distribution."""
 
+    gangs: bool = False
+    """Whether one engine can compute on several devices (``engine.tensor``, ``engine.pipeline``)."""
+
     def on(self, device: str) -> Capabilities:
         """Return the capabilities on ``device``. On a processor, engines that are servers cannot free their cache."""
         if not self.embedded and device == CPU:

@@ -42,7 +42,7 @@ class EngineSettings(Section):
         """Return the settings of the engine with index ``place`` in a run of several engines."""
         return self
 
-    def refuse_run(self, *, count: int, start_timeout_s: float) -> None:
+    def refuse_run(self, *, count: int, width: int, start_timeout_s: float) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` for settings that conflict with ``engine.count`` or
         ``launch.start_timeout_s``."""
 
@@ -141,6 +141,12 @@ class EngineConfig(Section):
     device: DeviceName = AUTO
     """The device of the engine: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the last GPU that torch sees, or the
     processor where there is none."""
+    tensor: int = Field(default=1, ge=1, le=64)
+    """The number of GPUs of one machine among which an engine divides every layer (tensor parallelism), for models that
+    do not fit one; for ``vllm`` and ``sglang``. On processors, the number of processes."""
+    pipeline: int = Field(default=1, ge=1, le=64)
+    """The number of parts, of ``tensor`` GPUs each, among which an engine divides its layers (pipeline parallelism);
+    for ``vllm`` and ``sglang``."""
     max_new_tokens: int = Field(default=256, ge=1)
     """The longest completion, in tokens."""
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
@@ -189,6 +195,11 @@ class EngineConfig(Section):
         return ENGINES.load(self.kind).capabilities.on(self.device)
 
     @property
+    def width(self) -> int:
+        """The number of GPUs that one engine computes on."""
+        return self.tensor * self.pipeline
+
+    @property
     def fuses(self) -> bool:
         """Whether this kind of engine has fused kernels, and they are not switched off."""
         return self.kernels == "auto" and "kernels" not in ENGINES.load(self.kind).unread
@@ -224,6 +235,17 @@ class EngineConfig(Section):
                     "itself",
                     remedy=f"leave it out, or say it in the words of {self.kind}, below [engine.server]",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _one_device_unless_it_can_span_more(self) -> Self:
+        if self.width > 1 and not self.can.gangs:
+            name, value = ("tensor", self.tensor) if self.tensor > 1 else ("pipeline", self.pipeline)
+            raise ConfigError(
+                f"engine.{name}={value} divides an engine among devices, and engine.kind={self.kind!r} computes on one",
+                remedy="set engine.kind = 'vllm' or 'sglang'; several engines, each with the whole model, are "
+                "engine.count",
+            )
         return self
 
     def on(self, device: str, *, shared: bool) -> Self:

@@ -33,8 +33,9 @@ class ResourceShare(Section):
 
     cpus: Amount = 1.0
     """Number of cores; may be a fraction."""
-    gpus: int = Field(default=0, ge=0, le=1)
-    """1: a GPU of its own, on which the part computes; 0: none."""
+    gpus: int = Field(default=0, ge=0, le=64)
+    """The number of GPUs of its own, all of one machine: 1 for a rank of the learner, ``engine.tensor`` times
+    ``engine.pipeline`` for an engine; 0: the part computes on processors."""
     memory_gb: Amount = 0.0
     """Memory in GB; 0: the cluster does not count its memory."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
@@ -46,7 +47,7 @@ class ResourceShare(Section):
         '4 CPUs, 1 GPU'
         """
         parts = [f"{self.cpus:g} CPU{'' if self.cpus == 1 else 's'}"]
-        parts += ["1 GPU"] if self.gpus else []
+        parts += [f"{self.gpus} GPU{'' if self.gpus == 1 else 's'}"] if self.gpus else []
         parts += [f"{self.memory_gb:g} GB of memory"] if self.memory_gb else []
         return ", ".join([*parts, *(f"{amount:g} {name}" for name, amount in sorted(self.resources.items()))])
 

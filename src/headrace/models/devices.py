@@ -7,8 +7,9 @@
     n       cuda:n−1, the last   cuda:0, and one more GPU for each further rank
 
 Several engines get the GPUs that the learner does not use, from the last on; when there are more engines than GPUs,
-they share these in the same order. A setting that names a device overrides this table. Importing this module does not
-import torch.
+they share these in the same order. An engine that computes on several GPUs (``engine.tensor``, ``engine.pipeline``)
+gets neighbours, and shares none: ``cuda:6,7``. A setting that names a device overrides this table. Importing this
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator
 
 from headrace.base.errors import ConfigError
+from headrace.models.gpus import gpu_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +33,19 @@ DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/
 
 
 def _known(name: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError("a device is 'auto', 'cpu', 'cuda' or 'cuda:' and the number of one")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*)?", name):
+        raise ValueError(
+            "a device is 'auto', 'cpu', 'cuda' or 'cuda:' and the number of one, or of several: 'cuda:2,3'"
+        )
+    numbers = gpu_numbers(name)
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("a device names each GPU once")
     return name
 
 
 DeviceName = Annotated[str, AfterValidator(_known)]
 """The name of a device: ``auto`` for a GPU if torch sees one, else the CPU; ``cpu``; ``cuda`` for a GPU; ``cuda:N``
-for one of them."""
+for one of them; ``cuda:N,M`` for the GPUs of one engine that computes on several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +97,12 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def settle(engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, only_cpu: bool = False) -> Devices:
-    """Return the devices for ``count`` engines and a learner of ``ranks`` ranks (0 for no learner) on a machine with
-    ``gpus`` GPUs. ``engine`` and ``learner`` are the settings ``engine.device`` and ``learner.device``. With
-    ``only_cpu``, the run uses a feature that exists on CPUs only, and ``auto`` means the CPU.
+def settle(
+    engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, width: int = 1, only_cpu: bool = False
+) -> Devices:
+    """Return the devices for ``count`` engines of ``width`` GPUs each and a learner of ``ranks`` ranks (0 for no
+    learner) on a machine with ``gpus`` GPUs. ``engine`` and ``learner`` are the settings ``engine.device`` and
+    ``learner.device``. With ``only_cpu``, the run uses a feature that exists on CPUs only, and ``auto`` means the CPU.
 
     Raises :class:`~headrace.base.errors.ConfigError` for a device that does not exist.
 
@@ -101,8 +110,12 @@ def settle(engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, 
     'engine on cuda:3, learner on cuda:0, cuda:1'
     >>> str(settle("auto", "auto", ranks=1, gpus=4, count=3))
     '3 engines on cuda:3, cuda:2, cuda:1, learner on cuda:0'
+    >>> str(settle("auto", "auto", ranks=2, gpus=8, count=2, width=2))
+    '2 engines on cuda:6,7, cuda:4,5, learner on cuda:0, cuda:1'
     """
     trainers = _ranks(learner, ranks=ranks, gpus=gpus, only_cpu=only_cpu) if ranks else ()
+    if width > 1 or "," in engine:
+        return Devices(engines=_gangs(engine, trainers, gpus, count, width, only_cpu=only_cpu), learner=trainers)
     last_first = range(gpus)[::-1]
     free = [number for number in last_first if f"{CUDA}:{number}" not in trainers] or last_first or [0]
     engines = [
@@ -110,6 +123,38 @@ def settle(engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, 
         for place in range(count)
     ]
     return Devices(engines=tuple(engines), learner=trainers)
+
+
+def _gangs(
+    name: str, trainers: tuple[str, ...], gpus: int, count: int, width: int, *, only_cpu: bool
+) -> tuple[str, ...]:
+    """Return the devices of ``count`` engines that compute on ``width`` GPUs each, and share them with nobody."""
+    if name == CPU or (name == AUTO and (only_cpu or not gpus)):
+        return (CPU,) * count
+    named = gpu_numbers(name)
+    if named and len(named) != width * count:
+        raise ConfigError(
+            f"engine.device={name!r} names {len(named)} GPUs, and engine.count={count} engines of engine.tensor x "
+            f"engine.pipeline={width} need {width * count}",
+            remedy=f"name {width * count} of them, or set engine.device = 'auto'",
+        )
+    trained = {number for device in trainers for number in gpu_numbers(device)}
+    unknown = [number for number in named if number >= gpus]
+    if unknown:
+        raise ConfigError(
+            f"engine.device={name!r}, and torch sees {_words(gpus)}", remedy=_remedy("engine.device", gpus)
+        )
+    free = [number for number in named or range(gpus) if number not in trained]
+    if len(free) < width * count:
+        raise ConfigError(
+            f"{count} engine{'s' if count > 1 else ''} of {width} GPUs each (engine.tensor x engine.pipeline) need "
+            f"{width * count} GPUs beside the learner's {len(trained)}, and there are {len(free)}: torch sees "
+            f"{_words(gpus)}",
+            remedy="lower engine.tensor, engine.count or the learner's ranks, or take a machine with more GPUs",
+        )
+    last_first = free if named else free[len(free) - width * count :]
+    gangs = [last_first[at : at + width] for at in range(0, width * count, width)]
+    return tuple(f"{CUDA}:{','.join(map(str, gang))}" for gang in (gangs if named else gangs[::-1]))
 
 
 def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:
@@ -121,11 +166,19 @@ def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) ->
 def _one(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> str:
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return CPU
-    number = usual if name in (AUTO, CUDA) else int(name.partition(":")[2])
+    number, *more = gpu_numbers(name) or (usual,)
+    if more:
+        raise ConfigError(
+            f"{setting}={name!r} is {1 + len(more)} GPUs, and this part computes on one",
+            remedy="name one; an engine that is a server takes several with engine.tensor",
+        )
     if number not in range(gpus):
-        known = {0: "no GPU", 1: "one GPU, cuda:0"}.get(gpus, f"{gpus} GPUs, cuda:0 to cuda:{gpus - 1}")
-        raise ConfigError(f"{setting}={name!r}, and torch sees {known}", remedy=_remedy(setting, gpus))
+        raise ConfigError(f"{setting}={name!r}, and torch sees {_words(gpus)}", remedy=_remedy(setting, gpus))
     return f"{CUDA}:{number}"
+
+
+def _words(gpus: int) -> str:
+    return {0: "no GPU", 1: "one GPU, cuda:0"}.get(gpus, f"{gpus} GPUs, cuda:0 to cuda:{gpus - 1}")
 
 
 def _remedy(setting: str, gpus: int) -> str:

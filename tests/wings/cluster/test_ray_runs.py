@@ -15,10 +15,27 @@ import pytest
 
 from tests.run.session.runs import Running, make_run, tiny_model, verb
 from tests.run.session.serial import same_learner
+from tests.venvs import ROOT, python_with_ray
 from tests.wings.cluster.ray_nodes import DEADLINE_S, Nodes, environment, ray_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ON_RAY = {"launch": {"kind": "ray"}, "sync": {"transport": "http"}}
+
+
+def test_every_part_is_shown_its_own_gpus_and_none_of_another() -> None:
+    """Eight engines of one GPU, then two of four, beside four ranks of the learner, on two nodes of eight GPUs that
+    exist for Ray alone."""
+    made = subprocess.run(
+        [str(python_with_ray()), "-m", "tests.wings.cluster.ray_gpus"],
+        capture_output=True, text=True, timeout=400, check=False, cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr[-2000:]
+    single, gangs = json.loads(made.stdout.splitlines()[-1])
+    for placed, widths in ((single, [1] * 12), (gangs, [1] * 4 + [4] * 2)):
+        owned = [(node, gpu) for node, shown in placed.values() for gpu in shown.split(",")]
+        assert len(set(owned)) == len(owned) == sum(widths)
+        assert sorted(len(shown.split(",")) for _, shown in placed.values()) == sorted(widths)
+    assert len({shown for _, shown in single.values()}) > 1  # not the first GPU of the node for all of them
 
 
 @pytest.fixture(scope="module")

@@ -245,7 +245,7 @@ def _refuse_incapable(config: RunConfig) -> None:
     for feature, (lacking, instead) in requirements.items():
         if lacking:
             raise ConfigError(f"engine.kind={engine.kind!r} has no {feature}", remedy=f"{instead}, or {NATIVE}")
-    engine.server.refuse_run(count=engine.count, start_timeout_s=config.launch.start_timeout_s)
+    engine.server.refuse_run(count=engine.count, width=engine.width, start_timeout_s=config.launch.start_timeout_s)
 
 
 def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:

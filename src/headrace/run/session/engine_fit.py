@@ -39,8 +39,32 @@ def refuse_settled(config: RunConfig, other_models: Collection[str], devices: De
             f"engine.kind={engine.kind!r} serves the policy alone, and {min(other_models)!r} has weights of its own",
             remedy=f"leave agents and teachers with weights of their own out, or {NATIVE}",
         )
+    _refuse_uneven(config)
     for device in devices.engines:
         refuse_interrupt(config, ENGINES.load(engine.kind).capabilities.on(device))
+
+
+def _refuse_uneven(config: RunConfig) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` where ``engine.tensor`` does not divide the heads of the model,
+    so that no server could divide its layers."""
+    tensor = config.engine.tensor
+    if tensor == 1:
+        return
+    shape = read_config(config.model.path).to_dict()
+    heads = shape.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return
+    kv_heads = shape.get("num_key_value_heads") or heads
+    # fewer key-value heads than devices are repeated on several of them
+    uneven = heads % tensor or (kv_heads % tensor if kv_heads > tensor else tensor % kv_heads)
+    if uneven:
+        fits = [number for number in range(1, heads + 1) if not heads % number]
+        fits = [number for number in fits if not (kv_heads % number if kv_heads > number else number % kv_heads)]
+        raise ConfigError(
+            f"engine.tensor={tensor} divides every layer into as many parts, and the model has {heads} attention heads "
+            f"({kv_heads} of keys and values)",
+            remedy=f"set engine.tensor to one of {', '.join(map(str, fits))}",
+        )
 
 
 def explained_gap(config: RunConfig) -> float:

@@ -209,6 +209,7 @@ def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -
         ranks=num_ranks,
         gpus=gpus,
         count=num_engines,
+        width=config.engine.width,
         only_cpu=config.model.deterministic,
     )
 

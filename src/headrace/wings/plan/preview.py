@@ -7,6 +7,7 @@ from headrace.base.environ import num_cores
 from headrace.base.errors import HeadraceError
 from headrace.launch.config import threads
 from headrace.models.devices import CPU
+from headrace.models.gpus import gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.wings.plan.catalogue import accelerators
 from headrace.wings.plan.cluster import Cluster, ClusterFile
@@ -26,7 +27,8 @@ def plan_line(prepared: Prepared) -> str:
     config, devices = prepared.config, prepared.devices
     if config.launch.remote:
         return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
-    engines, learners = len(set(devices.engines)), len(devices.learner)
+    gpus_of_engines = {number for device in devices.engines for number in gpu_numbers(device)}
+    engines, learners = len(gpus_of_engines), len(devices.learner)
     try:
         if CPU in devices.engines:
             cores = max(2, num_cores())

@@ -31,12 +31,32 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
         )
     _refuse_device("engine", engine.device, launch.ray.engine)
     _refuse_device("learner", learner.device, launch.ray.learner)
+    _refuse_number("engine", launch.ray.engine, engine.width, "engine.tensor x engine.pipeline")
+    _refuse_number("learner", launch.ray.learner, 1, "each rank of the learner")
+    for name, share in (("scorer", launch.ray.scorer), ("environment", launch.ray.environment)):
+        _refuse_number(name, share, 1, f"each {name} worker")
 
 
 def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
-    """Return the devices of the parts. Each part sees only the devices that it has requested from the cluster."""
-    engine, learner = (FIRST_GPU if share.gpus else CPU for share in (launch.ray.engine, launch.ray.learner))
+    """Return the devices of the parts. Each part sees only the devices that it has requested from the cluster, which
+    torch numbers from 0."""
+    engine, learner = (_first(share.gpus) for share in (launch.ray.engine, launch.ray.learner))
     return Devices(engines=(engine,) * num_engines, learner=(learner,) * num_ranks)
+
+
+def _first(gpus: int) -> str:
+    """Return the device of a part that has requested so many GPUs."""
+    return f"{CUDA}:{','.join(map(str, range(gpus)))}" if gpus else CPU
+
+
+def _refuse_number(role: str, share: ResourceShare, needed: int, what: str) -> None:
+    """Refuse a number of GPUs that the part would not use, or that are too few for it."""
+    if share.gpus not in (0, needed):
+        raise ConfigError(
+            f"launch.ray.{role}.gpus={share.gpus}, and {what} is {needed}: a part gets exactly the GPUs that it "
+            "computes on",
+            remedy=f"set launch.ray.{role}.gpus = {needed}, or 0 to compute on processors",
+        )
 
 
 def _refuse_device(role: str, device: str, share: ResourceShare) -> None:

@@ -15,6 +15,14 @@ _QUANTISING = ("quantization", "kv-cache-dtype", "kv_cache_dtype")
 """Options in ``engine.server.args`` with which a server computes in 8 bits or fewer."""
 
 
+_PARALLEL = {
+    "engine.tensor": ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+    "engine.pipeline": ("--pipeline-parallel-size", "-pp", "--pp-size"),
+    "engine.count": ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+}
+"""The options of servers that divide them among GPUs, by the setting that says the same."""
+
+
 class ServerConfig(EngineSettings):
     """The settings of the server of ``engine.kind = "vllm"`` or ``"sglang"``, which an engine starts, or which runs
     already."""
@@ -27,7 +35,8 @@ class ServerConfig(EngineSettings):
     python: str = ""
     """Python interpreter of the environment in which the server is installed; empty: that of Headrace."""
     args: tuple[str, ...] = ()
-    """Further arguments for a server that an engine starts, such as ``["--tensor-parallel-size", "2"]``."""
+    """Further arguments for a server that an engine starts, such as ``["--enable-prefix-caching"]``. How many GPUs it
+    computes on is ``engine.tensor`` and ``engine.pipeline``, so that it is shown those alone."""
     cache_mb: int | None = Field(default=None, ge=1)
     """Size of the key-value cache of a server that an engine starts, in MiB. Unset: ``engine.cache_share`` of the
     memory of a GPU, 1,024 on processors."""
@@ -58,6 +67,19 @@ class ServerConfig(EngineSettings):
                     remedy='write it as "http://127.0.0.1:8000"',
                 )
         return urls
+
+    @field_validator("args")
+    @classmethod
+    def _leave_gpus_to_settings(cls, args: tuple[str, ...]) -> tuple[str, ...]:
+        for arg in args:
+            option = arg.partition("=")[0].replace("_", "-")
+            setting = next((name for name, options in _PARALLEL.items() if option in options), "")
+            if setting:
+                raise ConfigError(
+                    f"engine.server.args holds {arg!r}: the GPUs of a server are chosen by the run",
+                    remedy=f"leave it out, and set {setting}",
+                )
+        return args
 
     @model_validator(mode="after")
     def _ways_are_used(self) -> Self:
@@ -105,13 +127,19 @@ class ServerConfig(EngineSettings):
         """Return the settings for engine number ``place``, with its one URL, if there are any."""
         return self.model_copy(update={"urls": self.urls[place : place + 1]})
 
-    def refuse_run(self, *, count: int, start_timeout_s: float) -> None:
+    def refuse_run(self, *, count: int, width: int, start_timeout_s: float) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the settings do not fit the run's other settings."""
         if start_timeout_s <= self.wait_s:
             raise ConfigError(
                 f"launch.start_timeout_s={start_timeout_s:g} ends an engine that may wait "
                 f"engine.server.wait_s={self.wait_s:g} for its server",
                 remedy=f"set launch.start_timeout_s = {self.wait_s + 30:g}, or a shorter engine.server.wait_s",
+            )
+        if self.urls and width > 1:
+            raise ConfigError(
+                "engine.tensor and engine.pipeline are of a server that is started, and engine.server.urls names some "
+                "that run",
+                remedy="leave them out: a server that runs computes on the GPUs that it was started with",
             )
         if self.urls and len(self.urls) != count:
             raise ConfigError(

@@ -37,6 +37,7 @@ SERVED = Capabilities(
     releases=False,
     embedded=False,
     other_models=False,
+    gangs=True,
 )
 """The capabilities of every server that completes prompts and returns logprobs."""
 

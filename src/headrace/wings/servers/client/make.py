@@ -112,7 +112,7 @@ def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig |
     carrier_config = CarrierConfig(
         backend=settings.weights_by,
         host=settings.weights_host,
-        device=config.device,
+        device=config.device.partition(",")[0],  # one GPU of an engine that has several sends to all
         deadline_s=handover.deadline_s,
     )
     carrier_config.refuse_impossible()

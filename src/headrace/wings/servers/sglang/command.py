@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.models.devices import CPU
+from headrace.models.gpus import VisibleGpus
 from headrace.wings.servers.client.kind import settings_of
 from headrace.wings.servers.client.launching import ServeRequirements, interpreter
 from headrace.wings.servers.client.server import Command
@@ -41,6 +42,8 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
     }
     if config.device == CPU:
         settings["--device"] = CPU
+    if config.width > 1:
+        settings |= {"--tp-size": config.tensor, "--pp-size": config.pipeline}
     if config.cache_share:
         settings["--mem-fraction-static"] = f"{config.cache_share}"
     shown = (
@@ -57,6 +60,6 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
         *settings_of(config).args,
     ]
     variables = {"SGLANG_USE_MODELSCOPE": "0"}
-    if config.device != CPU and not {"--tp", "--tp-size", "--tensor-parallel-size"} & set(settings_of(config).args):
-        variables["CUDA_VISIBLE_DEVICES"] = config.device.partition(":")[2]
+    if config.device != CPU:
+        variables |= VisibleGpus.of_this_process().shown(config.device)
     return Command(argv=argv, variables=variables)

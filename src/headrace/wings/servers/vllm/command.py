@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.models.devices import CPU
+from headrace.models.gpus import VisibleGpus
 from headrace.wings.servers.client.kind import settings_of
 from headrace.wings.servers.client.launching import ServeRequirements, interpreter
 from headrace.wings.servers.client.server import Command
@@ -60,6 +61,8 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
         *(["--enable-return-routed-experts"] if required.record_routing else []),
         *(["--kv-cache-memory-bytes", str(cache << 20)] if cache else share),
         *(["--enforce-eager"] if on_cpu else []),
+        *(["--tensor-parallel-size", str(config.tensor)] if config.tensor > 1 else []),
+        *(["--pipeline-parallel-size", str(config.pipeline)] if config.pipeline > 1 else []),
         *(["--enable-sleep-mode"] if required.sleeps else []),
         *settings_of(config).args,
     ]
@@ -72,7 +75,7 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
     }
     if on_cpu:
         variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    elif not {"--tensor-parallel-size", "-tp"} & set(settings_of(config).args):
-        variables["CUDA_VISIBLE_DEVICES"] = config.device.partition(":")[2]
+    else:
+        variables |= VisibleGpus.of_this_process().shown(config.device)
     records = required.record_kept or required.record_routing
     return Command(argv=argv, variables=variables, hint=NO_RECORDS if on_cpu and records else "")

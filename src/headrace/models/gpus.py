@@ -1,0 +1,83 @@
+"""The GPUs that a process may use, by the names that the driver knows them by.
+
+    CUDA_VISIBLE_DEVICES, as Ray, Slurm or the user has set it     4,5,6,7
+    torch's names of them                                          cuda:0, cuda:1, cuda:2, cuda:3
+    the device of an engine                                        cuda:2,3
+    what a server that this engine starts is shown                 CUDA_VISIBLE_DEVICES=6,7
+
+torch counts the GPUs that its process sees, from 0; a program that is started counts anew. A name of torch must
+therefore never be passed on as it is: it would be another run's GPU. This is the only module that makes
+``CUDA_VISIBLE_DEVICES``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.base.environ import visible_gpus
+from headrace.base.errors import ConfigError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def gpu_numbers(device: str) -> tuple[int, ...]:
+    """Return torch's numbers of the GPUs of a settled device; none for a processor.
+
+    >>> gpu_numbers("cuda:2"), gpu_numbers("cuda:4,5"), gpu_numbers("cpu")
+    ((2,), (4, 5), ())
+    """
+    return tuple(int(number) for number in device.partition(":")[2].split(",") if number)
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleGpus:
+    """The GPUs that a process sees, in torch's order."""
+
+    names: tuple[str, ...] | None
+    """The driver's name of each: a number, a UUID (``GPU-...``) or a part of one (``MIG-...``). ``None``: the process
+    sees all GPUs of its machine, whose numbers are torch's."""
+
+    @classmethod
+    def of_this_process(cls) -> VisibleGpus:
+        """Return the GPUs that this process sees."""
+        return cls.read(visible_gpus())
+
+    @classmethod
+    def read(cls, value: str | None) -> VisibleGpus:
+        """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` names. As for the driver, the list ends before the
+        first entry that is not a name.
+
+        >>> VisibleGpus.read("4, 5,-1,6").names, VisibleGpus.read("").names, VisibleGpus.read(None).names
+        (('4', '5'), (), None)
+        """
+        if value is None:
+            return cls(None)
+        names: list[str] = []
+        for entry in (entry.strip() for entry in value.split(",")):
+            if not entry.isdigit() and not entry.startswith(("GPU-", "MIG-")):
+                break
+            names.append(entry)
+        return cls(tuple(names))
+
+    def owned(self, device: str) -> tuple[str, ...]:
+        """Return the driver's names of the GPUs of ``device``, a name of this process such as ``cuda:1`` or
+        ``cuda:2,3``. Raises :class:`~headrace.base.errors.ConfigError` for one that this process does not see.
+
+        >>> VisibleGpus(("4", "5", "6", "7")).owned("cuda:2,3"), VisibleGpus(None).owned("cuda:1")
+        (('6', '7'), ('1',))
+        """
+        numbers = gpu_numbers(device)
+        if self.names is None:
+            return tuple(str(number) for number in numbers)
+        missing = [number for number in numbers if number >= len(self.names)]
+        if missing:
+            raise ConfigError(
+                f"a part computes on cuda:{missing[0]}, and {VARIABLE}={','.join(self.names)!r} shows its process "
+                f"{len(self.names)}",
+                remedy="ask the cluster for as many GPUs as the part uses, or show the run more of them",
+            )
+        return tuple(self.names[number] for number in numbers)
+
+    def shown(self, device: str) -> dict[str, str]:
+        """Return the variable that shows a program exactly the GPUs of ``device``, in this order."""
+        return {VARIABLE: ",".join(self.owned(device))}
