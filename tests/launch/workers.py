@@ -62,7 +62,13 @@ class RunningPool:
 
 @asynccontextmanager
 async def running_pool(
-    tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: float = 20.0, within_s: float = 60.0
+    tmp_path: Path,
+    code: str,
+    *,
+    num_workers: int = 1,
+    timeout_s: float = 20.0,
+    within_s: float = 60.0,
+    start_within_s: float = 60.0,
 ) -> AsyncIterator[RunningPool]:
     """Workers that call the ``reward`` of ``code``; the body runs when all are there."""
     path = tmp_path / "reward.py"
@@ -80,7 +86,9 @@ async def running_pool(
 
         pool = ScorerPool(
             start_worker,
-            ScorerPoolConfig(num_workers=num_workers, concurrency=32, timeout_s=timeout_s, start_timeout_s=60.0),
+            ScorerPoolConfig(
+                num_workers=num_workers, concurrency=32, timeout_s=timeout_s, start_timeout_s=start_within_s
+            ),
             warn=lambda text: made.warnings.append(text),  # noqa: PLW0108 - made comes later
         )
         made = RunningPool(pool=pool)

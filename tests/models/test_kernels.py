@@ -207,6 +207,32 @@ def test_of_programs_that_start_at_once_one_compiles_and_the_others_wait_for_it(
     assert ran.read_text() == "ran\n"
 
 
+def test_a_stopped_program_that_holds_the_lock_is_named_and_keeps_no_other_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nfor name; do :; done\necho no > "$name"\n')
+    compiler.chmod(0o700)
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    program = (
+        "import fcntl, os, signal, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); "
+        "print('held', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    command = [sys.executable, "-c", program, str(cache)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+            open_library(cache, [str(compiler)], wait_s=0.1)
+        finally:
+            holder.kill()
+    assert [file.suffix for file in cache.iterdir()] == [".so"], "it was compiled all the same"
+    told = capsys.readouterr().err
+    assert f"process {holder.pid} (stopped) has held the lock of {cache} for over 0.1 s" in told
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_has_threads_of_its_own_and_gets_the_same_bits(ops: Kernels) -> None:
     torch.set_num_threads(2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.config.user_code import load_file
+from headrace.base.config.user_code import load_file, refuse_missing_imports
 from headrace.base.errors import ConfigError
 
 
@@ -75,3 +75,75 @@ def test_fault_is_told_with_its_line(tmp_path: Path, code: str, problem: str) ->
 def test_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         load_file(tmp_path / "nowhere.py")
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("import not_a_module_at_all\n", 1),
+        ("import json, not_a_module_at_all.part as part\n", 1),
+        ('"""Words."""\nimport json\nfrom not_a_module_at_all import x\n', 3),
+        ("def f():\n    print(1)\nimport not_a_module_at_all\n", 3),
+    ],
+)
+def test_module_that_is_not_installed_is_refused_by_name_before_the_file_runs(
+    tmp_path: Path, code: str, line: int
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    with pytest.raises(ConfigError, match=r"env\.reward: .*there is no module 'not_a_module_at_all'") as refused:
+        refuse_missing_imports(path, "env.reward")
+    assert f"{path}:{line}" in refused.value.problem
+    assert f"{sys.executable} -m pip install not_a_module_at_all" in refused.value.remedy
+
+
+def test_module_that_a_file_beside_the_users_imports_is_refused_with_that_file(tmp_path: Path) -> None:
+    (tmp_path / "helper_of_mine.py").write_text("import mine\n\nimport not_a_module_at_all\n")
+    (tmp_path / "mine.py").write_text("import helper_of_mine\n")
+    with pytest.raises(ConfigError, match=r"helper_of_mine\.py:3: there is no module 'not_a_module_at_all'"):
+        refuse_missing_imports(tmp_path / "mine.py", "env.reward")
+    (tmp_path / "helper_of_mine.py").write_text("def f(:\n")
+    with pytest.raises(ConfigError, match=r"helper_of_mine\.py:1: "):
+        refuse_missing_imports(tmp_path / "mine.py", "env.reward")
+
+
+def test_relative_import_is_refused_since_the_file_is_no_part_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from .helper import x\n")
+    with pytest.raises(ConfigError, match=r"mine\.py:1: a relative import \(\.helper\)"):
+        refuse_missing_imports(tmp_path / "mine.py", "env.reward")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from __future__ import annotations\nimport sys, os.path, numpy\n",
+        "import beside\nfrom package import x\nfrom spread.part import y\n",
+        "import working\n",
+        "try:\n    import not_a_module_at_all\nexcept ImportError:\n    pass\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import not_a_module_at_all\n",
+        "def f():\n    import not_a_module_at_all\n",
+        "import sys\nsys.path.append('elsewhere')\nimport not_a_module_at_all\n",
+        "import sys\nsys.path += ['elsewhere']\nimport not_a_module_at_all\n",
+        "import set_up\nroot = set_up.root(__file__)\nimport not_a_module_at_all\n",
+        "import moving\nimport not_a_module_at_all\n",
+    ],
+)
+def test_imports_that_may_succeed_are_not_refused(tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("beside.py", "set_up.py", "spread/part.py", "package/x.py"):
+        (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_text("x = y = 1\n")
+    (tmp_path / "mine" / "package" / "__init__.py").write_text("from . import x\n")
+    (tmp_path / "mine" / "moving.py").write_text("import sys\nsys.path.append('elsewhere')\n")
+    (tmp_path / "working.py").write_text("")
+    path = tmp_path / "mine" / "mine.py"
+    path.write_text(code)
+    monkeypatch.chdir(tmp_path)
+    refuse_missing_imports(path, "env.reward")
+
+
+def test_no_example_imports_what_is_missing() -> None:
+    examples = sorted(Path("examples").rglob("*.py"))
+    assert examples
+    for path in examples:
+        refuse_missing_imports(path, "env.reward")

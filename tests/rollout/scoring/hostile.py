@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.launch.workers import running_pool, task
+from tests.launch.workers import RunningPool, running_pool, task
 
 DEEDS = """
     import asyncio, ctypes, gc, os, signal, socket, sys, threading, time
@@ -136,26 +137,88 @@ EITHER = {
 }
 
 
-def judged(directory: Path, deeds: Sequence[str], *, timeout_s: float) -> Counter[str]:
+def reasons(deed: str) -> tuple[str, ...]:
+    """The reasons that a deed may be counted by."""
+    kind = deed.split(maxsplit=1)[0]
+    return EITHER.get(kind, (CAUSES.get(kind, ""),))
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be put forward, so that a deadline does not depend on the speed of the machine."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skipped_s
+
+
+DEADLINE_S = 600.0
+"""The deadline of a reward, which no deed reaches by being slow."""
+STEP_S = 0.5
+"""What the clock is put forward by at a time: less than lies between the deadlines of most calls."""
+QUIET_S = 3.0
+"""The deadline passes when a thread could have computed for so long since anything has happened."""
+PROBE_S = 0.02
+"""Processor time in which the share of a processor is measured that a thread gets."""
+
+
+def share() -> float:
+    """The share of a processor that a thread gets beside all others of this machine, measured now."""
+    began_s, used_s = time.monotonic(), time.thread_time()
+    while time.thread_time() - used_s < PROBE_S:
+        pass
+    return min(1.0, PROBE_S / (time.monotonic() - began_s))
+
+
+async def pass_deadlines(loop: SkippingLoop, at: RunningPool, happened: list[str]) -> None:
+    """Put the clock forward to the next deadline whenever nothing has happened for :data:`QUIET_S`: no deed was begun
+    or counted, no worker started or replaced."""
+
+    def seen() -> tuple[int, ...]:
+        return len(happened), len(at.children), len(at.warnings)
+
+    before, left_s = seen(), QUIET_S
+    while True:
+        await asyncio.sleep(0.5)
+        left_s -= 0.5 * await asyncio.to_thread(share)
+        if seen() != before:
+            before, left_s = seen(), QUIET_S
+        while left_s <= 0 and seen() == before:
+            loop.skipped_s += STEP_S
+            await asyncio.sleep(0.002)  # in which a worker whose call is late is replaced
+
+
+def judged(directory: Path, deeds: Sequence[str]) -> Counter[str]:
     """Score these deeds in a pool of two workers, several at once; how often each reason was counted. Asserts that each
-    is counted for what it did."""
+    is counted for what it did.
+
+    How long a deed may take is measured in what the machine could have computed meanwhile, so that other load on it
+    changes nothing.
+    """
+    loop = SkippingLoop()
 
     async def main() -> Counter[str]:
         counted: Counter[str] = Counter()
         gate = asyncio.Semaphore(8)
-        async with running_pool(directory, REWARD, num_workers=2, timeout_s=timeout_s, within_s=1500) as at:
+        happened: list[str] = []
+        pool = running_pool(directory, REWARD, num_workers=2, timeout_s=DEADLINE_S, within_s=1e9, start_within_s=1e9)
+        async with pool as at:
 
             async def one(deed: str) -> None:
                 async with gate:
+                    happened.append(deed)
                     scores = await at.pool.score(replace(task(), row={"prompt": deed}), (deed,))
+                    happened.append(deed)
                 reason = scores.failure.partition(":")[0]
-                kind = deed.split(maxsplit=1)[0]
-                assert reason in EITHER.get(kind, (CAUSES.get(kind, ""),)), (deed, scores)
+                assert reason in reasons(deed), (deed, scores)
                 counted[reason] += 1
 
+            passing = asyncio.create_task(pass_deadlines(loop, at, happened))
             async with asyncio.TaskGroup() as group:
                 for deed in deeds:
                     group.create_task(one(deed))
+            passing.cancel()
         return counted
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(main())

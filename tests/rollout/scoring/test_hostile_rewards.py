@@ -14,9 +14,6 @@ from tests.rollout.scoring.hostile import CAUSES, EITHER, REWARD, judged
 from tests.run.session.runs import make_run, tiny_model
 
 DEEDS = [*CAUSES, *EITHER]
-WORKING = ["shout", "daemon", "parents", "everybody"]
-"""Deeds that take processor time before they end by themselves: on a busy machine that may be many seconds, so their
-deadline is long. Every other deed ends at once, or only by a deadline, or may be counted as either."""
 
 
 @pytest.mark.slow
@@ -24,7 +21,7 @@ def test_each_hostile_reward_is_counted_for_what_it_did_and_the_others_are_score
     before = parts_here()
     quick = [deed for deed in DEEDS if CAUSES.get(deed) != "reward_crashed" and deed not in EITHER]
     deeds = [*quick, "quit", "accuse", "everybody", "daemon", "fork", "eat", "fine 1", "fine 2"]
-    counted = judged(tmp_path, deeds, timeout_s=10)
+    counted = judged(tmp_path, deeds)
     assert counted.total() == len(deeds)
     assert counted[""] == 4
     assert not parts_here() - before
@@ -55,14 +52,9 @@ def test_a_run_whose_rewards_are_hostile_comes_to_its_end_and_its_books_say_why(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_hundreds_of_hostile_rewards_are_counted(tmp_path: Path) -> None:
-    rounds = range(9)
-    deeds = [f"{deed} {number}" for number in rounds for deed in DEEDS if deed not in WORKING]
-    working = [f"{deed} {number}" for number in rounds for deed in WORKING]
-    for name in ("others", "working"):
-        (tmp_path / name).mkdir()
-    counted = judged(tmp_path / "others", deeds, timeout_s=8)
-    counted += judged(tmp_path / "working", working, timeout_s=120)
-    assert counted.total() == len(deeds) + len(working) >= 250
+    deeds = [f"{deed} {number}" for number in range(9) for deed in DEEDS]
+    counted = judged(tmp_path, deeds)
+    assert counted.total() == len(deeds) >= 250
     assert counted[""] == 18
     assert Counter(reason for reason in counted if reason).keys() == {
         "reward_error", "reward_nan", "reward_timeout", "reward_crashed"

@@ -140,6 +140,22 @@ def test_column_of_the_answers_is_asked_where_no_name_says_it(place: Path) -> No
     assert "def reward(completion: str, sum)" in (place / "reward.py").read_text()
 
 
+@pytest.mark.usefixtures("terminal")
+def test_where_no_reward_fits_the_form_is_said_and_what_the_directory_has(place: Path) -> None:
+    (place / "rows.jsonl").write_text('{"prompt": "1+1=", "kind": "sum"}\n')
+    said = init(*MODEL, "--data", "rows.jsonl", answers="\nmine.py:good\n")
+    assert "no column of the rows (prompt, kind) is known to hold an expected answer or tests" in said.output
+    assert "def reward(completion, prompt) returns a number" in said.output
+    assert f"found in {place}: no file with such a function" in said.output
+    assert "Reward (file.py:function): " in said.output
+    (place / "mine.py").write_text("def good(completion, kind): ...\ndef strange(completion, solution): ...\n")
+    (place / "odd.py").write_text("def f(:\n")
+    said = init(*MODEL, "--data", "rows.jsonl", answers="\n\nnone\n")
+    assert said.exit_code == 0, said.output
+    assert f"found in {place}: mine.py:good\n" in said.output
+    assert 'reward = "mine.py:good"' in (place / "run.toml").read_text()
+
+
 def test_arguments_that_trl_passes_are_no_columns(place: Path) -> None:
     (place / "mine.py").write_text("def trl(prompts, completions, completion_ids, trainer_state, answer): ...\n")
     assert init(*MODEL, *DATA, "--reward", "mine.py:trl").exit_code == 0

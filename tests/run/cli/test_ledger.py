@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from headrace.base.errors import HeadraceError
 from headrace.base.types.episode import EpisodeStatus
 from headrace.base.types.group import GroupState
 from headrace.flow.ledger import Lengths, SqliteLedger
@@ -44,6 +45,24 @@ def test_books_and_survivor_bias_are_printed(tmp_path: Path) -> None:
         "submitted": 958, "trained": 8, "dropped": {"stale": 950}, "in_flight": 0
     }  # fmt: skip
     assert told["survivors"]["quantiles"]["0.5"] == [50.0, 4.0]
+
+
+def test_directory_without_a_ledger_is_refused_with_what_it_has_instead(tmp_path: Path) -> None:
+    def refused(directory: Path) -> HeadraceError:
+        error = CliRunner().invoke(app, ["ledger", str(directory)]).exception
+        assert isinstance(error, HeadraceError)
+        return error
+
+    assert "there is no directory" in refused(tmp_path / "nowhere").problem
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    assert "holds no run" in refused(tmp_path / "runs").problem
+    (tmp_path / "runs" / "first" / "ledger.sqlite").touch()
+    assert refused(tmp_path / "runs").remedy == "give one of its runs: first"
+    (tmp_path / "runs" / "first" / "ledger.sqlite").unlink()
+    (tmp_path / "runs" / "first" / "config.json").write_text("{}")
+    lost = refused(tmp_path / "runs" / "first")
+    assert "ledger.sqlite is missing, or it was kept in memory" in lost.problem
+    assert "put ledger.sqlite back from a copy" in lost.remedy
 
 
 def test_lengths_that_are_thrown_away_show_and_equal_ones_do_not() -> None:

@@ -122,7 +122,7 @@ def test_a_call_that_makes_no_sense_is_a_usage_error(program: Program, arguments
         (["eval", "."], "holds no run", "name a run file"),
         (["eval", "nowhere"], "nowhere does not exist", "or the directory of a run"),
         (["status", "."], "holds no run", "name the directory of a run"),
-        (["ledger", "."], "no ledger at ledger.sqlite", "give the directory of a run"),
+        (["ledger", "."], "holds no run: neither config.json nor ledger.sqlite", "give the directory of a run"),
         (["bench", "lop"], "lop", "loop"),
         (["check", "loss", "no.py:loss"], "no.py", ""),
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, EnvError
 from headrace.run.cli.app import app
 from headrace.run.session import checking
 from headrace.run.session.checking import EnvReport, Level, check_env
@@ -246,7 +246,7 @@ def test_a_function_that_can_be_no_rollout_was_meant_as_a_reward(file: Path) -> 
 
 
 def test_what_cannot_be_loaded_is_the_only_finding(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n\nclass MyEnv: ...\n")
+    (tmp_path / "broken.py").write_text("open('nothing_of_that_name')\n\nclass MyEnv: ...\n")
     report = check_env(f"{tmp_path / 'broken.py'}:MyEnv")
     (finding,) = report.findings
     assert (finding.clause, finding.level) == ("it can be loaded", Level.FAIL)
@@ -293,6 +293,45 @@ def test_a_program_is_found_by_its_path_from_where_the_check_is_started(
     monkeypatch.chdir(tmp_path)
     report = check_env(shlex.join([sys.executable, path]), rows=ROWS[:1])
     assert report.ok, str(report)
+
+
+FAILING = """
+import os, sys
+print(f"no such thing: {os.getcwd()}/notes.txt at {object()}", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+def test_a_program_that_always_fails_is_told_at_once_and_as_one_cause(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(FAILING)
+    told: list[str] = []
+    command = shlex.join([sys.executable, str(tmp_path / "agent.py")])
+    report = check_env(command, rows=ROWS[:1], on_progress=told.append)
+    failed = [line for line in told if "failed" in line]
+    assert len(failed) == 1, told
+    assert f"episode 1 of {report.episodes} (row 1, where the model says" in failed[0]
+    assert "exit code 7: no such thing:" in failed[0]
+    wrong = {each.clause: each.detail for each in report.findings if each.level is Level.FAIL}
+    assert wrong["it can be started"] == "no episode of it got as far as asking the model"
+    assert (
+        f"({report.episodes} of {report.episodes} episodes; first row 1" in wrong["its episodes end without an error"]
+    )
+    assert "it can be loaded" not in str(report)
+
+
+def test_a_script_that_does_not_exist_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (f"{sys.executable} agent.py", "python3 -u agent.py --fast", "bash ./run.sh"):
+        with pytest.raises(EnvError, match="there is no file"):
+            check_env(command)
+
+
+def test_a_file_that_imports_what_is_not_installed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import not_installed\ndef reward(completion): ...\n")
+    with pytest.raises(ConfigError, match=r"mine\.py:1: there is no module 'not_installed'"):
+        check_env(f"{tmp_path / 'mine.py'}:reward")
 
 
 def test_a_file_without_the_name_of_a_function_is_refused_with_both_ways_to_write_it(file: Path) -> None:

@@ -95,7 +95,9 @@ def test_second_ctrl_c_ends_a_run_at_once_in_words(tmp_path: Path, model_dir: Pa
         while not any("Ctrl-C again" in line for line in life.lines):
             life.lines.append(life.process.stdout.readline())
         life.process.send_signal(signal.SIGTERM)
-        assert life.rest() == first_words(run_file) + "stopped at once; --resume continues\n"
+        assert life.rest() == first_words(run_file) + (
+            f"stopped at once; --resume continues\ncontinue headrace train {run_file} --resume\n"
+        )
         assert life.process.returncode == 130
     assert '"status": "stopped"' in (tmp_path / "run" / "summary.json").read_text()
 

@@ -69,6 +69,7 @@ def stop_by_ctrl_c(run_file: Path, run_dir: Path) -> int:
         life.process.send_signal(signal.SIGINT)
         assert life.rest() == first_words(run_file)
         assert life.process.returncode == 0
+        assert f"continue headrace train {run_file} --resume\n" in life.lines
     steps = ended(run_dir, "stopped")["steps"]
     assert 3 <= steps < STEPS
     assert f"step-{steps:06d}" in os.listdir(run_dir / "checkpoints")

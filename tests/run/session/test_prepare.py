@@ -40,6 +40,10 @@ def test_a_run_that_can_work_is_prepared(prepared: Prepare) -> None:
     assert made.sampling.stop_ids == (1,)
 
 
+BROKEN = "import not_installed\ndef reward(completion): ...\nasync def rollout(task, policy): ...\n"
+ROLLOUT = {"kind": "rollout", "entry": "reward.py:rollout", "reward": ""}
+
+
 def _without_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
 
@@ -84,6 +88,13 @@ def test_entropies_are_recorded_for_the_dashboard_where_that_is_asked_for(asked:
         ({"env": {"reward": "reward.py"}}, EnvError, "does not name a function"),
         ({"env": {"reward": "reward.py:rewrad"}}, EnvError, r"defines no 'rewrad'\n.*reward"),
         ({"reward": "def reward(completion)\n    return 1"}, EnvError, r"reward.py:1: "),
+        ({"reward": BROKEN}, ConfigError, "env.reward: .*reward.py:1: there is no module 'not_installed'"),
+        (
+            {"reward": BROKEN, "env": {"kind": "rollout", "entry": "reward.py:rollout"}},
+            ConfigError,
+            "env.*'not_installed'",
+        ),
+        ({"env": {"kind": "program", "command": "python nowhere.py"}}, EnvError, "no file 'nowhere.py' for python"),
         ({"model": Path("nowhere")}, ModelError, "model.path=.*does not exist"),
         ({"rows": ""}, DataError, "rows.jsonl has no rows"),
         ({"rows": '{"prompt": "1"}\n{"prompt"}\n'}, DataError, "rows.jsonl:2: not JSON"),

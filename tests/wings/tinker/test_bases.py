@@ -126,3 +126,27 @@ def test_names_that_mean_nothing_or_two_things_are_refused(names, words, model, 
     assert isinstance(error, ConfigError)
     assert words.format(other=other) in error.problem
     assert not Path(tmp_path / "s").exists()
+
+
+def test_a_base_that_is_neither_a_directory_nor_a_name_on_a_hub_is_refused_with_both_ways(tmp_path):
+    error = CliRunner().invoke(app, ["tinker", "nowhere", "--state", str(tmp_path / "s")]).exception
+    assert isinstance(error, ConfigError)
+    assert "there is no directory" in error.problem
+    assert "or its name on a hub: OWNER/NAME" in error.remedy
+
+
+def test_a_base_is_served_under_its_name_on_a_hub(model, tmp_path, monkeypatch):
+    commit = "0f" * 20
+    snapshot = tmp_path / "hub" / "models--acme--tiny" / "snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(model)
+    (tmp_path / "hub" / "models--acme--tiny" / "refs").mkdir()
+    (tmp_path / "hub" / "models--acme--tiny" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    begun = []
+    monkeypatch.setattr("headrace.wings.tinker.run.serve", lambda config, *_, **__: begun.append(config))
+    done = CliRunner().invoke(app, ["tinker", "acme/tiny", "--state", str(tmp_path / "s")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    (base,) = begun[0].bases
+    assert (str(base.path), base.names[0]) == (str(model), "acme/tiny")

@@ -104,6 +104,92 @@ def top_level_names(tree: ast.Module) -> set[str]:
     return names
 
 
+def refuse_missing_imports(path: Path, setting: str) -> None:
+    """Raise :class:`ConfigError` for the first module that the file ``path`` imports and this Python does not have,
+    before the file runs. ``setting`` is the setting that names the file.
+
+    Files beside ``path`` that it imports are read too. Only imports that always happen are read: those at the top level
+    of a file, not those inside ``try``, ``if`` or a function, up to the first statement that could change where modules
+    are found.
+    """
+    path = path.resolve()
+    _refuse_missing(path, path.parent, setting, set())
+
+
+def _refuse_missing(path: Path, folder: Path, setting: str, known: set[Path]) -> bool:
+    """Refuse what :func:`refuse_missing_imports` says for one file, whose neighbours are in ``folder``. Return whether
+    all its statements were read."""
+    known.add(path)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except SyntaxError as error:
+        raise ConfigError(f"{setting}: {path}:{error.lineno}: {error.msg}", remedy="fix that line") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: {path} cannot be read: {error}", remedy="make it a readable .py file") from None
+    for node in tree.body:
+        if _may_move_modules(node):
+            return False
+        for module in _imported(node):
+            _refuse_unimportable(module, folder, path, f"{setting}: {path}:{node.lineno}")
+            beside = next((each for each in _beside(module, folder) if each not in known), None)
+            if beside is not None and not _refuse_missing(beside, folder, setting, known):
+                return False
+    return True
+
+
+def _imported(node: ast.stmt) -> list[str]:
+    """Return the modules that a statement imports, each with its leading dots."""
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom():
+            return ["." * node.level + (node.module or "")]
+    return []
+
+
+def _beside(module: str, folder: Path) -> list[Path]:
+    """Return the file in ``folder`` that ``import module`` runs first, if there is one."""
+    first = module.partition(".")[0]
+    files = (folder / f"{first}.py", folder / first / "__init__.py") if first else ()
+    return [file for file in files if file.is_file()][:1]
+
+
+def _refuse_unimportable(module: str, folder: Path, path: Path, place: str) -> None:
+    """Raise :class:`ConfigError` where the file ``path`` cannot import ``module``; ``place`` is the line in words."""
+    if module.startswith("."):
+        if path.name == "__init__.py":
+            return
+        raise ConfigError(
+            f"{place}: a relative import ({module}), and the file is not loaded as part of a package",
+            remedy=f"write the name without dots: files in {folder} can be imported by their names",
+        )
+    first = module.partition(".")[0]
+    if not _beside(module, folder) and not _is_found(first, folder):
+        raise ConfigError(
+            f"{place}: there is no module {first!r} in this Python ({sys.executable})",
+            remedy=f"install the package that has it ({sys.executable} -m pip install {first}, if it is called so), "
+            f"put {first}.py into {folder}, or correct the name",
+        )
+
+
+def _may_move_modules(node: ast.stmt) -> bool:
+    """Return whether a statement could change where modules are found: it calls something, or names ``sys.path``."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    return any(
+        isinstance(part, ast.Call) or (isinstance(part, ast.Attribute) and part.attr in ("path", "modules"))
+        for part in ast.walk(node)
+    )
+
+
+def _is_found(module: str, folder: Path) -> bool:
+    """Return whether a worker could import the module: from ``folder``, from the working directory or from where this
+    process finds modules. It is not imported."""
+    if module in sys.modules or importlib.util.find_spec(module) is not None:
+        return True
+    return importlib.machinery.PathFinder.find_spec(module, [str(folder), str(Path.cwd())]) is not None
+
+
 def where(error: BaseException, source: str | None) -> str:
     """Return an error as ``Kind: words at file.py:12``, with the deepest line of the file ``source`` in its
     traceback, if any."""

@@ -15,13 +15,15 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.base.clock import RealClock
 from headrace.base.environ import cache_root
 
 COMPILERS = ("g++", "c++", "clang++")
@@ -42,6 +44,10 @@ _SOURCES = {
 that are replaced later might not fit."""
 _FLAGS = ("-std=gnu++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-w", "-shared", "-Wl,-z,defs")
 _DEADLINE_S = 120.0
+WAIT_S = 45.0
+"""Seconds for which a process waits for another one that compiles. A compilation takes a few seconds, on a machine with
+much else to do some tens; ``launch.start_timeout_s`` leaves time for another one after that."""
+_LOOK_S = 0.1
 _building = threading.Lock()
 _DIGEST = hashlib.sha256().digest_size
 
@@ -78,11 +84,16 @@ def find_compiler(compilers: Sequence[str] = COMPILERS) -> str | None:
 
 
 def open_library(
-    cache: Path, compilers: Sequence[str] = COMPILERS, target: Sequence[str] = NATIVE
+    cache: Path,
+    compilers: Sequence[str] = COMPILERS,
+    target: Sequence[str] = NATIVE,
+    *,
+    wait_s: float = WAIT_S,
 ) -> ctypes.CDLL | Unavailable:
     """Return the compiled kernels, from ``cache`` or built into it (a few seconds). Many processes may do so at once.
 
-    ``target`` are the compiler options that select the processor.
+    ``target`` are the compiler options that select the processor. A process that finds another one compiling waits for
+    it for at most ``wait_s`` seconds.
     """
     try:
         compiler = find_compiler(compilers)
@@ -92,32 +103,82 @@ def open_library(
         command = (compiler, *_FLAGS, *target)
         file = cache / f"{_name(command)}.so"
         with _building:
-            _ensure(command, file)
+            _ensure(command, file, wait_s)
         return ctypes.CDLL(str(file))
     except (_CannotBuild, OSError, subprocess.SubprocessError) as error:
         return Unavailable(reason=str(error))
 
 
-def _ensure(command: Sequence[str], file: Path) -> None:
+def _ensure(command: Sequence[str], file: Path, wait_s: float) -> None:
     if _is_complete(file):
         return
-    with _one_process(file.parent):
+    with _one_process(file, wait_s):
         if not _is_complete(file):
             _build(command, file)
 
 
 @contextmanager
-def _one_process(directory: Path) -> Iterator[None]:
-    """Let one process compile while the others wait for its lock. The lock has no time limit of its own: the process
-    that holds it gives the compiler ``_DEADLINE_S`` seconds, and if that fails, the next one tries. On a file system
-    without locks all of them compile."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def _one_process(file: Path, wait_s: float) -> Iterator[None]:
+    """Let one process compile ``file`` while the others wait for its lock.
+
+    A process waits at most ``wait_s``, since the one that holds the lock may be stopped; then it says so on standard
+    error and compiles too, which is safe, because each compiles in a folder of its own. On a file system without locks
+    all of them compile.
+    """
+    descriptor = os.open(file.parent, os.O_RDONLY)
+    clock = RealClock()
+    ends_s = clock.now() + wait_s
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # released when the descriptor is closed or the process ends
+        while not _has_lock(descriptor) and not _is_complete(file):
+            if clock.now() > ends_s:
+                sys.stderr.write(f"{_overdue(file.parent, wait_s)}\n")
+                break
+            threading.Event().wait(_LOOK_S)
         yield
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # which releases the lock, as the end of the process does
+
+
+def _has_lock(descriptor: int) -> bool:
+    """Try to lock the directory. Return whether it is locked by this process, or cannot be locked at all."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _overdue(directory: Path, wait_s: float) -> str:
+    """Return the sentence that says which process has held the lock of ``directory`` for too long."""
+    holders = [f"process {pid} ({_state(pid)})" for pid in _holders(directory)]
+    by = " and ".join(holders) or "another process"
+    return (
+        f"warning: the compiled kernels are not ready: {by} has held the lock of {directory} for over {wait_s:g} s; "
+        "this process compiles its own copy"
+    )
+
+
+def _holders(directory: Path) -> list[int]:
+    """Return the processes that hold a lock of ``directory``, where the system lists them (Linux)."""
+    facts = directory.stat()
+    place = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
+    try:
+        rows = [line.split() for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return []
+    return [int(row[4]) for row in rows if row[1] == "FLOCK" and row[5] == place]
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process in the system's words."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "not visible from here"
+    found = (line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:"))
+    return next(found, "in an unknown state")
 
 
 def _refuse_shared_directory(directory: Path) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,9 @@ TRY_S = 30.0
 """How long the attempt to enter a namespace may take; it needs some hundredths of a second."""
 QUOTED = 600
 """The number of characters of its last output that an error message quotes."""
+_INTERPRETER = re.compile(r"(python|pypy)[\d.]*|bash|sh|zsh|node|ruby|perl")
+"""The programs whose first argument without a dash, if it ends as one of :data:`_SCRIPTS`, is the file to run."""
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".rb", ".pl")
 _APART = (sys.executable, "-I", "-S", "-B", apart.__file__) if sys.platform == "linux" else ()
 """The command that becomes the program in a namespace in which it cannot read the keys of other episodes."""
 
@@ -159,6 +163,20 @@ def find_program(command: Sequence[str]) -> str:
             remedy="name one that is on the PATH, or give its path, and make it executable",
         )
     return found
+
+
+def refuse_missing_script(command: Sequence[str]) -> None:
+    """Raise :class:`~headrace.base.errors.EnvError` where ``command`` gives an interpreter a script that does not
+    exist."""
+    words = [word for word in command[1:] if not word.startswith("-")]
+    if not words or not _INTERPRETER.fullmatch(Path(command[0]).name) or not words[0].endswith(_SCRIPTS):
+        return
+    if not Path(words[0]).is_file():
+        raise EnvError(
+            f"env.command: there is no file {visible(words[0], 200)!r} for {visible(command[0], 200)} to run",
+            remedy="correct its path: it is looked for from the directory of the run file, or, by headrace check env, "
+            "from the working directory",
+        )
 
 
 def exposed_here(*, own_namespace: bool = True) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -88,7 +88,7 @@ def _option_or_answer(
 
 def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
     """Return the reward and a description of it. Where the choice is ``file``, write ``reward.py``."""
-    from headrace.run.session.first_run import check_reward, fitting_rewards, write_reward
+    from headrace.run.session.first_run import check_reward, fitting_rewards, own_rewards, write_reward
 
     fitting = {choice.name: choice for choice in fitting_rewards(rows, _answer_column(given, rows, answers))}
 
@@ -114,9 +114,22 @@ def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | Rew
         return find(given or "1")
     for number, choice in enumerate(fitting.values(), start=1):
         console().print(f"  {number}  {choice.name:<6} {readable(choice.meaning)}")
-    return _option_or_answer(
-        "", "--reward", "Reward (a number, or file.py:function)", find, default="1" if fitting else None
-    )
+    if fitting:
+        return _option_or_answer("", "--reward", "Reward (a number, or file.py:function)", find, default="1")
+    own = own_rewards(path.parent, rows)
+    for line in _without_fitting(rows, own, path.parent):
+        console().print(f"  {readable(line)}")
+    return _option_or_answer("", "--reward", "Reward (file.py:function)", find, default=own[0] if own else None)
+
+
+def _without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[str]:
+    """Return the lines that say why no reward is offered, and which functions of the user could be one."""
+    columns = ", ".join(rows.columns)
+    return [
+        f"no column of the rows ({columns}) is known to hold an expected answer or tests, so the reward has to be a "
+        f"function of yours in a file: def reward(completion, {rows.columns[0]}) returns a number",
+        f"found in {directory.resolve()}: {', '.join(own) or 'no file with such a function'}",
+    ]
 
 
 def _answer_column(reward: str, rows: Data, given: str) -> str:

@@ -26,8 +26,12 @@ def ledger(
 ) -> None:
     """Show what became of every group, episode and token, and whether the books balance."""
     starting(f"reading {run_dir}")
-    from headrace.flow.ledger.opening import open_ledger
+    from headrace.flow.ledger.opening import has_ledger, open_ledger
 
+    if not has_ledger(run_dir):
+        from headrace.run.session.directory import refuse_no_ledger
+
+        refuse_no_ledger(run_dir)
     book = open_ledger(run_dir)
     try:
         agrees = _replay(run_dir, book, as_json) if replay else _show(book, as_json)

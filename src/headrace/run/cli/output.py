@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -62,13 +65,43 @@ def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def resumable() -> Iterator[None]:
-    """Print a line and exit with code 130 where a run in this context is ended at once, by a second Ctrl-C."""
+def resumable(command: str) -> Iterator[None]:
+    """Print the ``command`` that continues a run, if there is one, and exit with code 130, where the run in this
+    context is ended at once, by a second Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as stopped:
-        sys.stderr.write(f"{stopped or 'stopped'}\n")
+        lines = [str(stopped) or "stopped", *([continued_by(command)] if command else [])]
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
         raise typer.Exit(130) from None
+
+
+def continued_by(command: str) -> str:
+    """Return the line that says with which command a stopped run continues."""
+    return f"continue {readable(command)}"
+
+
+def this_command(*more: str) -> str:
+    """Return the command line of this process, as a shell reads it, with the words ``more`` at its end.
+
+    The program is called as the user called it, unless a shell finds it by its name alone.
+    """
+    program = sys.argv[0]
+    if Path(program).name != "headrace" or shutil.which("headrace") == program:
+        program = "headrace"
+    return shlex.join([program, *(word for word in sys.argv[1:] if word != "--resume"), *more])
+
+
+def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
+    """Return the directory of a run whose settings say ``run_dir``, and the command that continues it there.
+
+    Where they say nothing, a new directory is chosen, whose name begins with ``prefix``, and the command names it.
+    """
+    from headrace.base.clock import RealClock
+    from headrace.run.session.directory import choose_directory
+
+    directory = str(choose_directory(run_dir, RealClock(), prefix=prefix))
+    return directory, this_command(*(() if run_dir else ("--set", f"run.dir={directory}")), "--resume")
 
 
 HUNG_UP = 128 + signal.SIGHUP

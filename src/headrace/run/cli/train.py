@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.run.cli.commands import BEGIN, Verb
-from headrace.run.cli.output import console, leave_if_hung_up, print_json, readable, resumable, starting
+from headrace.run.cli.output import (
+    console,
+    continued_by,
+    leave_if_hung_up,
+    print_json,
+    readable,
+    resumable,
+    resuming,
+    starting,
+)
 
 if TYPE_CHECKING:
     from headrace.control.metrics.summary import Summary
@@ -60,14 +69,15 @@ def train(
     compile_ahead(config.model, config.engine)
     if as_json:
         config = load_config(config, ["observe.view=none"])
-    with resumable():
+    directory, again = resuming(config.run.dir)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
+    with resumable(again):
         summary = run(config, resume=resume, replay=replay or "")
     if as_json:
         print_json(summary)
     else:
-        show_summary(summary)
-        if summary.versions_agree is not None:
-            agree = summary.versions_agree
+        show_summary(summary, again)
+        if (agree := summary.versions_agree) is not None:
             agreed = f"{agree} of {plural(agree, 'version')} agree"
             console().print(f"replayed {replay}: {agreed}, bit for bit", style="bold")
     leave_if_hung_up(summary.stopped_by)
@@ -98,8 +108,9 @@ def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
         build_ahead()
 
 
-def show_summary(summary: Summary) -> None:
-    """Print the main figures of a run that has ended, its verdict and warnings, and where its files are."""
+def show_summary(summary: Summary, again: str) -> None:
+    """Print the main figures of a run that has ended, its verdict and warnings, where its files are and, where it was
+    stopped, the command ``again`` that continues it."""
     from headrace.run.observe.words import plural
 
     out = console()
@@ -120,6 +131,8 @@ def show_summary(summary: Summary) -> None:
     if report.exists():
         out.print(f"report   {report}")
     out.print(f"run      {readable(summary.run_dir)}")
+    if summary.status == "stopped" and again:
+        out.print(continued_by(again), style="bold")
 
 
 def _figures(summary: Summary) -> list[tuple[str, str]]:

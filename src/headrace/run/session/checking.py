@@ -10,7 +10,9 @@ import ast
 import asyncio
 import itertools
 import os
+import re
 import shlex
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.clock import RealClock
-from headrace.base.config.user_code import find_in_file
+from headrace.base.config.user_code import find_in_file, refuse_missing_imports
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.base.types.chat import Message
 from headrace.base.types.task import Task
@@ -33,7 +35,7 @@ from headrace.launch.starts import EnvironmentStart
 from headrace.launch.trial import trial_pool
 from headrace.rollout.environments.blocking import blocking_calls
 from headrace.rollout.environments.bridges import BRIDGES, find_bridge
-from headrace.rollout.environments.program import exposed_here, with_absolute_files
+from headrace.rollout.environments.program import exposed_here, refuse_missing_script, with_absolute_files
 from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, has_right_answer
 from headrace.rollout.scoring.fit import imported_signatures
 from headrace.run.observe.words import plural
@@ -54,6 +56,10 @@ PROGRESS_EVERY_S = 1.0
 """The interval between two progress lines, in seconds. Episodes that end sooner may have no line."""
 _FATAL_REASONS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
 """The reasons of failure after which no further episode is tried."""
+_CHECKED_ELSEWHERE = frozenset({"max_turns", "reward_none", "reward_nan"})
+"""The reasons of failure that have a check of their own."""
+_PASSING = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s'\":]+|\b0x[0-9a-f]+")
+"""What differs between two failures of one cause: a temporary directory or the address of an object."""
 
 
 class Level(StrEnum):
@@ -145,6 +151,11 @@ class _CheckedEpisode:
     def name(self) -> str:
         return f"row {self.row + 1}, where the model says {self.script}"
 
+    @property
+    def failure(self) -> str:
+        """The reason and the failure in words."""
+        return f"{self.reason}: {self.problem}"
+
 
 def check_env(
     reference: str,
@@ -211,13 +222,18 @@ async def _run_one_by_one(
     timeout_s: float,
     on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
-    """Run the episodes one after the other; return all of them, or those up to the first fatal failure."""
+    """Run the episodes one after the other, and report the first failure at once; return all of them, or those up to
+    the first fatal failure."""
     position = [0]  # the number of the running episode, which the progress lines read
+    reported = False
     async with asyncio.TaskGroup() as group:
         progress = group.create_task(_report_progress(attempts, position, on_progress))
         for number, (attempt, trial_row) in enumerate(zip(attempts, trials, strict=True), start=1):
             position[0] = number
             await _run_episode(pool, attempt, trial_row, timeout_s)
+            if attempt.reason and attempt.reason not in _CHECKED_ELSEWHERE and not reported:
+                reported = True
+                on_progress(f"episode {number} of {len(attempts)} ({attempt.name}) failed: {attempt.failure}")
             if attempt.reason in _FATAL_REASONS:
                 break
         progress.cancel()
@@ -284,7 +300,7 @@ def _findings(
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
     checks: list[Callable[[], EnvFinding | None]] = [
-        lambda: _finding("it can be loaded", [], f"in {first.report.load_s:.2f} s"),
+        lambda: _is_loaded(kind, attempts),
         lambda: _episodes_end(attempts),
         lambda: _ends_by_itself(attempts),
         lambda: _rewards_are_numbers(kind, attempts),
@@ -306,6 +322,16 @@ def _finding(clause: str, problems: Sequence[str], passed: str, level: Level = L
     return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:4]) + more)
 
 
+def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that the file was loaded, which the worker would have reported otherwise. A program shows that it works
+    only by what it does."""
+    if kind != "program":
+        return _finding("it can be loaded", [], f"in {attempts[0].report.load_s:.2f} s")
+    ended = [attempt for attempt in attempts if attempt.model.requests or not attempt.reason]
+    problems = [] if ended else ["no episode of it got as far as asking the model"]
+    return _finding("it can be started", problems, "it asked the model" if ended else "")
+
+
 def _is_separate() -> EnvFinding:
     clause = "its episodes cannot read one another's keys"
     return _finding(clause, exposed_here(), "each runs in a user namespace of its own", Level.WARN)
@@ -313,15 +339,17 @@ def _is_separate() -> EnvFinding:
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that all episodes ended without an error and asked the model."""
-    checked_elsewhere = ("max_turns", "reward_none", "reward_nan")
-    failed = Counter(f"{a.reason}: {a.problem}" for a in attempts if a.reason and a.reason not in checked_elsewhere)
-    where = {f"{a.reason}: {a.problem}": a.name for a in reversed(attempts) if a.reason}
+    failures = [attempt for attempt in attempts if attempt.reason and attempt.reason not in _CHECKED_ELSEWHERE]
+    first = {_PASSING.sub("", attempt.failure): attempt for attempt in reversed(failures)}
+    times = Counter(_PASSING.sub("", attempt.failure) for attempt in failures)
+    failed = {first[cause].failure: count for cause, count in times.items()}
+    where = {attempt.failure: attempt.name for attempt in first.values()}
     # a run counts an episode without any sampled token as failed
-    if mute := [a for a in attempts if not a.model.requests and a.reason in ("", *checked_elsewhere)]:
+    if mute := [a for a in attempts if not a.model.requests and a.reason in ("", *_CHECKED_ELSEWHERE)]:
         cause = "nothing_sampled: it ended without asking the model"
         failed[cause], where[cause] = len(mute), mute[0].name
     problems = [
-        f"{cause} ({times} of {len(attempts)} episodes; first {where[cause]})" for cause, times in failed.items()
+        f"{cause} ({count} of {len(attempts)} episodes; first {where[cause]})" for cause, count in failed.items()
     ]
     return _finding("its episodes end without an error", problems, f"{len(attempts)} did")
 
@@ -494,6 +522,7 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
     if ".py:" not in reference:
         return "program", _with_absolute_command(reference), None
     path, name = find_in_file(reference, "the environment")
+    refuse_missing_imports(path, "the environment")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     entry = f"{path.resolve()}:{name}"
     for node in tree.body:
@@ -523,7 +552,9 @@ def _with_absolute_command(command: str) -> str:
         raise ConfigError(f"the command {command!r} cannot be split: {error}", remedy="close the quotation") from None
     if not parts:
         raise ConfigError("the command is empty", remedy="write headrace check env 'python agent.py'")
-    return shlex.join(with_absolute_files(parts, Path.cwd()))
+    found = with_absolute_files(parts, Path.cwd())
+    refuse_missing_script(found)
+    return shlex.join(found)
 
 
 def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -539,4 +570,5 @@ def _with_full_path(library: str, what: str) -> str:
     if not BRIDGES.load(library).names_file:
         return f"{library}/{what}"
     path, name = find_in_file(what, "the environment")
+    refuse_missing_imports(path, "the environment")
     return f"{library}/{path.resolve()}:{name}"

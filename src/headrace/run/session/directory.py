@@ -144,7 +144,8 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
     _refuse_lost_ledger(run_dir)
     if resume and not has_ledger(run_dir):
         raise ConfigError(
-            f"run.dir={str(run_dir)!r} holds no run to resume", remedy="leave --resume out, or correct run.dir"
+            f"run.dir={str(run_dir)!r} holds no run to resume",
+            remedy="leave --resume out, or name the directory of the run: --set run.dir=DIRECTORY",
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -181,6 +182,22 @@ def _refuse_lost_ledger(run_dir: Path) -> None:
         f"({SQLITE_FILE} is missing, or it was kept in memory): without it nobody knows which groups they have learned",
         remedy=f"put the ledger back; or choose another run.dir, and begin from those weights with model.path = "
         f"{str(newest.snapshot)!r}",
+    )
+
+
+def refuse_no_ledger(run_dir: Path) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for ``run_dir``, which has no ledger, with what it has
+    instead."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no directory {run_dir}", remedy="give the directory of a run (run.dir)")
+    _refuse_lost_ledger(run_dir)
+    if not (run_dir / CONFIG_FILE).is_file():
+        inside = sorted(path.parent.name for path in run_dir.glob(f"*/{SQLITE_FILE}"))
+        remedy = f"give one of its runs: {', '.join(map(str, inside[:8]))}" if inside else "give the directory of a run"
+        raise ConfigError(f"{run_dir} holds no run: neither {CONFIG_FILE} nor {SQLITE_FILE} is in it", remedy=remedy)
+    raise ConfigError(
+        f"the run in {run_dir} has no ledger: {SQLITE_FILE} is missing, or it was kept in memory (flow.ledger)",
+        remedy=f"put {SQLITE_FILE} back from a copy; headrace report {run_dir} shows what the other files hold",
     )
 
 

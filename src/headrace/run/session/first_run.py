@@ -7,15 +7,17 @@ reward ─▶ its signature          ┘
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
 from headrace.base.config.user_code import find_in_file
-from headrace.base.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError, HeadraceError
 from headrace.models import context_length, load_tokenizer
 from headrace.models.devices import num_gpus
 from headrace.models.hub import local_directory
@@ -33,6 +35,8 @@ TESTS = ("tests", "test_cases", "unit_tests", "test_list")
 """The names under which the column of tests for generated code is looked for."""
 HELD_OUT = ("held_out", "test", "eval", "validation", "val", "dev")
 """The names, without suffix, under which a file of held-out rows is looked for."""
+NUM_FOUND = 4
+"""The most functions of the user that are named as possible rewards."""
 NUM_PROBED_ROWS = 256
 """The number of rows whose prompts are tokenized to find the longest."""
 
@@ -152,6 +156,30 @@ def check_reward(reference: str, data: Data) -> None:
         return
     signature.refuse_form(name)
     signature.refuse_missing(name, data.columns, by_turn=False)
+
+
+def own_rewards(directory: Path, data: Data) -> list[str]:
+    """Return ``file.py:function`` of up to :data:`NUM_FOUND` functions in ``directory`` that take completions, and
+    whose other parameters are columns of the rows. No file is run."""
+    found: list[str] = []
+    for path in sorted(directory.glob("*.py")):
+        for name in _functions_in(path):
+            with suppress(HeadraceError):
+                check_reward(f"{path}:{name}", data)
+                found.append(f"{path}:{name}")
+        if len(found) >= NUM_FOUND:
+            break
+    return found[:NUM_FOUND]
+
+
+def _functions_in(path: Path) -> list[str]:
+    """Return the public functions that a file defines; none of a file that cannot be read."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [name for name in defined if not name.startswith("_")]
 
 
 def held_out_beside(path: Path) -> Path | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.algo.losses.custom import Custom
-from headrace.base.config.user_code import find_in_file
+from headrace.base.config.user_code import find_in_file, refuse_missing_imports
 from headrace.base.environ import is_part_of_a_run, num_cores
 from headrace.base.errors import ConfigError, DataError, RequestError
 from headrace.base.types.messages.codec import MessageCodec
@@ -34,9 +34,10 @@ from headrace.rollout import Chat
 from headrace.rollout.environments import Curriculum
 from headrace.rollout.environments.bridges import find_bridge
 from headrace.rollout.environments.data import Row, RowOrder, as_rows, load_rows
-from headrace.rollout.environments.program import exposed_here, find_program
+from headrace.rollout.environments.program import exposed_here, find_program, refuse_missing_script
 from headrace.rollout.environments.prompts import make_tasks
 from headrace.rollout.scoring.fit import refuse_missing_columns
+from headrace.rollout.scoring.function import FunctionReward
 from headrace.rollout.scoring.reward import reward_reference, split_reference
 from headrace.run.rules import refuse
 from headrace.run.rules.start import MACHINE, MODEL, ROWS, MachineFacts, ModelFacts, RowFacts
@@ -121,6 +122,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
     """
     named = _with_entry(_with_reward(config, inputs))
+    _refuse_what_workers_lack(named)
     config = with_local_models(named, weights=False)
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
@@ -288,6 +290,28 @@ def _with_entry(config: RunConfig) -> RunConfig:
     path, name = find_in_file(config.env.entry, "env.entry")
     env = config.env.model_copy(update={"entry": f"{path.resolve()}:{name}"})
     return config.model_copy(update={"env": env})
+
+
+def _refuse_what_workers_lack(config: RunConfig) -> None:
+    """Raise :class:`~headrace.base.errors.HeadraceError` where a file of the user imports a module that this Python
+    does not have, or the script of a program does not exist. Workers on other machines look for themselves."""
+    env = config.env
+    if config.launch.kind != "local":
+        return
+    for reward in env.components:
+        if isinstance(reward, FunctionReward):
+            setting = "env.reward" if reward.ref == env.reward else f"env.rewards {reward.label!r}"
+            refuse_missing_imports(split_reference(reward.ref)[0], setting)
+    if not env.workers:
+        return
+    if env.kind == "program":
+        refuse_missing_script(env.argv)
+    elif env.kind == "bridge":
+        bridge, what = find_bridge(env.entry)
+        if bridge.names_file:
+            refuse_missing_imports(find_in_file(what, "env.entry")[0], "env.entry")
+    elif env.entry:
+        refuse_missing_imports(find_in_file(env.entry, "env.entry")[0], "env.entry")
 
 
 def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.run.cli.commands import PLAN, Verb
-from headrace.run.cli.output import console, print_json, readable, resumable, starting, table
+from headrace.run.cli.output import (
+    console,
+    continued_by,
+    print_json,
+    readable,
+    resumable,
+    starting,
+    table,
+    this_command,
+)
 from headrace.run.cli.train import SET_HELP
 
 if TYPE_CHECKING:
@@ -57,18 +66,20 @@ def compare(
     )  # fmt: skip
     progress = console(stderr=as_json)
     progress.print(f"One after another, in {readable(str(target))}: {', '.join(map(readable, names))}", style="bold")
-    with resumable():
+    again = this_command() if directory else this_command("--dir", str(target))
+    with resumable(again):
         made = run(config, lambda words: progress.print(readable(words)), write)
     if as_json:
         print_json(report_of(made))
     else:
-        _show(made)
+        _show(made, again)
     if made.stopped or any(row.status == "failed" for row in made.rows):
         raise typer.Exit(130 if made.stopped else 1)
 
 
-def _show(made: RecipeComparison) -> None:
-    """Print the table of the comparison, and what failed."""
+def _show(made: RecipeComparison, again: str) -> None:
+    """Print the table of the comparison, what failed and, where it was stopped, the command ``again`` that continues
+    it."""
     from headrace.wings.compare.tables import COLUMNS, cells, failures
 
     out = console()
@@ -80,7 +91,7 @@ def _show(made: RecipeComparison) -> None:
     for words in failures(made.rows):
         out.print(readable(words), style="yellow")
     if made.stopped:
-        out.print("stopped; the same command continues it", style="bold")
+        out.print(continued_by(again), style="bold")
     out.print(f"written  {readable(str(made.directory))}/compare.md, compare.json, compare.svg")
     out.print(f"closer   headrace view {readable(str(made.directory))}")
 

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.run.cli.commands import BEGIN, Verb
-from headrace.run.cli.output import console, leave_if_hung_up, print_json, readable, resumable, starting, table
+from headrace.run.cli.output import (
+    console,
+    continued_by,
+    leave_if_hung_up,
+    print_json,
+    readable,
+    resumable,
+    resuming,
+    starting,
+    table,
+    this_command,
+)
 
 if TYPE_CHECKING:
     from headrace.wings.supervised.config import TuningConfig
@@ -89,17 +100,19 @@ def stages(
         for stage in loaded.stages:
             console().print(f"stage {stage.name}: {stage.directory}, ends with {stage.model}")
         return
-    with resumable():
+    again = this_command("--resume")
+    with resumable(again):
         summary = run_stages(loaded, resume=resume, tell=starting)
     if as_json:
         print_json(summary)
     else:
-        _show_stages(summary)
+        _show_stages(summary, again)
     leave_if_hung_up(summary.stopped_by)
 
 
-def _show_stages(summary: StagesSummary) -> None:
-    """Print every stage that has ended, what was measured of it, and where its weights are."""
+def _show_stages(summary: StagesSummary, again: str) -> None:
+    """Print every stage that has ended, what was measured of it, where its weights are and, where the stages were
+    stopped, the command ``again`` that continues them."""
     out = console()
     out.print(f"\n{summary.status}", style="bold")
     ks = sorted({k for each in summary.results for k in each.pass_at})
@@ -109,7 +122,7 @@ def _show_stages(summary: StagesSummary) -> None:
         shown.add_row(each.name, str(each.steps or ""), *shares, readable(each.model))
     out.print(shown)
     if summary.status != "finished":
-        out.print("go on with --resume")
+        out.print(continued_by(again), style="bold")
 
 
 def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
@@ -127,17 +140,20 @@ def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) ->
 
     with gc_disabled():
         from headrace.wings.supervised.session import tune
-    with resumable():
+    directory, again = resuming(config.run.dir, prefix=f"{config.verb}-")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
+    with resumable(again):
         summary = tune(config, resume=resume)
     if as_json:
         print_json(summary)
     else:
-        _show(summary)
+        _show(summary, again)
     leave_if_hung_up(summary.stopped_by)
 
 
-def _show(summary: TuningSummary) -> None:
-    """Print the main figures of a run that has ended, its warnings, and where its files are."""
+def _show(summary: TuningSummary, again: str) -> None:
+    """Print the main figures of a run that has ended, its warnings, where its files are and, where it was stopped, the
+    command ``again`` that continues it."""
     from headrace.run.observe.words import duration, number, plural
 
     out = console()
@@ -162,6 +178,8 @@ def _show(summary: TuningSummary) -> None:
     if report.exists():
         out.print(f"report   {report}")
     out.print(f"run      {readable(summary.run_dir)}")
+    if summary.status == "stopped":
+        out.print(continued_by(again), style="bold")
     out.print(f"export   headrace export {readable(summary.run_dir)} DIRECTORY", style="dim")
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def tinker(
-    model: Path = typer.Argument(help="Directory of a Hugging Face causal language model.", metavar="MODEL_DIR"),
+    model: str = typer.Argument(
+        help="Directory of a Hugging Face causal language model, or its name on a hub.", metavar="MODEL"
+    ),
     name: list[str] = typer.Option(
         [],
         metavar="NAME[=DIR]",
@@ -75,18 +77,21 @@ def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
     console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def bases_of(model: Path, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
+def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
     """Return the bases of a server: the ``model``, and those that ``--name NAME=DIR`` and ``--whole NAME=DIR`` add.
-    A
-    model that has names of ``--whole`` alone is not loaded for adapters too. Raises
-    :class:`~headrace.base.errors.ConfigError` for a name without a directory, or with two."""
+
+    A model that has names of ``--whole`` alone is not loaded for adapters too. A model that is given by its name on a
+    hub has that name too. Raises :class:`~headrace.base.errors.ConfigError` for a name without a directory, or with
+    two, and :class:`~headrace.base.errors.ModelError` for a hub name whose model cannot be had.
+    """
+    from headrace.models.hub import called
     from headrace.wings.tinker.config import BaseConfig
 
-    main = _directory(model)
+    main = _directory(model, "MODEL")
     named: dict[str, tuple[Path, bool]] = {}
     for option, each in [*(("--name", one) for one in given), *(("--whole", one) for one in whole)]:
         name, _, directory = each.partition("=")
-        path = _directory(Path(directory)) if directory else main
+        path = _directory(directory, f"{option} {each}") if directory else main
         if not name:
             raise ConfigError(f"{option} {each} has no name", remedy="give NAME, such as Qwen/Qwen3-8B")
         base = path, option == "--whole"
@@ -94,21 +99,24 @@ def bases_of(model: Path, given: Sequence[str], whole: Sequence[str] = ()) -> tu
             raise ConfigError(f"{option} {each}: {name} is {named[name][0]}", remedy="give each name once")
     main_is_whole = (main, True) in named.values() and (main, False) not in named.values()
     bases = list(dict.fromkeys([(main, main_is_whole), *named.values()]))
+    if not Path(model).expanduser().exists():
+        named.setdefault(model, (main, main_is_whole))
     for path, is_whole in bases:
-        named.setdefault(path.name, (path, is_whole))
+        named.setdefault(called(str(path)), (path, is_whole))
     for path, is_whole in bases:
         named.setdefault(str(path), (path, is_whole))
     names = {base: tuple(name for name, of in named.items() if of == base) for base in bases}
     return tuple(BaseConfig(path=path, names=names[path, is_whole], whole=is_whole) for path, is_whole in bases)
 
 
-def _directory(given: Path) -> Path:
-    path = given.expanduser().resolve()
+def _directory(given: str, setting: str) -> Path:
+    """Return the directory of a model that is given by its path or by its name on a hub."""
+    from headrace.models.hub import local_directory
+    from headrace.models.settings import REMEDY
+
+    path = Path(local_directory(str(Path(given).expanduser()), setting)).resolve()
     if not path.is_dir():
-        raise ConfigError(
-            f"there is no directory {path}",
-            remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors",
-        )
+        raise ConfigError(f"there is no directory {path}", remedy=REMEDY)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,13 @@ def demo(
     made = build_demo(target, seed=seed, kind=kind) if as_json else _build_in_sight(target, seed, kind)
     quiet = ["observe.view=none"] if as_json else []
     settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides, *quiet]
-    with resumable():
+    again = _resuming(made.run_file, settings) if not like else ""
+    with resumable(again):
         summary = run(load_config(run_file_for(like, made.run_file), settings, like=like))
-    (print_json if as_json else show_summary)(summary)
-    if not as_json:
+    if as_json:
+        print_json(summary)
+    else:
+        show_summary(summary, again)
         console().print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")
     leave_if_hung_up(summary.stopped_by)
 
@@ -74,6 +78,12 @@ def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
             kind=kind,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+
+
+def _resuming(run_file: Path, settings: list[str]) -> str:
+    """Return the command that continues a demo. Under a recipe there is none, since its run file leaves out what the
+    recipe decides."""
+    return shlex.join([sys.argv[0], "train", str(run_file), *(f"--set={each}" for each in settings), "--resume"])
 
 
 def run_file_for(like: str, run_file: Path) -> Path | dict[str, Any]:
