@@ -1,7 +1,19 @@
-"""What the cookbook's recipes need on a machine without a network: a small model and small data, under their names."""
+"""What the cookbook's recipes need on a machine without a network: a small model and small data, under their names; and
+a process that runs them.
 
+A recipe runs as ``python -m`` runs it. What all of them import takes longer than a short recipe itself, so that one
+process imports it, and forks for each.
+"""
+
+import importlib
 import json
+import os
+import runpy
 import string
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -53,3 +65,60 @@ def prepare(directory: Path) -> None:
         for place in range(40)
     ]
     data_set(directory / "HuggingFaceH4" / "no_robots", {"default": {"train": rows, "test": rows[:4]}})
+
+
+ROOT = Path(__file__).parents[3]
+COMMON = ("datasets", "tinker_cookbook.rl.train", "tinker_cookbook.supervised.train", "tinker_cookbook.renderers")
+"""The modules that are imported before the first fork."""
+
+
+class Recipes:
+    """A process that runs recipes in the directory ``place``, one after the other."""
+
+    def __init__(self, forking: subprocess.Popen[str], place: Path) -> None:
+        self._forking, self._place = forking, place
+
+    def run(self, module: str, options: Sequence[str]) -> tuple[int, str]:
+        """Run ``python -m module *options``; return its exit status, and what it printed."""
+        assert self._forking.stdin is not None
+        assert self._forking.stdout is not None
+        output = self._place / "output.txt"
+        self._forking.stdin.write(json.dumps([module, list(options), str(output)]) + "\n")
+        self._forking.stdin.flush()
+        return int(self._forking.stdout.readline()), output.read_text(encoding="utf-8")
+
+
+@contextmanager
+def recipes(place: Path, environment: Mapping[str, str]) -> Iterator[Recipes]:
+    """Yield the process that runs recipes; it ends with the context."""
+    command = [sys.executable, "-m", "tests.wings.tinker.recipes"]
+    own = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=place, env=own, **pipes) as forking:
+        try:
+            yield Recipes(forking, place)
+        finally:
+            forking.kill()
+
+
+def main() -> None:
+    """Fork for each line of the standard input, which names a module, its options, and the file of its output; print
+    its exit status."""
+    for name in COMMON:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        module, options, output = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            with Path(output).open("w", encoding="utf-8") as written:
+                os.dup2(written.fileno(), 1)
+                os.dup2(written.fileno(), 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            sys.argv = [module, *options]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            sys.exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

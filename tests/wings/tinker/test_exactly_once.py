@@ -60,12 +60,11 @@ def kept(promised, losses):
 def through_a_bad_network(small, state, batches, of):
     with served(small, state, max_models=10_000) as (url, key):
         (plain,) = new(client(url, key))
-        losses = [each.result().metrics for each in send_all(plain)[:-1]]
-        expected, faults = None, Counter()
+        losses = [each.metrics for each in [promise.result() for promise in send_all(plain)][:-1]]
+        expected, faults = weights_of(state, plain.model_id, "end"), Counter()
         for seed in batches:
             with bad_network(url, seed) as (bad, counts):
                 service = client(bad, key)
-                expected = expected or weights_of(state, plain.model_id, "end")
                 promises = [(each, send_all(each)) for each in new(service, of)]
                 assert all(kept(promised, losses) for _, promised in promises)
                 assert all(weights_of(state, each.model_id, "end") == expected for each, _ in promises)

@@ -1,13 +1,10 @@
 """Recipes of the cookbook, unmodified and without a network."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.wings.tinker.recipes import prepare
+from tests.wings.tinker.recipes import prepare, recipes
 from tests.wings.tinker.serving import NAME, served
 
 tinker_cookbook = pytest.importorskip("tinker_cookbook")  # pip has no tml-renderers for it: docs/tinker.md
@@ -28,6 +25,9 @@ RECIPES = {
     "guess_number": ["multiplayer_rl.guess_number.train", "renderer_name=qwen3_disable_thinking", *GAME],
 }
 
+FAST = ("math_rl", "sl_loop", "rl_loop")
+"""The recipes that the gate runs."""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -42,25 +42,32 @@ def running(place, tmp_path_factory):
         yield found
 
 
-def run(recipe, place, running, tmp_path):
+@pytest.fixture(scope="module")
+def process(place, running):
+    with recipes(place, environment(*running)) as found:
+        yield found
+
+
+def environment(url, key):
+    given = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0"}
+    return {**given, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+def run(recipe, process, running, log):
     name, *options = RECIPES[recipe]
-    url, key = running
-    given = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-    base = [] if name.startswith("multiplayer") else [f"base_url={url}"]
-    own = [*base, f"model_name={NAME}", f"log_path={tmp_path / 'log'}"]
-    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", *options, *own]
-    environment = {**os.environ, **given, "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    base = [] if name.startswith("multiplayer") else [f"base_url={running[0]}"]
+    own = [*base, f"model_name={NAME}", f"log_path={log}"]
+    status, output = process.run(f"tinker_cookbook.recipes.{name}", [*options, *own])
+    assert status == 0, output[-3000:]
 
 
-@pytest.mark.parametrize("recipe", ["math_rl"])
-def test_a_recipe_runs_unmodified(recipe, place, running, tmp_path):
-    run(recipe, place, running, tmp_path)
+@pytest.mark.parametrize("recipe", FAST)
+def test_a_recipe_runs_unmodified(recipe, process, running, tmp_path):
+    run(recipe, process, running, tmp_path / "log")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "math_rl"])
-def test_every_recipe_runs_unmodified(recipe, place, running, tmp_path):
-    run(recipe, place, running, tmp_path)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in FAST])
+def test_every_recipe_runs_unmodified(recipe, process, running, tmp_path):
+    run(recipe, process, running, tmp_path / "log")

@@ -226,6 +226,7 @@ class _TinkerBench:
             self.targets.append(at_least(f"{self._name}, {what}, {count} adapters by one", ratio, 0.8, "ratio"))
 
     def _many(self) -> None:
+        """Measure many tenants, and as many again, for which the first ones move to the disk."""
         count = self._sizes.tenants
         self._tell(f"{self._name}: {count} tenants")
         before = self._server.process.memory_info().rss
@@ -233,8 +234,16 @@ class _TinkerBench:
         rate, ended_s = _trained(models, 4)
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
         sampled = _sampled(samplers, 1, self._sizes.new_tokens)
-        grown_mb = (self._server.process.memory_info().rss - before) / 2**20
+        grown = self._server.process.memory_info().rss - before
+        self._tell(f"{self._name}: {count} tenants more")
+        others = self._models(count)
+        _trained(others, 4)
+        _sampled([model.save_weights_and_get_sampling_client().result() for model in others], 1, 1)
+        again = self._server.process.memory_info().rss - before - grown
         spread = 1.0 - min(ended_s) / max(ended_s)
-        row = {"train_tok_s": rate, "decode_tok_s": sampled, "first_done_s": min(ended_s), "last_done_s": max(ended_s)}
-        self.rows.append({"what": f"{self._name}, {count} tenants", **row, "more_mb": grown_mb})
+        times = {"first_done_s": min(ended_s), "last_done_s": max(ended_s)}
+        row = {"train_tok_s": rate, "decode_tok_s": sampled, **times, "more_mb": grown / 2**20}
+        self.rows.append({"what": f"{self._name}, {count} tenants", **row, "others_more_mb": again / 2**20})
         self.targets.append(at_most(f"{self._name}, {count} tenants, first before last", spread, 0.2, "fraction"))
+        share = again / max(grown, 1)
+        self.targets.append(at_most(f"{self._name}, memory of {count} others by the first", share, 0.5, "ratio"))
