@@ -1,6 +1,8 @@
-"""The learning rate follows its schedule, and decay touches matrices only."""
+"""The learning rate follows its schedule, decay touches matrices only, and groups of weights have own settings."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from headrace.base.config import validate
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.optim import build_optimizer, learning_rate
+from tests.learner.builders import Setup, assert_same_bits, gradients, random_batch, weights
 
 
 def rates(config: LearnerConfig, total_steps: int) -> list[float]:
@@ -51,10 +54,79 @@ def test_decay_shrinks_matrices_and_leaves_vectors():
     assert torch.equal(vector.detach(), torch.ones(2))
 
 
+GROUPS = [
+    {"names": ["embeddings"], "lr_scale": 0.25, "betas": [0.8, 0.95]},
+    {"names": ["*.self_attn.*"], "weight_decay": 0.0},
+    {"names": ["vectors"], "lr_scale": 2.0, "weight_decay": 0.3},
+]
+
+
+def expected_group(name: str, weight: Parameter) -> dict[str, Any]:
+    if "embed" in name:
+        return {"lr": 0.25e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
+    if ".self_attn." in name:
+        return {"lr": 1e-2, "weight_decay": 0.0}
+    return {"lr": 2e-2, "weight_decay": 0.3} if weight.ndim < 2 else {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def test_each_group_of_weights_has_the_update_of_its_settings(model_dir):
+    config = {"optimizer": {"groups": GROUPS}, "weight_decay": 0.1, "max_grad_norm": 1e9}
+    learner = Setup(model_dir=model_dir, config=config).learner()
+    copies = {name: Parameter(weight.detach().clone()) for name, weight in learner.model.named_parameters()}
+    reference = torch.optim.AdamW(
+        [{"params": [copy], **expected_group(name, copy)} for name, copy in copies.items()], betas=(0.9, 0.99)
+    )
+    for step in range(3):
+        learner.forward_backward(random_batch(step))
+        for name, gradient in gradients(learner).items():
+            copies[name].grad = gradient
+        learner.optim_step()
+        reference.step()
+    for name, weight in learner.model.named_parameters():
+        torch.testing.assert_close(weight.detach(), copies[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_groups_are_saved_and_go_on_bit_for_bit(model_dir, tmp_path, kind):
+    setup = Setup(model_dir=model_dir, config={"optimizer": {"kind": kind, "groups": GROUPS}, "weight_decay": 0.1})
+    unbroken, resumed = setup.learner(), setup.learner()
+    unbroken.train(random_batch())
+    unbroken.save(tmp_path)
+    resumed.restore(tmp_path)
+    for learner in (unbroken, resumed):
+        learner.train(random_batch(1))
+    assert_same_bits(weights(unbroken), weights(resumed))
+
+
+def test_a_group_of_matrices_scales_the_update_and_the_decay_of_muon(model_dir):
+    half = {"names": ["*.mlp.*"], "lr_scale": 0.5}
+    plain, scaled = (
+        Setup(
+            model_dir=model_dir, config={"optimizer": {"kind": "muon", "groups": groups}, "weight_decay": 0.1}
+        ).learner()
+        for groups in ([], [half])
+    )
+    before = weights(plain)
+    for learner in (plain, scaled):
+        learner.train(random_batch())
+    for name, weight in weights(scaled).items():
+        factor = 0.5 if ".mlp." in name else 1.0
+        moved = weights(plain)[name] - before[name]
+        torch.testing.assert_close(weight - before[name], factor * moved, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("names", [["head", "lm_head*"], ["*.nothing"], ["vectors", "*norm*"]])
+def test_a_name_that_no_weight_is_left_for_is_refused(model_dir, names):
+    setup = Setup(model_dir=model_dir, config={"optimizer": {"groups": [{"names": names, "lr_scale": 2.0}]}})
+    with pytest.raises(ConfigError, match="and no trained weight that is left has that name"):
+        setup.learner()
+
+
 @pytest.mark.parametrize(
     ("tree", "problem"),
     [
         ({"min_lr_frac": 0.5}, "learner.min_lr_frac=0.5 has no effect with learner.schedule='constant'"),
+        ({"optimizer": {"groups": [{"names": ["head"]}]}}, "learner.optimizer.groups: the group head changes nothing"),
         ({"optimizer": {"momentum": 0.9}}, "learner.optimizer.momentum=0.9 has no effect"),
         ({"top_k": 5}, "learner.top_k=5 has no effect without learner.teachers"),
         ({"share_prefixes": True, "parallel": {"context": 2}}, "learner.share_prefixes=true with learner.parallel"),

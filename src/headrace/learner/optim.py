@@ -12,12 +12,17 @@ lr ┤      ╭───────────── constant
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
+from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
+from headrace.learner.parallel.config import ParameterGroup
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
 """Devices for which torch has AdamW as one fused kernel."""
@@ -46,17 +51,69 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
     return config.lr * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape)
 
 
-def build_optimizer(parameters: Iterable[Parameter], config: LearnerConfig) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2019) over ``parameters``, with weight decay on matrices and none on
-    vectors."""
+class UpdateRule(NamedTuple):
+    """The settings by which one weight is updated."""
+
+    lr_scale: float
+    """Factor of the learning rate."""
+    weight_decay: float
+    """The decoupled weight decay."""
+    betas: tuple[float, float]
+    """The decay rates of AdamW."""
+
+
+def update_rules(named: Mapping[str, Tensor], config: LearnerConfig, **ends: Tensor) -> dict[str, UpdateRule]:
+    """Return the rule of each of the weights ``named``: that of the first of ``learner.optimizer.groups`` that names
+    it, else the learner's settings, with weight decay on matrices and none on vectors. ``ends`` are the weights that a
+    group calls ``embeddings`` and ``head``.
+
+    Raises :class:`~headrace.base.errors.ConfigError` for a name of a group that no weight has, or that only weights of
+    earlier groups have.
+    """
+    rules: dict[str, UpdateRule] = {}
+    for group in config.optimizer.groups:
+        for pattern in group.names:
+            end = ends.get(pattern)
+            found = [
+                name
+                for name, weight in named.items()
+                if name not in rules
+                and (
+                    (end is not None and weight is end)
+                    or (pattern == "vectors" and weight.ndim < 2)
+                    or fnmatchcase(name, pattern)
+                )
+            ]
+            if not found:
+                raise ConfigError(
+                    f"learner.optimizer.groups names {pattern!r}, and no trained weight that is left has that name",
+                    remedy="give a name of model.named_parameters() with * for what changes, embeddings, head (unless "
+                    "it shares the weight of the embeddings) or vectors, each to one group",
+                )
+            rules |= {name: _rule(named[name], config, group) for name in found}
+    return {name: rules.get(name) or _rule(weight, config) for name, weight in named.items()}
+
+
+def _rule(weight: Tensor, config: LearnerConfig, group: ParameterGroup | None = None) -> UpdateRule:
+    decay = config.weight_decay if weight.ndim >= 2 else 0.0
+    if group is None:
+        return UpdateRule(1.0, decay, config.betas)
+    own = decay if group.weight_decay is None else group.weight_decay
+    return UpdateRule(group.lr_scale, own, group.betas or config.betas)
+
+
+def build_optimizer(
+    parameters: Iterable[Parameter], config: LearnerConfig, rules: Sequence[UpdateRule] | None = None
+) -> torch.optim.AdamW:
+    """Return AdamW (Loshchilov & Hutter 2019) over ``parameters``, each by its rule; without ``rules``, by the
+    learner's settings alone. Each group of torch's optimizer holds the ``lr_scale`` of its rule."""
     trained = list(parameters)
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    by_rule: dict[UpdateRule, list[Parameter]] = {}
+    for parameter, rule in zip(trained, rules or [_rule(p, config) for p in trained], strict=True):
+        by_rule.setdefault(rule, []).append(parameter)
     fused = all(p.device.type in FUSED_DEVICES for p in trained)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": those, **rule._asdict()} for rule, those in by_rule.items()],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

@@ -132,6 +132,30 @@ class MemoryConfig(Section):
     updates below 1/256 of a weight are lost."""
 
 
+class ParameterGroup(Section):
+    """The settings of some of the trained weights, in place of those of all others. A weight belongs to the first group
+    that names it."""
+
+    names: tuple[str, ...] = Field(min_length=1)
+    """Names of weights, with ``*`` for any characters, or ``embeddings``, ``head`` and ``vectors``, which stands for
+    the norms and biases. A name that no weight has is refused."""
+    lr_scale: float = Field(default=1.0, gt=0)
+    """Factor of the learning rate: the group follows the schedule at this multiple."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of all weights of the group, vectors too; unset: that of the learner, for matrices."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
+    """The decay rates β of AdamW; unset: those of the learner. They have no effect on matrices that Muon updates."""
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> ParameterGroup:
+        if self.lr_scale == 1.0 and self.weight_decay is None and self.betas is None:
+            raise ConfigError(
+                f"learner.optimizer.groups: the group {', '.join(self.names)} changes nothing",
+                remedy="give it lr_scale, weight_decay or betas, or leave that table of learner.optimizer.groups out",
+            )
+        return self
+
+
 class OptimizerConfig(Section):
     """The settings of the kind of optimizer; rates, decay and clipping are settings of the learner."""
 
@@ -140,6 +164,8 @@ class OptimizerConfig(Section):
     of AdamW's updates, so that the same ``lr`` can be used; the other parameters use AdamW."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """The momentum of Muon; AdamW has ``betas``."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Weights with settings of their own, one table ``[[learner.optimizer.groups]]`` each."""
 
     @model_validator(mode="after")
     def _momentum_is_muons(self) -> OptimizerConfig:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
-from headrace.learner.optim import build_optimizer
+from headrace.learner.optim import build_optimizer, update_rules
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
@@ -92,19 +92,21 @@ class ShardOptimizer:
                 remedy="leave learner.memory.offload_optimizer out, or [model.lora]",
             )
         matrices = _matrices(model) if config.optimizer.kind == "muon" else frozenset()
+        named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        rules = update_rules(named, config, **_ends(model))
         self.trained = [
             _trained(name, weight, config.memory, muon=name in matrices, alone=isinstance(ranks, SingleRank))
-            for name, weight in model.named_parameters(remove_duplicate=True)
-            if weight.requires_grad
+            for name, weight in named.items()
         ]
-        plain = [one.master for one in self.trained if not one.muon and one.master.numel()]
+        plain = [one for one in self.trained if not one.muon and one.master.numel()]
         self.updates = 0
         """Number of updates made."""
-        self.adamw = build_optimizer(plain, config) if plain else None
+        self._rules = rules
+        masters, own = [one.master for one in plain], [rules[one.name] for one in plain]
+        self.adamw = build_optimizer(masters, config, own) if plain else None
         """The AdamW optimizer; ``None`` if this rank has no parameters for it."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
         self._momentum = config.optimizer.momentum
-        self._weight_decay = config.weight_decay
 
     @property
     def plain(self) -> bool:
@@ -177,7 +179,7 @@ class ShardOptimizer:
         reshard(self._model)
         if self.adamw is not None:
             for group in self.adamw.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_scale"]
             self.adamw.step()
         for one in self.trained:
             if one.muon and one.master.grad is not None:
@@ -241,6 +243,8 @@ class ShardOptimizer:
         Nesterov momentum works number by number, so it is kept and computed on the parts. Torch's Muon without
         momentum, applied to a matrix of zeros, then leaves the update itself.
         """
+        rule = self._rules[one.name]
+        lr *= rule.lr_scale
         momentum = self._held(one).setdefault(MUON[0], torch.zeros_like(one.master))
         momentum.lerp_(gradient, 1 - self._momentum)
         wanted = gradient.lerp(momentum, self._momentum).to(local(one.weight).device)
@@ -250,7 +254,7 @@ class ShardOptimizer:
         torch.optim.Muon(
             [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
-        one.master.mul_(1 - lr * self._weight_decay).add_(part_of(update.detach(), one.weight).to(one.master.device))
+        one.master.mul_(1 - lr * rule.weight_decay).add_(part_of(update.detach(), one.weight).to(one.master.device))
 
 
 def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> TrainedWeight:
@@ -267,8 +271,17 @@ def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, 
     )
 
 
+def _ends(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the weights of the embeddings and, unless it is the same one, of the head."""
+    ends = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    found = {name: end.weight for name, end in ends.items() if end is not None}
+    if found.get("head") is found.get("embeddings"):
+        found.pop("head", None)
+    return found
+
+
 def _matrices(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the matrices that Muon updates: those between the embeddings and the head."""
-    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    ends = {id(weight) for weight in _ends(model).values()}
     named = model.named_parameters(remove_duplicate=True)
     return frozenset(name for name, weight in named if weight.ndim == 2 and id(weight) not in ends)
