@@ -122,6 +122,26 @@ def penalised(train: Callable[[Batch], dict[str, float]], steps: range) -> list[
     return [[metrics["loss"], metrics["kl_ref"]] for metrics in reports]
 
 
+SEVERAL = {"loss": "dapo", "correction": "tis", "epochs": 2, "minibatches": 2}
+FLAT = {"eps": 1e-3}
+"""An ε at which AdamW does not turn roundings into steps."""
+
+
+def updates(directory: Path) -> Found:
+    """Two batches, with several updates of each."""
+    found = {}
+    for name, layout in {"data": {"data": 2}, "tensor": {"tensor": 2}, "context": {"context": 2}}.items():
+        learner = _learner(directory, layout, algo=SEVERAL, config=FLAT)
+        found[name] = several(learner.train)
+    return found
+
+
+def several(train: Callable[[Batch], dict[str, float]]) -> list[list[float]]:
+    """Loss, clipped tokens and mismatch of two steps."""
+    reports = [train(random_batch(step=step, num_samples=12)) for step in range(2)]
+    return [[metrics[name] for name in ("loss", "clip_frac", "mismatch_kl", "updates")] for metrics in reports]
+
+
 def taught(directory: Path) -> Found:
     """Distilled from another model: of its own, and in this one's place."""
     cases = (("model", {"data": 2}), ("model", {"tensor": 2}), ("frozen", {"data": 2}), ("frozen", {"context": 2}))

@@ -12,12 +12,22 @@ from headrace.base.types.tokens import FloatColumn
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import correction_biases
 from tests.learner.builders import Setup, gradients, random_batch, tiny
-from tests.learner.rank_core_cases import AVERAGE, DISTIL, MOVING, PENALTY, SPECIAL, penalised
+from tests.learner.rank_core_cases import (  # fmt: skip
+    AVERAGE,
+    DISTIL,
+    FLAT,
+    MOVING,
+    PENALTY,
+    SEVERAL,
+    SPECIAL,
+    penalised,
+    several,
+)
 from tests.learner.test_parallel import KINDS, Found, answer, run
 
 CASES = [
     *("replay", "shared", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve"),
-    *("balanced", "biases", "kept", "taught", "full"),
+    *("balanced", "biases", "kept", "taught", "updates", "full"),
 ]
 CONFIG = {"tokens_per_microbatch": 30}
 
@@ -57,6 +67,8 @@ def alone(place: Path) -> Found:
     for step in range(2):
         learner.train(random_batch(step=step, num_samples=7))
     found["biases"] = {name: bias.tolist() for name, bias in correction_biases(learner.model).items()}
+    learner = Setup(model_dir=place / "dense", algo=SEVERAL, config={**CONFIG, **FLAT}).learner()
+    found["updates"] = several(lambda batch: learner.train(batch).metrics)
     tiny(place / "other", **{**KINDS["dense"], "seed": 9})
     teacher = {"teachers": [{"kind": "model", "path": str(place / "other")}], "top_k": 5}
     learner = Setup(model_dir=place / "dense", algo=DISTIL, config={**CONFIG, **teacher}).learner()
@@ -121,6 +133,14 @@ def test_an_average_of_sharded_weights_is_that_of_whole_ones(two: Found, alone: 
         for step in range(3):
             assert found[layout][step] == pytest.approx(expected[step], rel=1e-3, abs=1e-6), layout
     assert found["resumed"][0] == pytest.approx(expected[2], rel=1e-3, abs=1e-6)
+
+
+def test_several_updates_over_ranks_are_those_of_one_process(two: Found, alone: Found) -> None:
+    found, expected = answer(two, "updates"), alone["updates"]
+    assert expected[1][3] == 4
+    for layout in ("data", "tensor", "context"):
+        for step in range(2):
+            assert found[layout][step] == pytest.approx(expected[step], rel=1e-3, abs=1e-5), layout
 
 
 def test_one_process_goes_on_with_the_average_that_ranks_saved(two: Found, alone: Found, place: Path) -> None:

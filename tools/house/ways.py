@@ -80,7 +80,7 @@ TOKEN = (
 """The path of a token of a single-turn episode, in a training run whose engine and learner each have a process."""
 
 WEIGHT = (
-    Hop("learner/core", "LearnerCore.optim_step", "step"),
+    Hop("learner/core", "LearnerCore._update", "step"),
     Hop("learner/parallel/optim", "ShardOptimizer.step", "publish"),
     Hop("control/loops/feeding", "Feeder._snapshot", "snapshot"),
     Hop("launch/clients/learner", "LearnerClient.snapshot", "Publish"),

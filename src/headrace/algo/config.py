@@ -39,7 +39,7 @@ class AlgoConfig(Section):
     ``tis``, or none for a loss that takes its own ratio against μ, or that has no ratio, or if ``old`` is
     ``"engine"``, as it is by default in a run with ``flow.max_age`` above 0."""
     old: Old = "learner"
-    """The policy that is π_old. ``"learner"``: its weights before this step. A batch is one update, so the loss's
+    """The policy that is π_old. ``"learner"``: its weights before this step. Where a batch is one update, the loss's
     ratio π/π_old is 1 in value: no clip acts, and the correction weighs by π_old/μ. ``"engine"``: μ itself, so that
     the loss's own ratio π/μ and its clips account for older weights; corrections by π_old/μ are refused then.
     ``"kept"``: the weights that ``learner.old`` keeps, so that the loss's clips bound the distance of π from those;
@@ -51,6 +51,11 @@ class AlgoConfig(Section):
     """The rule that combines the losses of all tokens into one number. Unset: that of the loss's paper."""
     allow_uncorrected: bool = False
     """Whether to permit training on stale tokens without any correction."""
+    epochs: int = pydantic.Field(default=1, ge=1)
+    """Number of passes over each batch. With more than one update of a batch, π_old of all of them is the learner
+    before the first (or what ``old`` names), so that the loss's clips act; a version is one batch."""
+    minibatches: int = pydantic.Field(default=1, ge=1)
+    """Number of parts of each batch, of whole groups dealt anew in each pass, each of which makes one update."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -60,7 +65,9 @@ class AlgoConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _corrects_once(self) -> AlgoConfig:
-        """Refuse a second formula that weighs stale tokens, and kept weights that no formula reads."""
+        """Refuse a second formula that weighs stale tokens, kept weights that no formula reads, and several updates
+        for formulas of one."""
+        self._refuse_several()
         if self.old == "engine":
             return self._refuse_rho()
         if self.old in ("kept", "sampled"):
@@ -74,6 +81,20 @@ class AlgoConfig(Section):
                 remedy="keep one: set algo.correction = 'none', or algo.loss.anchor = 'old' where the loss has it",
             )
         return self
+
+    def _refuse_several(self) -> None:
+        """Refuse several updates of a batch where a formula reads the weights before its only update."""
+        if self.epochs * self.minibatches == 1:
+            return
+        once = {"selected": "chooses its tokens", "baseline": "takes its baseline"}
+        found = [f"a formula {words} from the whole batch" for column, words in once.items() if column in self.columns]
+        found += ["the critic learns once of a batch"] if self.advantage.by_critic else []
+        if found:
+            raise ConfigError(
+                f"algo.epochs={self.epochs} and algo.minibatches={self.minibatches} make several updates of a batch, "
+                f"and {found[0]} under the weights before it",
+                remedy="leave algo.epochs and algo.minibatches out, or choose another loss, correction or advantage",
+            )
 
     def _refuse_unread_old(self) -> None:
         """Refuse kept weights if no formula reads log π_old: they would be kept for nothing."""
@@ -113,7 +134,8 @@ class AlgoConfig(Section):
     def clip_is_idle(self) -> bool:
         """Return whether the loss's ratio is 1 in value, so that neither its clip nor its bounds act on any token."""
         replaced = any(part.replaces_old for part in self.correction)
-        return self.old == "learner" and _has_ratio_to_old(self.loss) and not replaced
+        several = self.epochs * self.minibatches > 1
+        return not several and self.old == "learner" and _has_ratio_to_old(self.loss) and not replaced
 
     def credit(self, outcomes: Outcomes) -> Floats:
         """Return the advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""

@@ -35,9 +35,9 @@ Log-ratios are clamped to ±20, so that every exponential is finite. The clamp h
 `algo.old = "engine"`: π_old is μ, so that r = π/μ and the loss's own clip accounts for older weights. Corrections that
 look at ρ, which is 1 then, are refused: they would count the same twice. It is the default of a run that trains tokens
 of older weights (`flow.max_age` above 0), unless it sets a correction.
-`algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's update. A run makes
-one update of a batch, so that r is 1 in value: clips, caps on r, and pulls by (log r)² do not act, and the correction
-weighs by ρ. In a notebook π_old is the column `log_old`.
+`algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's first update. Where a
+batch is one update, as by default, r is 1 in value: clips, caps on r, and pulls by (log r)² do not act, and the
+correction weighs by ρ; `algo.epochs` and `algo.minibatches` make more. In a notebook π_old is the column `log_old`.
 `algo.old = "sampled"`: π_old of a token is the learner's weights of the version that sampled it, so that ρ is the
 mismatch of engine and learner alone, and r what the updates since then have changed.
 

@@ -49,13 +49,31 @@ class Objective:
     """The advantage that is computed from a critic's values; ``None`` if the batch contains the advantages."""
     teaching: ReverseKl | None = None
     """The advantage that adds a teacher's scores to those of the batch; ``None`` for none."""
+    epochs: int = 1
+    """The number of passes over a batch."""
+    minibatches: int = 1
+    """The number of updates in each pass."""
 
     @classmethod
     def build(cls, config: AlgoConfig) -> Objective:
         """Return the objective for the settings ``config``."""
         critic = config.advantage if isinstance(config.advantage, GaeAdvantage) else None
         teaching = config.advantage if isinstance(config.advantage, ReverseKl) else None
-        return cls(config.loss, config.correction, config.reduction, config.old, critic, teaching)
+        return cls(
+            config.loss,
+            config.correction,
+            config.reduction,
+            config.old,
+            critic,
+            teaching,
+            epochs=config.epochs,
+            minibatches=config.minibatches,
+        )
+
+    @property
+    def num_updates(self) -> int:
+        """Return the number of updates that are made from one batch."""
+        return self.epochs * self.minibatches
 
     @property
     def parts(self) -> tuple[TokenFormula, ...]:

@@ -225,6 +225,7 @@ class Flow:
                 ages=ages,
                 at_s=self._clock.wall(),
                 learned=learned,
+                updates=report.updates,
             )
         )
         for number in numbers:

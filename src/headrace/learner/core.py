@@ -10,6 +10,8 @@
 If agents train adapters of their own, each pass computes one adapter, is weighted over the whole batch, and is clipped
 separately.
 
+A batch may be trained in several updates (updates.py), which are one step and make one version.
+
 A batch that comes in parts (whole groups, as they become ready) is added part by part, and its gradient is divided by
 the reduction's denominator after the last one: the result is the same gradient, up to rounding.
 
@@ -49,6 +51,7 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.learner.updates import before_updates, minibatches, stats_of_updates
 from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
 
 MOST_SPANS = 4096
@@ -139,7 +142,7 @@ class LearnerCore:
         return any(model.swaps_weights for model in self._auxiliary)
 
     def train(self, batch: Batch) -> StepReport:
-        """Make one whole optimizer step and return its report.
+        """Make one whole step and return its report: one update, or those that the objective makes of a batch.
 
         ``batch.step`` must equal :attr:`version`. A batch without samples, because a filter masked all its episodes,
         counts as a step and changes no weight. Raises :class:`~headrace.base.errors.RunError` before any change for a
@@ -147,6 +150,8 @@ class LearnerCore:
         """
         if not len(batch.lengths_S):
             return self._count_empty_step(batch)
+        if self._objective.num_updates > 1:
+            return self._train_several(batch)
         gradient = self.forward_backward(batch)
         update = self.optim_step()
         seconds = {"forward_backward_s": gradient.seconds, "optim_s": update.seconds}
@@ -166,6 +171,51 @@ class LearnerCore:
             log_pi_N=gradient.log_pi_N,
             teacher_scores_N=gradient.teacher_scores_N,
             seconds=gradient.seconds + update.seconds,
+        )
+
+    def _train_several(self, batch: Batch) -> StepReport:
+        """Make all updates of the batch of one step and return their report. A step that fails in between has changed
+        the weights: the run continues from its last snapshot."""
+        start_s = self._context.clock.now()
+        self._refuse(batch)
+        work, mass, dropped = self._prepare(batch)
+        if not work.mask_N.any():
+            raise nothing_to_learn(self._step, batch.num_loss_tokens)
+        work = self.add_columns(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
+        log_before_N = self._logprobs(work.batch, work.mask_N)
+        work = before_updates(work, log_before_N)
+        parts = list(minibatches(work, self._objective))
+        parts[0] = replace(parts[0], metrics=work.metrics)
+        tallies = [MicroBatchStats() for _ in parts]
+        made: list[Update] = []
+        for number, (part, tally) in enumerate(zip(parts, tallies, strict=True)):
+            self._backward(part, tally)
+            tally.join(self._ranks)
+            self._damped_by(Gradient.of(tally, {}, 0.0))
+            made.append(self._update(first=number == 0, last=number == len(parts) - 1))
+        self._step += 1
+        stats = stats_of_updates(tallies, work, log_before_N)
+        norms = {name: float(np.mean([each.norms.get(name, 0.0) for each in made])) for name in made[0].norms}
+        seconds = self._ended("updates", start_s)
+        return StepReport(
+            step=batch.step,
+            metrics={
+                **stats.metrics(1.0 / len(made)),
+                "grad_norm": float(np.mean([each.grad_norm for each in made])),
+                "lr": made[-1].lr,
+                "updates": float(len(made)),
+                **norms,
+                **made[-1].damped,
+                **made[-1].biases,
+                "forward_backward_s": seconds - sum(each.seconds for each in made),
+                "optim_s": sum(each.seconds for each in made),
+            },
+            trained_tokens=stats.trained_tokens,
+            dropped_tokens=dropped,
+            log_pi_N=stats.log_pi_N(),
+            teacher_scores_N=stats.teacher_scores_N(),
+            seconds=seconds,
+            updates=len(made),
         )
 
     def _count_empty_step(self, batch: Batch) -> StepReport:
@@ -265,17 +315,25 @@ class LearnerCore:
         Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite; the weights are
         unchanged then.
         """
-        start_s = self._context.clock.now()
         if self._parts is not None:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before optim_step")
         if not self.has_gradient:
             raise RunError(f"step {self._step} has no gradient", remedy="call forward_backward before optim_step")
+        update = self._update()
+        self._step += 1
+        return update
+
+    def _update(self, *, first: bool = True, last: bool = True) -> Update:
+        """Clip the gradient and update the weights; auxiliary models follow the ``first`` and ``last`` update of a
+        step."""
+        start_s = self._context.clock.now()
         with self._ranks.together():
             norms = self._optimizer.clip_norms(self._config.max_grad_norm)
         if not math.isfinite(grad_norm := math.hypot(*norms.values())):
             self._discard_gradients()
+            left = "weights and optimizer are unchanged" if first else "earlier updates of its batch have been made"
             raise RunError(
-                f"step {self._step}: the global gradient norm is {grad_norm}; weights and optimizer are unchanged",
+                f"step {self._step}: the global gradient norm is {grad_norm}; {left}",
                 remedy="lower learner.lr or set model.dtype='float32'; log_ratio_abs_max shows how it came; "
                 "the run resumes from its last snapshot",
             )
@@ -286,17 +344,16 @@ class LearnerCore:
                 part.allocate()
             undo.pop_all()
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step, HALF_UPDATED):
-            for model in self._auxiliary:
+            for model in self._auxiliary if first else ():
                 model.before_update()
             if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
                 with self._context.progress.at("update", f"the optimizer's update of step {self._step}"):
                     self._optimizer.step(lr)
             biases = self._forward.mixture.move_biases(trained=lr > 0)
             self._optimizer.zero_grad()
-            for model in self._auxiliary:
+            for model in self._auxiliary if last else ():
                 model.after_update(self._step + 1)
         seconds = self._ended("optim_step", start_s)
-        self._step += 1
         named = self._forward.switch.agents[1:]
         own = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items() if agent in named}
         damped = {} if self._config.damping is None else {"lr_damping": self._damping}

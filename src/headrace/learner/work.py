@@ -136,6 +136,23 @@ class MicroBatchStats:
         self._metrics: list[Mapping[str, Ratio]] = []
         self._stats: list[TokenStats] = []
 
+    @classmethod
+    def of_updates(
+        cls, parts: Sequence[MicroBatchStats], work: StepWork, before: Metrics, stats: TokenStats
+    ) -> MicroBatchStats:
+        """Return the statistics of several updates of one batch. ``stats`` and ``before`` are those of the weights
+        before the first, and replace what the updates measured under the same names."""
+        joined = cls()
+        joined._num_tokens = work.batch.num_tokens
+        joined._teacher_scores = [] if work.teacher_scores_N is None else [work.teacher_scores_N]
+        joined._losses = [loss for part in parts for loss in part._losses]
+        measured = [metrics for part in parts for metrics in part._metrics]
+        joined._metrics = [
+            before, *({name: ratio for name, ratio in each.items() if name not in before} for each in measured)
+        ]  # fmt: skip
+        joined._stats = [stats]
+        return joined
+
     @property
     def trained_tokens(self) -> int:
         """The number of tokens that carried loss."""

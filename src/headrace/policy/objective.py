@@ -113,6 +113,11 @@ def algo_of(choice: Choice) -> AlgoConfig:
         algo = validate(AlgoConfig, {"loss": choice} if isinstance(choice, str) else choice)
     else:
         raise ConfigError(f"loss={choice!r} names no loss", remedy="give a name, or the table or record of [algo]")
+    if algo.epochs * algo.minibatches > 1:
+        raise ConfigError(
+            f"algo.epochs={algo.epochs} and algo.minibatches={algo.minibatches} are settings of whole runs",
+            remedy="call forward_backward and optim_step as often as there are to be updates",
+        )
     missing = sorted(Objective.build(algo).columns - COLUMNS - SETTINGS.keys())
     if missing:
         raise ConfigError(

@@ -90,6 +90,8 @@ class EndStep:
     at_s: float
     learned: TokenResults | None = None
     """What the learner computed for each token of the step; ``None`` if the learner did not return it."""
+    updates: int = 1
+    """The number of updates of the weights that were made from the step's batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

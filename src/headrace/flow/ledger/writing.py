@@ -146,7 +146,14 @@ class Writing:
         """Write the record of a step, and move its groups to ``TRAINED``."""
         self._db.execute(
             insert("steps", otherwise="OR REPLACE"),
-            (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), float(op.at_s)),
+            (
+                op.step,
+                op.trained_tokens,
+                json.dumps(op.dropped_tokens),
+                json.dumps(op.ages),
+                float(op.at_s),
+                op.updates,
+            ),
         )
         if op.learned is not None:
             blob = encode_token_results(op.learned)

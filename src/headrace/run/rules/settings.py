@@ -451,6 +451,13 @@ _CREDIT: Rules = (
 
 _STALENESS: Rules = (
     SettingsRule(
+        keys=("algo.minibatches", "flow.groups_per_step"),
+        broken=lambda c: c.algo.minibatches > c.flow.groups_per_step,
+        reason="algo.minibatches={algo.minibatches} parts of a batch of flow.groups_per_step={flow.groups_per_step} "
+        "groups: some would have no group",
+        remedy="set algo.minibatches <= {flow.groups_per_step}",
+    ),
+    SettingsRule(
         keys=("flow.max_age", "algo.correction", "algo.old", "algo.allow_uncorrected"),
         broken=lambda c: c.flow.greatest_age > 0 and not c.algo.corrected and not c.algo.allow_uncorrected,
         reason="flow.max_age={flow.max_age} trains tokens of older weights, and algo corrects for none of it",

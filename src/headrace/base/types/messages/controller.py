@@ -154,6 +154,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     teacher_scores_N: TeacherScores | None = None
     """The scores of a teacher in the learner's process, for each token; ``None`` if no sampled token was scored."""
+    updates: int = 1
+    """The number of updates of the weights that were made from the batch."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,0 +1,72 @@
+"""Several updates from one batch: its groups are dealt to mini-batches, epoch after epoch.
+
+    batch ─▶ columns, log π before the first update ─┬─▶ epoch 0: mini-batch ─▶ update, mini-batch ─▶ update ...
+                                                     └─▶ epoch 1: the groups dealt anew ...
+
+Every mini-batch is weighed over its own tokens. π_old of all updates is the learner before the first of them (or μ, or
+kept weights, as ``algo.old`` says), and the version counts batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from headrace.algo.base import Ratio
+from headrace.algo.metrics import off_policy
+from headrace.algo.objective import Objective
+from headrace.base.types.tokens import FloatColumn
+from headrace.learner.intake import layout
+from headrace.learner.packing import MicroBatch
+from headrace.learner.work import MicroBatchStats, StepWork, TokenStats
+
+_BEFORE = ("mismatch_", "stale_")
+"""Beginnings of the metrics that compare the learner before the step with what sampled its tokens."""
+
+
+def before_updates(work: StepWork, log_before_N: FloatColumn) -> StepWork:
+    """Return ``work`` with π_old for all updates; ``log_before_N`` is log π of the weights before the first."""
+    before_N = torch.from_numpy(log_before_N)
+    if work.old == "learner":
+        return replace(work, log_old_N=before_N)
+    if work.old == "sampled" and work.log_old_N is not None:
+        return replace(work, log_old_N=torch.where(work.log_old_N.isnan(), before_N, work.log_old_N))
+    return work
+
+
+def minibatches(work: StepWork, objective: Objective) -> Iterator[StepWork]:
+    """Yield the work of each update, in order. Step and epoch determine which groups are in which mini-batch; one
+    without a loss token is left out."""
+    batch = work.batch
+    groups_N = np.repeat(batch.groups_S, batch.lengths_S)
+    for epoch in range(objective.epochs):
+        dealt = np.random.default_rng([batch.step, epoch]).permutation(np.unique(batch.groups_S))
+        for groups in np.array_split(dealt, objective.minibatches):
+            mask_N = work.mask_N & np.isin(groups_N, groups)
+            if mask_N.any():
+                shares = objective.shares(layout(batch, torch.from_numpy(mask_N)))
+                weights_N = shares.weights_N / shares.mass.clamp(min=1.0)
+                yield replace(work, mask_N=mask_N, weights_N=weights_N, metrics={})
+
+
+def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_before_N: FloatColumn) -> MicroBatchStats:
+    """Return the statistics of a step whose updates had those of ``parts``: each token once, as it was before the first
+    update, and the other metrics over all updates."""
+    batch, places_L = work.batch, np.flatnonzero(work.mask_N)
+    before = off_policy(
+        work.inputs(MicroBatch.whole(batch.lengths_S), torch.from_numpy(log_before_N)), torch.from_numpy(log_before_N)
+    )
+    own = TokenStats(
+        log_pi_L=log_before_N[places_L],
+        log_mu_L=batch.logprobs_N[places_L],
+        ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
+        places_L=places_L.astype(np.int32),
+    )
+    return MicroBatchStats.of_updates(parts, work, _compared(before), own)
+
+
+def _compared(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
+    return {name: ratio for name, ratio in metrics.items() if name.startswith(_BEFORE)}

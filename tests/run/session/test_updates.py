@@ -1,0 +1,35 @@
+"""A run that makes several updates of each batch: what its ledger and metrics say of them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from headrace.flow.ledger.opening import SQLITE_FILE, open_ledger
+from headrace.run.session import load_config, train
+from tests.run.session.runs import make_run, tiny_model
+
+
+def test_the_ledger_says_how_many_updates_a_step_made(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    run_file = make_run(tmp_path / "all", model, algo={"epochs": 3, "minibatches": 2})
+    train(load_config(run_file))
+    run_dir = tmp_path / "all/run"
+    with closing(sqlite3.connect(run_dir / SQLITE_FILE)) as db:
+        assert db.execute("SELECT step, updates FROM steps").fetchall() == [(0, 6), (1, 6), (2, 6)]
+    with closing(open_ledger(run_dir)) as ledger:
+        kept = ledger.conservation()
+        assert kept.holds
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(step["version"], step["metrics"]["updates"]) for step in steps] == [(1, 6), (2, 6), (3, 6)]
+    assert sum(step["trained_tokens"] for step in steps) == kept.tokens.trained
+
+
+def test_more_parts_than_groups_are_refused_at_load() -> None:
+    with pytest.raises(ConfigError, match="some would have no group"):
+        load_config({"model": {"path": "m"}}, ["algo.minibatches=9", "flow.groups_per_step=8"])
