@@ -1,32 +1,45 @@
-"""``headrace sft`` beside TRL's SFTTrainer with its packing: the same rows, tokens and threads, alternately.
+"""``headrace sft`` beside TRL's SFTTrainer with its packing: the same model, rows, tokens, optimizer and threads.
 
-    python bench/peers/tuning.py --rounds 3 --threads 2
+    python bench/peers/tuning.py [--pairs 3] [--threads 2] [--out FILE.json]
+    python bench/peers/tuning.py --quick                                    # only show that it runs
 
-Each side runs in a process of its own. A round is one pass of each over the rows; the first step is left out of its
-time. Tokens are those of the rows, without padding.
+Each side runs in a process of its own, once over the rows; the two of a pair follow each other, in an order that
+alternates. The first steps, which warm up caches, count for no rate. Tokens are those of the rows that carry loss,
+without padding. Memory is the most that all processes of a side held, in proportional shares. What is aimed at: at
+least 1.8 times TRL's tokens a second, with no more memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-LENGTHS = (64, 256.0, 2000)
-"""Number, mean and greatest length of the rows."""
+import psutil
+from compare import LOOK_S, SKIPPED, held_bytes
+
+from headrace.wings.bench.base import at_least, at_most, report
+
+SIDES = ("headrace", "trl")
+SPEED = 1.8
+"""How many times TRL's tokens a second are aimed at."""
+NUM_ROWS, QUICK_ROWS = 96, 32
+LENGTHS = (256.0, 2000)
+"""Mean and greatest length of the rows."""
 PACK = 2048
 """Tokens of a pack of TRL's, and of a micro-batch here."""
 ROWS_PER_STEP = 8
 
 
-def make(directory: Path) -> None:
-    """A model of 28M parameters, and rows of lognormal lengths."""
+def make(directory: Path, num_rows: int) -> None:
+    """A model of 28M parameters, and ``num_rows`` rows of lognormal lengths."""
     import numpy as np
 
     from headrace.models.tiny import make_tiny
@@ -35,7 +48,7 @@ def make(directory: Path) -> None:
     make_tiny(directory / "model", LARGE)
     rng = np.random.default_rng(0)
     rows = [
-        {"input_ids": rng.integers(3, 100, max(2, length)).tolist()} for length in lognormal(*LENGTHS)
+        {"input_ids": rng.integers(3, 64, max(2, length)).tolist()} for length in lognormal(num_rows, *LENGTHS)
     ]  # fmt: skip
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -81,8 +94,7 @@ def trl(directory: Path, threads: int) -> list[tuple[float, int]]:
             save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, packing=True,
             max_length=PACK, per_device_train_batch_size=1, num_train_epochs=1, learning_rate=1e-5,
         )  # fmt: skip
-        SFTTrainer = Counting
-        trainer = SFTTrainer(
+        trainer = Counting(
             model=AutoModelForCausalLM.from_pretrained(directory / "model"), args=config,
             processing_class=AutoTokenizer.from_pretrained(directory / "model"),
             train_dataset=Dataset.from_list(rows), callbacks=[Watch()],
@@ -91,34 +103,74 @@ def trl(directory: Path, threads: int) -> list[tuple[float, int]]:
     return [(end, count) for (end, _), count in zip(ends, counts, strict=True)]
 
 
+def measured(side: str, directory: Path, threads: int) -> dict[str, float]:
+    """One pass of one side over the rows."""
+    command = [sys.executable, __file__, "--side", side, "--directory", str(directory), "--threads", str(threads)]
+    most = 0
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
+        process = subprocess.Popen(command, stdout=said, stderr=complained)
+        while process.poll() is None:
+            most = max(most, held_bytes(process.pid))
+            try:
+                process.wait(LOOK_S)
+            except subprocess.TimeoutExpired:
+                continue
+        for words in (said, complained):
+            words.seek(0)
+        if process.returncode:
+            raise SystemExit(f"{side} ended with {process.returncode}:\n{complained.read()[-4000:]}")
+        steps = json.loads(said.read().splitlines()[-1])
+    seconds = steps[-1][0] - steps[SKIPPED - 1][0]
+    tokens = sum(count for _, count in steps[SKIPPED:])
+    return {"tok_s": tokens / seconds, "tokens": tokens, "steps": len(steps), "memory_mb": most / 2**20}
+
+
+def judged(pairs: list[dict[str, dict[str, float]]]) -> list[Any]:
+    """The figures that are aimed at: medians of the ratios within pairs."""
+
+    def ratio(key: str) -> float:
+        return statistics.median(pair["headrace"][key] / pair["trl"][key] for pair in pairs)
+
+    return [
+        at_least("sft: tokens/s, Headrace / TRL", ratio("tok_s"), SPEED, "ratio"),
+        at_most("sft: most memory, Headrace / TRL", ratio("memory_mb"), 1.0, "ratio"),
+    ]
+
+
 def main() -> None:
-    """Without ``--side``: all rounds."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--side", choices=["headrace", "trl"])
-    parser.add_argument("--directory")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    """Run all pairs, or one side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count() or 1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.side:
-        steps = {"headrace": headrace, "trl": trl}[given.side](Path(given.directory), given.threads)
-        seconds, tokens = steps[-1][0] - steps[0][0], sum(count for _, count in steps[1:])
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"tok_s": tokens / seconds, "tokens": tokens, "seconds": seconds, "peak_mb": peak}))
+        print(json.dumps({"headrace": headrace, "trl": trl}[given.side](Path(given.directory), given.threads)))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        make(Path(scratch))
-        ratios = []
-        for number in range(given.rounds):
-            found = {}
-            for side in ("headrace", "trl"):
-                command = [sys.executable, __file__, "--side", side, "--directory", scratch]
-                said = subprocess.run(
-                    [*command, "--threads", str(given.threads)], check=True, capture_output=True, text=True
-                )  # fmt: skip
-                found[side] = json.loads(said.stdout.splitlines()[-1])
-            ratios.append(found["headrace"]["tok_s"] / found["trl"]["tok_s"])
-            print(number, round(ratios[-1], 3), found, flush=True)
-        print("median ratio", round(statistics.median(ratios), 3))
+    pairs: list[dict[str, dict[str, float]]] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-peers-") as scratch:
+        make(Path(scratch), QUICK_ROWS if given.quick else NUM_ROWS)
+        for number in range(1 if given.quick else given.pairs):
+            order = SIDES[:: 1 if number % 2 else -1]
+            pairs.append({side: measured(side, Path(scratch), given.threads) for side in order})
+            print(number, json.dumps(pairs[-1]), file=sys.stderr, flush=True)
+    targets = judged(pairs)
+    whole = report(pairs, targets)
+    text = json.dumps(
+        {
+            "machine": whole.machine,
+            "versions": {**whole.versions, "trl": version("trl")},
+            "pairs": pairs,
+            "targets": [{key: getattr(each, key) for key in each.__struct_fields__} for each in targets],
+        },
+        indent=1,
+    )
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
