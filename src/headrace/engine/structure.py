@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import RequestError, visible
+from headrace.engine.schemas import has_end
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -94,6 +95,7 @@ class Grammars:
             case {"regex": pattern}:
                 grammar = LLMatcher.grammar_from_regex(pattern)
             case {"json_schema": schema}:
+                _refuse_endless(schema)
                 grammar = LLMatcher.grammar_from_json_schema(schema)
             case _:
                 grammar = LLMatcher.grammar_from_lark(tree["lark"])
@@ -122,6 +124,19 @@ class Grammars:
                     remedy="leave the structure out, or serve a model with a byte-level or byte-fallback tokenizer",
                 ) from None
         return self._wrapped
+
+
+def _refuse_endless(schema: object) -> None:
+    """Raise :class:`~headrace.base.errors.RequestError` for a schema that no finite JSON follows."""
+    try:
+        ends = has_end(schema)
+    except RecursionError:
+        raise RequestError("the structure cannot be kept to: the schema is nested too deeply", remedy=_REMEDY) from None
+    if not ends:
+        raise RequestError(
+            "the structure cannot be kept to: the schema requires a part within itself without end",
+            remedy="let that part be left out, be null, or be an empty array",
+        )
 
 
 class GrammarMask:

@@ -134,6 +134,7 @@ def test_answers_match_their_expression_and_are_one_of_their_choices(post: Post)
     [
         ({"guided_regex": "("}, "the structure cannot be kept to"),
         ({"guided_regex": "[^\\s\\S]"}, "allows no answer that this tokenizer can write"),
+        ({"guided_json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "within itself without end"),
         ({"guided_json": {"type": "nope"}}, "the structure cannot be kept to"),
         ({"guided_json": "{"}, "expected a JSON schema"),
         ({"guided_choice": []}, "expected a list of texts"),

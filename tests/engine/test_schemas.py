@@ -1,0 +1,45 @@
+"""Schemas that no finite JSON follows are told from those that some JSON does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.engine.schemas import has_end
+
+LIST = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
+MUTUAL: dict[str, Any] = {
+    "$ref": "#/$defs/a~1b",
+    "$defs": {
+        "a/b": {"type": "object", "properties": {"x": {"$ref": "#/$defs/c"}}, "required": ["x"]},
+        "c": {"type": "array", "items": {"$ref": "#/$defs/a~1b"}},
+    },
+}
+
+
+def changed(tree: dict[str, Any], **c: Any) -> dict[str, Any]:
+    return {**tree, "$defs": {**tree["$defs"], "c": {**tree["$defs"]["c"], **c}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        (LIST, True),
+        ({**LIST, "properties": {"next": {"$ref": "#"}}}, False),
+        ({**LIST, "properties": {"next": {"allOf": [{"$ref": "#"}]}}}, False),
+        ({**LIST, "properties": {"next": {"oneOf": [{"$ref": "#"}, {"$ref": "#"}]}}}, False),
+        ({**LIST, "type": ["object", "null"], "properties": {"next": {"$ref": "#"}}}, True),
+        (MUTUAL, True),
+        (changed(MUTUAL, minItems=1), False),
+        (changed(MUTUAL, minItems=1, type=["array", "string"]), True),
+        ({"$ref": "#"}, False),
+        ({"$ref": "https://else.where/schema"}, True),
+        ({"type": "array", "minItems": 2, "items": {"type": "integer"}}, True),
+        ({"enum": [1]}, True),
+        (True, True),
+        ({"required": ["a"], "properties": {"a": {"$ref": "#"}}}, True),
+    ],
+)
+def test_a_schema_ends_where_some_json_follows_it(schema: object, ends: bool) -> None:
+    assert has_end(schema) is ends
