@@ -16,7 +16,7 @@ import pytest
 from headrace.base.environ import PART_OF_A_RUN
 from headrace.base.errors import ConfigError, DataError, EnvError, HeadraceError, ModelError
 from headrace.run.session import evaluate, load_config, train
-from headrace.run.session.explain import explain
+from headrace.run.session.explain import changed, explain
 from headrace.run.session.prepare import Inputs, Prepared, prepare
 from tests.run.session.runs import make_run, tiny_model
 
@@ -254,3 +254,12 @@ def test_a_run_may_go_on_on_other_devices(prepared: Prepare) -> None:
     here = prepared()
     there = replace(here, config=load_config(here.config, ["engine.device=cuda", "learner.device=cuda:1"]))
     assert here.fingerprint() == there.fingerprint()
+
+
+def test_a_dry_run_says_what_a_value_means_and_of_tables_only_what_was_set(prepared: Prepare) -> None:
+    made = prepared(env={"kind": "rollout", "entry": "reward.py:reward"})
+    found = {each.name: each for each in changed(made.config)}
+    assert found["env.kind"].words == "rollout: an async def rollout(task, policy)"
+    filtered = load_config(made.config, ["flow.filters=[{kind='length', all_masked='keep'}]"])
+    shown = {each.name: each.value for each in changed(filtered)}
+    assert shown["flow.filters"] == [{"kind": "length", "all_masked": "keep"}]

@@ -119,6 +119,8 @@ def test_no_page_is_wider_than_a_telephone_and_no_figure_is_cut(width: int, tab:
         assert tab.tab.evaluate("document.documentElement.scrollWidth") <= width, page
         cut = "[...document.querySelectorAll('.cards dd')].filter((dd) => dd.scrollWidth > dd.clientWidth).length"
         assert tab.tab.evaluate(cut) == 0, page
+        rows = "Math.max(0, ...[...document.querySelectorAll('.wide tbody tr')].map((row) => row.clientHeight))"
+        assert tab.tab.evaluate(rows) < 140, f"{page}: words of a table stand below one another, letter by letter"
 
 
 def test_the_first_page_shows_what_is_learned_beside_the_reward(tab: Watched) -> None:

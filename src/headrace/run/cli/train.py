@@ -143,8 +143,10 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
     dropped = sum(groups.dropped.values())
     rest = f"{groups.trained:,} trained + {dropped:,} dropped + {groups.in_flight:,} in flight"
     restarts = plural(summary.sequences_restarted, "restart")
+    held_out = (summary.eval_before, summary.eval_after)
+    shown = [("held-out mean reward", " → ".join(map(number, held_out)))] if held_out != (None, None) else []
     return [
-        ("held-out mean reward", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
+        *shown,
         ("mean reward of the batches", f"{number(summary.reward_first)} → {number(summary.reward_last)}"),
         ("training took", duration(summary.wall_s)),
         ("generated", f"{plural(summary.tokens_generated, 'token')}, {summary.generated_tok_s:,.0f} per second"),

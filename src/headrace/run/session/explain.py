@@ -134,8 +134,17 @@ def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -
         if isinstance(inside, pydantic.BaseModel) and type(inside) is type(beside):
             yield from _changed(inside, beside, f"{above}{key}.")
         else:
-            value = _non_default(inside) if isinstance(inside, pydantic.BaseModel) else shown
+            value = _shown(inside, shown)
             yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _sentence(found, key))
+
+
+def _shown(value: Any, dumped: Any) -> Any:
+    """Return a setting's value as it is printed: of tables, only what differs from their defaults."""
+    if isinstance(value, pydantic.BaseModel):
+        return _non_default(value)
+    if isinstance(value, list | tuple) and value and all(isinstance(each, pydantic.BaseModel) for each in value):
+        return [_non_default(each) for each in value]
+    return dumped
 
 
 def _non_default(table: pydantic.BaseModel) -> dict[str, Any]:
@@ -146,11 +155,14 @@ def _non_default(table: pydantic.BaseModel) -> dict[str, Any]:
 
 
 def _sentence(section: pydantic.BaseModel, key: str) -> str:
-    """Return the first sentence of the description of a setting; empty where it has none."""
+    """Return the sentence of a setting's description about its present value, or else the first; empty where there is
+    no description."""
     kind = type(section)
     description = descriptions(kind).get(key, "") if issubclass(kind, Section) else ""
     described = " ".join(description.replace("``", "").split())
-    return re.split(r"(?<=[.;]) ", described)[0].rstrip(".;")
+    sentences = [each.rstrip(".;") for each in re.split(r"(?<=[.;]) ", described)]
+    about = (each for each in sentences if each.startswith(f"{dict(section)[key]}: "))
+    return next(about, sentences[0])
 
 
 def _joining_sentences(config: RunConfig) -> list[str]:
