@@ -116,12 +116,21 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 1},
     "gemma4_text": _GEMMA4,
+    "glm4v_moe_text": {"head_dim": 16},
     "gemma4_unified_text": _GEMMA4,
 }
 """Settings that one architecture needs beside the sizes."""
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}}
 MROPE = frozenset(
-    {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"}
+    {
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen3_vl_text",
+        "qwen3_vl_moe_text",
+        "glm4v_text",
+        "glm4v_moe_text",
+        "glm_ocr_text",
+    }
 )
 _VISION = {
     "hidden_size": 32,
