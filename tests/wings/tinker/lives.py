@@ -36,6 +36,7 @@ class Lives:
         self._pid = int(self._line())
         while not self._answers():
             assert self._forking.poll() is None
+            os.kill(self._pid, 0)  # raises if the server has ended by itself
 
     def kill(self) -> None:
         """End the server as kill -9 does."""
