@@ -111,6 +111,20 @@ def test_an_inflight_sampler_takes_the_weights_of_the_next_inflight_save(service
     assert sum(sampler.compute_logprobs(prompt).result()[1:]) > sum(before[1:]) + 1
 
 
+def test_an_inflight_sampler_reads_no_cached_prompt_of_its_older_weights(service):
+    trained, prompt = new(service), IDS * 4
+    sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    before = sampled(sampler, prompt, temperature=0.0).sequences[0]
+    for _ in range(5):
+        step(trained)
+    trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    snapshot = trained.save_weights_and_get_sampling_client().result()
+    found, expected = (sampled(each, prompt).sequences[0] for each in (sampler, snapshot))
+    assert found.tokens == expected.tokens
+    assert np.allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    assert before.tokens
+
+
 def test_sampled_logprobs_and_prompt_logprobs_are_those_of_the_model(service, base_logprobs):
     sampler = service.create_sampling_client(base_model=NAME).result()
     found = sampled(sampler, n=2, max_tokens=6)

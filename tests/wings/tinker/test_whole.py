@@ -170,6 +170,21 @@ def test_whole_weights_are_downloaded_as_a_model_that_transformers_loads(both, s
     assert np.allclose(found, expected, atol=1e-5)
 
 
+def test_a_third_sampler_waits_while_two_sample(both):
+    url, key = both
+    with client(*both) as service:
+        trained = new(service)
+        samplers = [trained.save_weights_and_get_sampling_client().result() for _ in range(3)]
+        ask = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]}, "num_samples": 8}
+        statuses = []
+        for sampler in samplers:
+            name = sampler._sampling_session_id
+            body = {**ask, "sampling_params": {"max_tokens": 200, "stop": []}, "sampling_session_id": name, "seq_id": 9}
+            statuses.append(httpx.post(f"{url}/api/v1/asample", json=body, headers={"x-api-key": key}).status_code)
+        assert statuses == [200, 200, 429]
+        assert tokens(asked(samplers[2], 1.0)), "the client asks again, until it is served"
+
+
 def test_a_second_tenant_is_refused_until_the_first_has_gone(both):
     with client(*both) as second:
         with client(*both) as first:

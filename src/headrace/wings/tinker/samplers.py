@@ -36,7 +36,8 @@ class SamplerSlot:
     """The weights of one sampling session."""
 
     place: int
-    """Its number, which no other session gets: cached tokens are found under it."""
+    """The number of new requests, which no other session gets: cached tokens are found under it, so that it changes
+    with the weights. Requests that run keep the number that they got, and take the new weights."""
     weights: Weights | None
     """``None`` for the base alone, and for weights that are on the disk now."""
     version: int
@@ -124,15 +125,16 @@ class SamplerWeights:
         self._count = 0
 
     def put(self, name: str, weights: Weights | None, version: int) -> None:
-        """Set the weights of ``name``. A new name gets a number of its own; one that is there changes its weights."""
+        """Set the weights of ``name``, which are used from the next pass on."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
-                self._count += 1
-                slot = self._slots[name] = SamplerSlot(place=self._count, weights=weights, version=version)
-                self._by_place[slot.place] = slot
+                slot = self._slots[name] = SamplerSlot(place=0, weights=weights, version=version)
             else:
                 slot.weights, slot.version, slot.loaded = weights, version, True
+            self._count += 1
+            slot.place = self._count
+            self._by_place[slot.place] = slot
             self._unload()
 
     def use(self, name: str, load: Callable[[], tuple[Weights | None, int]]) -> None:
@@ -163,7 +165,8 @@ class SamplerWeights:
         with self._lock:
             slot = self._slots.get(name)
             if slot is not None and not slot.users:
-                del self._slots[name], self._by_place[slot.place]
+                del self._slots[name]
+                slot.weights, slot.loaded = None, False  # its numbers stay: a request that ends may still have a row
 
     def names(self) -> Iterable[str]:
         return list(self._slots)

@@ -55,8 +55,8 @@ class SampleJob:
     task: asyncio.Task[Found]
     ids: list[str]
     """The name of each sampled sequence."""
-    sampler: str
-    """The session whose weights sample; empty for the base's."""
+    record: SamplerRecord
+    """The sampling session."""
     num_samples: int
     ended_s: float | None = None
     """When its answer was there, by the clock; ``None`` before."""
@@ -318,9 +318,7 @@ class TinkerService:
             self._refuse_more(record, given.num_samples)
             ids = [f"{name}:{place}" for place in range(max(0, min(given.num_samples, 4096)))]
             task = self._group.create_task(self._sampled(given, record, name))
-            job = self._samples[name] = SampleJob(
-                task=task, ids=ids, num_samples=given.num_samples, sampler=record.id if record.directory else ""
-            )
+            job = self._samples[name] = SampleJob(task=task, ids=ids, num_samples=given.num_samples, record=record)
         return {"request_id": name, "sample_sequence_ids": job.ids}
 
     def _refuse_more(self, record: SamplerRecord, num_samples: int) -> None:
@@ -330,8 +328,11 @@ class TinkerService:
         if running and running + num_samples > self._config.max_samples:
             raise Refusal(f"{running} samples run or wait", remedy="ask again later", status=429)
         base = self._base(record.base)
-        others = {job.sampler for job in jobs} & {*base.weights.names()} - {record.id}
-        if base.training.compute.kind.alone and record.directory and len(others) >= MOST_WHOLE_SAMPLERS:
+        if not base.training.compute.kind.alone or record.directory is None:
+            return
+        used = {job.record.id for job in jobs if job.record.directory and self._bases[job.record.base] is base}
+        others = used - {record.id}
+        if len(others) >= MOST_WHOLE_SAMPLERS:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
     async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
