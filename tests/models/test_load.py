@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
-from headrace.models.load import CACHE_LINE
+from headrace.models.load import CACHE_LINE, num_weight_bytes
 from tests.models.kinds import tiny
 
 
@@ -77,6 +77,12 @@ def test_damaged_weights_are_refused(copy: Path) -> None:
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     assert "model.safetensors is damaged or incomplete" in refused(copy)
+
+
+def test_the_size_of_weights_is_read_from_their_headers(copy: Path) -> None:
+    numbers = sum(tensor.numel() for tensor in load_file(copy / "model.safetensors").values())
+    save_file({"moment": torch.zeros(9)}, copy / "optimizer.safetensors")
+    assert num_weight_bytes(copy, 2) == 2 * numbers
 
 
 def test_missing_weight_is_named_and_not_made_up(copy: Path) -> None:

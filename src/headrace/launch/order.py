@@ -59,6 +59,8 @@ class LaunchOrder:
     agents: Mapping[str, ModelConfig]
     """The models of agents with weights of their own, by name; each has an engine that serves these weights."""
     sync: SyncConfig
+    version_bytes: int = 0
+    """The size of the weights of one version, from which its deadline follows; 0: small."""
     launch: LaunchConfig
     devices: Devices
     """The devices on which engines and learner compute."""

@@ -211,7 +211,8 @@ class Processes:
             tls_certificate=sync.tls_certificate,
             tls_key=sync.tls_key,
             options=sync.options,
-            deadline_s=sync.deadline_s / 2,
+            deadline_s=sync.longest_s(self.order.version_bytes) / 2,
+            silence_s=sync.silence_s,
         )
 
     def components(self, restarts: Mapping[str, int]) -> list[ComponentStatus]:
@@ -267,12 +268,12 @@ class Processes:
         return EnvPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
-        deadline_s = self.order.sync.deadline_s
+        deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         on_spans = in_lane(name, self.site.on_spans)
         return EngineClient(name, channel, token=self.site.token, on_spans=on_spans, deadline_s=deadline_s)
 
     def _learner_client(self, channel: ControllerChannel) -> LearnerClient:
-        deadline_s = self.order.sync.deadline_s
+        deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         return LearnerClient(
             "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,19 @@ def refuse_damaged_weights(directory: Path) -> None:
                 f"{directory / name} is damaged or incomplete: {error}",
                 remedy="copy or fetch that file again, and compare its size with the original's",
             ) from None
+
+
+def num_weight_bytes(directory: Path, bytes_per_number: int) -> int:
+    """Return the size of the weights in ``directory``, where each number takes ``bytes_per_number``. Only the headers
+    of the files are read; files that are not there yet count as nothing."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in directory.glob("*.safetensors"):
+        if not file.name.startswith("optimizer"):
+            with safe_open(file, framework="numpy") as opened:
+                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - it cannot be iterated over
+    return total * bytes_per_number
 
 
 def _indexed_files(directory: Path) -> set[str]:

@@ -128,6 +128,13 @@ TRANSPORTS = Registry[Transport](
 """The registry behind ``sync.transport``. A module is imported when a run names its transport."""
 
 
+SHORT_VERSION_S = 60.0
+"""The longest time for one stage or commit of a version of few bytes."""
+SLOWEST_BYTES_S = 50e6
+"""The bytes a second at which a version is expected to travel at least: a third of what the slowest path of a large
+model reached, from sharded ranks through host memory and HTTP into a server."""
+
+
 class SyncConfig(Section):
     """Settings of the weight sync. Every transport can be combined with every codec and every interrupt."""
 
@@ -161,8 +168,22 @@ class SyncConfig(Section):
     rolling: int | None = Field(default=None, ge=1)
     """The number of engines that may commit at once while the others serve. Unset: one where ``interrupt`` stops
     generation, all where it does not (``inflight``, ``stream``)."""
-    deadline_s: float = Field(default=60.0, gt=0)
-    """The longest time for one stage or commit. Learner and engine wait for each other for at most half of it."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """The longest time for one stage or commit. Learner and engine wait for each other for at most half of it. Unset:
+    60 s, and one second more for each 50 MB of the weights that a version consists of."""
+
+    def longest_s(self, num_bytes: int) -> float:
+        """Return the longest time for one stage or commit of a version of ``num_bytes``.
+
+        >>> SyncConfig().longest_s(64 * 10**9), SyncConfig(deadline_s=5).longest_s(10**9)
+        (1340.0, 5.0)
+        """
+        return self.deadline_s or SHORT_VERSION_S + num_bytes / SLOWEST_BYTES_S
+
+    @property
+    def silence_s(self) -> float:
+        """The longest time in which no byte of a version moves."""
+        return self.longest_s(0) / 2
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -193,3 +214,5 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """``sync.options``, for a transport that an installed package offers."""
     deadline_s: float = 60.0
     """The longest time that one side waits for the other."""
+    silence_s: float | None = None
+    """The longest time in which a connection between them may be silent; ``None``: ``deadline_s``."""

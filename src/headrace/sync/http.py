@@ -404,7 +404,9 @@ def _disconnect(connection: socket.socket) -> None:
 
 def _open_outbox(route: Route, token: str) -> HttpOutbox:
     """Open the learner's side: it uploads to the addresses that come with each version."""
-    return HttpOutbox(token, route.deadline_s, only(route.tls_certificate) if route.tls_certificate else None)
+    return HttpOutbox(
+        token, route.silence_s or route.deadline_s, only(route.tls_certificate) if route.tls_certificate else None
+    )
 
 
 def _open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:

@@ -15,9 +15,10 @@ import pytest
 
 from headrace.base.environ import PART_OF_A_RUN
 from headrace.base.errors import ConfigError, DataError, EnvError, HeadraceError, ModelError
+from headrace.control.observer import Observers
 from headrace.run.session import evaluate, load_config, train
 from headrace.run.session.explain import changed, explain
-from headrace.run.session.prepare import Inputs, Prepared, prepare
+from headrace.run.session.prepare import Inputs, Prepared, make_order, prepare
 from tests.run.session.runs import make_run, tiny_model
 
 Prepare = Callable[..., Prepared]
@@ -263,3 +264,20 @@ def test_a_dry_run_says_what_a_value_means_and_of_tables_only_what_was_set(prepa
     filtered = load_config(made.config, ["flow.filters=[{kind='length', all_masked='keep'}]"])
     shown = {each.name: each.value for each in changed(filtered)}
     assert shown["flow.filters"] == [{"kind": "length", "all_masked": "keep"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "longest_s", "silence_s"),
+    [
+        ("model.dtype=bfloat16", 60 + 64_000 / 50, 30),  # 32B parameters: 22 minutes
+        ("sync.deadline_s=8", 8, 4),
+        ("model.lora.rank=2", 60, 30),  # adapters alone travel
+    ],
+)
+def test_the_deadline_of_a_version_grows_with_its_bytes(
+    change: str, longest_s: float, silence_s: float, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.run.session.prepare.num_weight_bytes", lambda _, size: size * 32_000_000_000)
+    order = make_order(prepared(change), run_dir=Path("run"), snapshot=None, observers=Observers(()))
+    assert order.sync.longest_s(order.version_bytes) == longest_s
+    assert order.sync.silence_s == silence_s

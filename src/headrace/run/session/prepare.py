@@ -28,8 +28,9 @@ from headrace.learner.disk import verify_model
 from headrace.models import ModelConfig, load_tokenizer
 from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
+from headrace.models.load import num_weight_bytes
 from headrace.models.mixtures import routes
-from headrace.models.settings import limit_of, read_config
+from headrace.models.settings import limit_of, model_directory, read_config
 from headrace.rollout import Chat
 from headrace.rollout.environments import Curriculum
 from headrace.rollout.environments.bridges import find_bridge
@@ -392,6 +393,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         agents=prepared.agents,
         teachers=prepared.teachers,
         sync=config.sync,
+        version_bytes=_version_bytes(config),
         launch=config.launch,
         devices=prepared.devices,
         tasks=prepared.tasks,
@@ -407,6 +409,14 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         on_event=observers.event,
         stall_timeout_s=config.run.stall_timeout_s,
     )
+
+
+def _version_bytes(config: RunConfig) -> int:
+    """Return the size of the weights that the learner publishes; 0 for adapters, which are small."""
+    if config.model.lora is not None:
+        return 0
+    bytes_per_number = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    return num_weight_bytes(model_directory(config.model.path), bytes_per_number)
 
 
 def row_order(config: RunConfig, num_rows: int) -> RowOrder:
