@@ -116,7 +116,7 @@ def test_tokenizer_without_end_of_sequence_is_refused(copy: Path) -> None:
     ("kind", "reason"),
     [
         ("t5", "encoder-decoder"),
-        ("mamba", "layers of type linear_attention"),
+        ("minimax", "layers of type linear_attention"),
         ("deepseek_v4", "layers of type compressed_sparse_attention"),
         ("vit", "knows no causal language model"),
     ],
@@ -132,6 +132,7 @@ def test_architecture_that_cannot_work_is_refused_by_its_config(tmp_path: Path, 
     ("kind", "reason"),
     [
         ("bert", "differ by"),
+        ("mamba", "do not tell their mixers which tokens belong together"),
         ("bloom", "attention interface"),
         ("diffllama", "calls come from layers [0, 0, 1, 1]"),
         ("stablelm", "without a plan"),
