@@ -34,6 +34,8 @@ def changed(tree: dict[str, Any], **c: Any) -> dict[str, Any]:
         (changed(MUTUAL, minItems=1), False),
         (changed(MUTUAL, minItems=1, type=["array", "string"]), True),
         ({"$ref": "#"}, False),
+        ({"type": 5}, True),  # what is no schema is refused by those who read the rest of it
+        ({"type": ["array", 5], "minItems": 1, "items": {"$ref": "#"}}, False),
         ({"$ref": "https://else.where/schema"}, True),
         ({"type": "array", "minItems": 2, "items": {"type": "integer"}}, True),
         ({"enum": [1]}, True),
@@ -43,3 +45,16 @@ def changed(tree: dict[str, Any], **c: Any) -> dict[str, Any]:
 )
 def test_a_schema_ends_where_some_json_follows_it(schema: object, ends: bool) -> None:
     assert has_end(schema) is ends
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_long_chain_of_references_takes_few_rounds(order: int, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: dict[str, Any] = {
+        f"p{number}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/p{number + 1}"}}, "required": ["x"]}
+        for number in range(1000)
+    }
+    parts["p1000"] = {"type": "null"} if ends else {"$ref": "#/$defs/p0"}
+    names = list(parts)[::order]
+    monkeypatch.setattr("headrace.engine.schemas.MAX_ROUNDS", 4)
+    assert has_end({"$ref": "#/$defs/p0", "$defs": {name: parts[name] for name in names}}) is ends

@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from headrace.base.errors import ConfigError
 from headrace.base.types.batch import Batch
+from headrace.learner.auxiliary.kept import Copy
 from headrace.learner.config import MixtureConfig
 from headrace.learner.core import LearnerCore
 from headrace.learner.mixture import MixtureBalance
@@ -223,3 +224,13 @@ def test_moving_biases_are_refused_where_there_are_none_or_an_adapter_is_trained
 def test_parts_of_a_batch_are_refused_with_a_balance_loss(setup):
     with pytest.raises(ConfigError, match="whole batch first"):
         with_losses(setup).learner().add(random_batch())
+
+
+def test_a_copy_of_a_snapshot_from_before_biases_were_moved_is_read(biased):
+    model = biased.learner().model
+    copy = Copy(model, [], "model")
+    held = {name: tensor.clone() for name, tensor in copy.state()}
+    assert held
+    copy.set_state({})
+    for name, tensor in copy.state():
+        assert torch.equal(tensor, held[name])

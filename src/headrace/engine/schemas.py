@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _NESTED = frozenset({"object", "array"})
+MAX_ROUNDS = 100
+"""Number of rounds over all references after which the search is given up; each direction of a chain takes one."""
 
 
 def has_end(schema: object) -> bool:
@@ -20,11 +22,24 @@ def has_end(schema: object) -> bool:
     (True, False)
     """
     ended: set[str] = set()
-    waiting = dict.fromkeys(_references(schema))
-    while found := [each for each in waiting if _ends(_target(schema, each), ended.__contains__)]:
-        ended.update(found)
-        waiting = {each: None for each in waiting if each not in ended}
+    # Backwards, since schemas usually define a part after the part that refers to it: a chain of references then takes
+    # one round, and not one for each link.
+    waiting = list(dict.fromkeys(_references(schema)))[::-1]
+    for _ in range(MAX_ROUNDS):
+        left = [each for each in waiting if not _found(schema, each, ended)]
+        if len(left) in (0, len(waiting)):
+            break
+        waiting = left[::-1]
+    else:
+        return True  # llguidance's own bounds apply
     return _ends(schema, ended.__contains__)
+
+
+def _found(schema: object, reference: str, ended: set[str]) -> bool:
+    """Add a reference to those that have an end, if it has one; return whether it has."""
+    if _ends(_target(schema, reference), ended.__contains__):
+        ended.add(reference)
+    return reference in ended
 
 
 def _ends(schema: object, ended: Callable[[str], bool]) -> bool:
@@ -46,7 +61,8 @@ def _ends(schema: object, ended: Callable[[str], bool]) -> bool:
 def _values_end(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
     """Return whether a value of one of the schema's types has an end."""
     kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else {each for each in kind or () if isinstance(each, str)}
+    listed = kind if isinstance(kind, list) else [kind]
+    kinds = {each for each in listed if isinstance(each, str)}
     if "enum" in schema or "const" in schema or not kinds or kinds - _NESTED:
         return True
     properties = schema.get("properties")

@@ -195,7 +195,8 @@ class LearnerCore:
             made.append(self._update(first=number == 0, last=number == len(parts) - 1))
         self._step += 1
         stats = stats_of_updates(tallies, work, log_before_N)
-        norms = {name: float(np.mean([each.norms.get(name, 0.0) for each in made])) for name in made[0].norms}
+        agents = dict.fromkeys(name for each in made for name in each.norms)
+        norms = {name: float(np.mean([each.norms[name] for each in made if name in each.norms])) for name in agents}
         seconds = self._ended("updates", start_s)
         return StepReport(
             step=batch.step,

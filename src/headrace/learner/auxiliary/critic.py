@@ -48,7 +48,7 @@ from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
 from headrace.models.settings import called
-from headrace.models.weights import weight_tensors
+from headrace.models.weights import CORRECTION_BIAS, weight_tensors
 
 NAME = "critic"
 HEAD = "value_head"
@@ -272,6 +272,8 @@ def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Copy the weights of a critic's ``state`` into ``model``. Raises ``KeyError`` or ``ValueError`` for the state of
     another model."""
     for name, tensor in weight_tensors(model).items():
+        if name.endswith(CORRECTION_BIAS) and f"{_WEIGHT}|{name}" not in state:
+            continue  # saved before biases were moved: they are as the model was loaded with
         saved = state[f"{_WEIGHT}|{name}"]
         if saved.shape != tensor.shape:
             raise ValueError(f"{name} is {tuple(saved.shape)}, not {tuple(tensor.shape)}")

@@ -27,7 +27,7 @@ from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, R
 from headrace.learner.parallel.optim import TrainedWeight
 from headrace.learner.parallel.shards import like, local, part_of
 from headrace.learner.parallel.split import reshard
-from headrace.models.weights import correction_biases
+from headrace.models.weights import CORRECTION_BIAS, correction_biases
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -103,6 +103,8 @@ class Copy:
         """Copy whole tensors into this copy. Raises ``KeyError`` for a missing tensor and ``ValueError`` for another
         shape."""
         for one, part in zip(self._sources, self._parts, strict=True):
+            if one.name.endswith(CORRECTION_BIAS) and one.name not in state:
+                continue  # a snapshot from before biases were moved: they are as the model was loaded with
             full = state[one.name]
             if full.shape != one.weight.shape:
                 raise ValueError(f"{one.name} is {list(full.shape)}, expected {list(one.weight.shape)}")

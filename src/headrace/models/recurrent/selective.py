@@ -37,12 +37,12 @@ class Selective:
         length = x_BLE.shape[1]
         # a step of 0 neither decays the state nor writes into it
         step_BLE = step_BLE.where(inside(lengths_B, length)[:, :, None], 0.0)
-        kept_BLES = (step_BLE[..., None] * self._rate_ES).exp()
-        added_BLES = (step_BLE * x_BLE)[..., None] * into_BLS[:, :, None]
-        state_BES = torch.zeros_like(added_BLES[:, 0]) if state_B is None else state_B
+        added_BLE = step_BLE * x_BLE
+        state_BES = x_BLE.new_zeros(len(x_BLE), *self._rate_ES.shape) if state_B is None else state_B
         outputs = []
-        for place in range(length):
-            state_BES = kept_BLES[:, place] * state_BES + added_BLES[:, place]
+        for place in range(length):  # the numbers of all tokens at once would take S times the memory of the inputs
+            kept_BES = (step_BLE[:, place, :, None] * self._rate_ES).exp()
+            state_BES = kept_BES * state_BES + added_BLE[:, place, :, None] * into_BLS[:, place, None]
             outputs.append(torch.matmul(state_BES, from_BLS[:, place, :, None])[..., 0])
         return torch.stack(outputs, 1).to(inputs_BL[0].dtype), state_BES
 
