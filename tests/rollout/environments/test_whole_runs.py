@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import EnvError
+from headrace.base.errors import ConfigError
 from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.scored import paths
 from headrace.control.metrics.summary import Summary
@@ -291,5 +291,5 @@ def test_evaluation_asks_the_same_environment(tmp_path: Path, model_dir: Path) -
 
 def test_an_entry_that_cannot_be_imported_ends_the_run_before_it_begins(tmp_path: Path, model_dir: Path) -> None:
     run_file = make_env_run(tmp_path, model_dir, "import nothing_of_that_name\nclass Twice: pass", "Twice")
-    with pytest.raises(EnvError, match="nothing_of_that_name"):
+    with pytest.raises(ConfigError, match=r"my_env.py:1: there is no module 'nothing_of_that_name'"):
         train(run_file, overrides=["observe.view=none"])

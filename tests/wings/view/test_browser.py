@@ -272,6 +272,7 @@ def test_what_a_teacher_says_of_a_token_is_seen_and_heard(chromium: Any, tmp_pat
         watched.open("episodes/3.0?by=teacher")
         page = watched.tab
         assert page.get_by_role("button", name="Teacher", exact=True).get_attribute("aria-pressed") == "true"
+        page.locator("#turn-1 .t.u2").first.wait_for()  # the shades come a moment after the button
         shades = [page.locator(f"#turn-1 .t.{name}").count() for name in ("u2", "d4")]
         assert shades == [3, 3]  # the last of the seven has no colour: no teacher was asked about it
         assert "taught by math" in page.locator("#turn-1 header").inner_text()
