@@ -10,8 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
+from headrace.wings.tinker import wire
+from headrace.wings.tinker.compute import TrainResult
+from headrace.wings.tinker.losses import loss_of
 from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
-from tests.wings.tinker.serving import NAME, WHOLE, client, datum, served, tiny
+from tests.wings.tinker.serving import NAME, VOCAB, WHOLE, client, datum, served, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")  # clients of today still load so
 IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
@@ -89,6 +92,23 @@ def test_the_curve_and_the_weights_are_those_of_plain_transformers(plain, tmp_pa
     parameters = dict(reference.named_parameters())
     assert found.keys() == parameters.keys()
     assert max(np.abs(found[name] - each.detach().numpy()).max() for name, each in parameters.items()) < 1e-4
+
+
+def test_a_head_in_pieces_gives_the_gradients_of_a_whole_one(plain, monkeypatch):
+    found, noise = [], torch.Generator().manual_seed(0)
+    for positions in (64, 4):  # of a piece, which is computed again in the backward pass
+        monkeypatch.setattr("headrace.wings.tinker.compute.LOGITS_PER_CHUNK", positions * (len(VOCAB) + 4))
+        compute = compute_of(plain, whole=True)
+        compute.kind.runs_head = lambda weights: True  # as for a head that is more than a matrix
+        weights = compute.kind.new({})
+        noise.manual_seed(0)
+        for each in weights.tensors.values():
+            each.data += 0.1 * torch.randn(each.shape, generator=noise)
+        request = wire.read_train_request(train_body([IDS, IDS[::-1]], 1))
+        result = TrainResult()
+        list(compute.train(weights, request.data, loss_of("cross_entropy", {}), result, backward=True))
+        found.append({name: each.grad for name, each in weights.tensors.items()})
+    assert all(torch.allclose(found[0][name], each, rtol=1e-4, atol=1e-5) for name, each in found[1].items())
 
 
 def test_a_kill_and_a_restart_change_no_bit_and_the_base_never_moves(plain, tmp_path):
@@ -199,6 +219,17 @@ def test_a_second_tenant_is_refused_until_the_first_has_gone(both):
                 adapter.load_state(path).result()
         again = second.create_training_client_from_state_with_optimizer(path).result()
         assert step(again) < loss
+
+
+def test_a_late_request_of_a_session_that_has_ended_does_not_hold_the_base(both):
+    url, key = both
+    with client(*both) as gone:
+        trained = new(gone)
+    body = {"model_id": trained.model_id, "seq_id": 1, "adam_params": {}}
+    late = httpx.post(f"{url}/api/v1/optim_step", json=body, headers={"x-api-key": key})
+    assert (late.status_code, "has ended" in late.text) == (404, True)
+    with client(*both) as service:
+        assert step(new(service)) > 0
 
 
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])

@@ -127,27 +127,20 @@ class SamplerWeights:
     def put(self, name: str, weights: Weights | None, version: int) -> None:
         """Set the weights of ``name``, which are used from the next pass on."""
         with self._lock:
-            slot = self._slots.get(name)
-            if slot is None:
-                slot = self._slots[name] = SamplerSlot(place=0, weights=weights, version=version)
-            else:
-                slot.weights, slot.version, slot.loaded = weights, version, True
-            self._count += 1
-            slot.place = self._count
-            self._by_place[slot.place] = slot
+            self._set(name, weights, version)
             self._unload()
 
     def use(self, name: str, load: Callable[[], tuple[Weights | None, int]]) -> None:
         """Keep the weights of ``name`` in memory until :meth:`release`; ``load`` reads them if they are not there."""
         with self._lock:
-            slot = self._slots.get(name)
-            if slot is not None and slot.loaded:
-                slot.users += 1
-                self._slots.move_to_end(name)
+            if self._count_use(name):
                 return
-        self.put(name, *load())
+        weights, version = load()
         with self._lock:
-            self._slots[name].users += 1
+            if not self._count_use(name):  # else it was loaded, or given newer weights, meanwhile
+                self._set(name, weights, version)
+                self._count_use(name)  # before others are unloaded, so that this one stays
+            self._unload()
 
     def release(self, name: str) -> None:
         """End one use of ``name``."""
@@ -184,6 +177,25 @@ class SamplerWeights:
 
     def _of(self, place: int) -> Weights | None:
         return self._by_place[place].weights if place else None
+
+    def _set(self, name: str, weights: Weights | None, version: int) -> None:
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = SamplerSlot(place=0, weights=weights, version=version)
+        else:
+            slot.weights, slot.version, slot.loaded = weights, version, True
+        self._count += 1
+        slot.place = self._count
+        self._by_place[slot.place] = slot
+
+    def _count_use(self, name: str) -> bool:
+        """Count one more use of ``name``; return whether its weights are there."""
+        slot = self._slots.get(name)
+        if slot is None or not slot.loaded:
+            return False
+        slot.users += 1
+        self._slots.move_to_end(name)
+        return True
 
     def _unload(self) -> None:
         """Free the weights that have not been used for longest, if there are too many; they can be loaded again."""

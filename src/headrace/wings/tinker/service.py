@@ -251,12 +251,13 @@ class TinkerService:
     def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
         """Write a request of a model, and promise its result."""
         row = self.catalog.model(model)
-        self._take_base(self._base_of(row), model, status=429)
+        base = self._base_of(row)
         self._session(row["session"])
         if seq < 1:
             raise Refusal(f"seq_id={seq}", remedy="number the requests of a model from 1")
         if self._journal.outcome(model, seq) is None and self._parts.tenants.waiting(model) >= self._config.max_waiting:
             raise Refusal(f"{self._config.max_waiting} requests of {model} wait", remedy="ask again later", status=429)
+        self._take_base(base, model, status=429)  # last: what is refused must not hold it
         self._parts.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))
         return {"request_id": f"{model}:{seq}", "model_id": model}
 

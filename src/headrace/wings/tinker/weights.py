@@ -102,7 +102,7 @@ class WholeKind:
 
     def __init__(self, model: PreTrainedModel) -> None:
         model.requires_grad_(requires_grad=False)
-        self._base = weight_tensors(model)
+        self._base = self._now = weight_tensors(model)
         names = {id(tensor): name for name, tensor in self._base.items()}
         self._places: list[tuple[dict[str, Any], str, str]] = [
             (module._parameters, key, names[id(tensor)])  # every place of a tied parameter
@@ -124,19 +124,18 @@ class WholeKind:
 
     @contextmanager
     def on(self, weights: WholeTensors | None) -> Iterator[None]:
-        if weights is None:
-            yield
-            return
-        self._point(weights.tensors)
+        before = self._now
+        self._point(self._base if weights is None else weights.tensors)
         try:
             yield
         finally:
-            self._point(self._base)
+            self._point(before)  # contexts nest
 
     def runs_head(self, weights: WholeTensors | None) -> bool:
         return False
 
-    def _point(self, tensors: Mapping[str, Tensor]) -> None:
+    def _point(self, tensors: dict[str, Tensor]) -> None:
+        self._now = tensors
         for parameters, key, name in self._places:
             parameters[key] = tensors[name]
 
