@@ -60,6 +60,10 @@ MAX_PROMISED_GAIN = 10.0
 """A possible rate of more than this many times the present one is not promised, since no run would reach it."""
 CLOSE = 1.1
 """Two times whose ratio is less than this are told as one."""
+CROWDED_SHARE = 0.05
+"""The share of time that waiting for a processor may cost before times of parts are not taken as theirs."""
+MOST_CONTROLLER = 0.5
+"""The share of time above which a working controller is expected to delay the other parts."""
 NOTED_SHARE = 0.01
 """The share of time or tokens above which a loss is mentioned besides the bound."""
 
@@ -363,15 +367,25 @@ def _ages(a: Account) -> str:
 
 def _turns(a: Account) -> str:
     """Return how long the run would have taken if generation and training took turns, in words; empty where that is not
-    known.
+    known, as where the parts were in each other's way.
 
     >>> _turns(Account(seconds=22.0, turned_s=20.0, turns_s=30.0, turns_least_s=30.0))
     'A synchronous run (flow.max_age = 0) would have taken about 33 s instead of 22 s.'
     >>> _turns(Account(seconds=20.0, turned_s=20.0, turns_s=60.0, turns_least_s=30.0))
     'A synchronous run (flow.max_age = 0) would have taken 30 s to 1 min 00 s instead of 20 s.'
     """
-    if a.turned_s <= 0 or a.turns_s <= 0:
+    if a.turned_s <= 0 or a.turns_s <= 0 or _crowded(a):
         return ""
     least_s, most_s = (part_s / a.turned_s * a.seconds for part_s in (a.turns_least_s, a.turns_s))
     times = f"about {duration(most_s)}" if most_s < CLOSE * least_s else f"{duration(least_s)} to {duration(most_s)}"
     return f"A synchronous run (flow.max_age = 0) would have taken {times} instead of {duration(a.seconds)}."
+
+
+def _crowded(a: Account) -> bool:
+    """Return whether the times of groups and steps hold much waiting for a processor or for the controller, which parts
+    that take turns would not have: on the demo's two cores they promise three times what is true.
+
+    >>> _crowded(Account(seconds=10.0, controller_busy_s=2.0)), _crowded(Account(seconds=10.0, controller_busy_s=6.0))
+    (False, True)
+    """
+    return sum(processor_waits(a).values()) >= CROWDED_SHARE or a.of_time(a.controller_busy_s) >= MOST_CONTROLLER
