@@ -149,6 +149,10 @@ def test_what_there_is_to_gain_is_bounded_by_the_part_that_would_bind_next() -> 
     )
     assert judge(processor_waits).most_tok_s == pytest.approx(62 / (1 - 0.45 - 0.20))
     assert "Other programs use the processors" in judge(processor_waits).advice
+    shared = account(
+        {}, {"controller": 40}, controller_busy_s=40.0, observed_s=100.0, processors_s=62.0, queued_s=queued
+    )
+    assert "Its own processes and other programs share them" in judge(shared).advice
 
 
 def test_no_rate_is_told_that_no_run_will_see() -> None:

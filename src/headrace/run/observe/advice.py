@@ -261,12 +261,16 @@ def _controller(settings: VerdictSettings) -> str:
 
 OWN_SHARE = 0.6
 """The share of the used processors below which other programs count as the cause of waiting for processors."""
+WHOLE_SHARE = 0.8
+"""The share above which the run alone does."""
 
 
 def _processors(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run whose processes wait for processors."""
     if account.processors_s < OWN_SHARE * account.observed_s:
         return "Other programs use the processors: end them, or take a machine of the run's own."
+    if account.processors_s < WHOLE_SHARE * account.observed_s:
+        return "Its own processes and other programs share them: end those, or take a machine of the run's own."
     threads = _threads(settings)
     if threads is not None and max(threads[:2]) > 1 and sum(threads[:2]) >= threads[2]:
         engine, learner, total = threads
