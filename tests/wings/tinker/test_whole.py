@@ -232,6 +232,18 @@ def test_a_late_request_of_a_session_that_has_ended_does_not_hold_the_base(both)
         assert step(new(service)) > 0
 
 
+def test_a_model_that_could_not_be_made_does_not_hold_the_base(both, state):
+    with client(*both) as service:
+        trained = new(service)
+        path = trained.save_state("cut").result().path
+    (directory,) = (state / "runs" / trained.model_id.replace(":", "_") / "weights").iterdir()
+    (directory / "model.safetensors").unlink()
+    with client(*both) as failing, client(*both) as service:
+        with pytest.raises(RequestFailedError, match="cannot be read"):
+            failing.create_training_client_from_state_with_optimizer(path).result()
+        assert step(new(service)) > 0
+
+
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])
 def test_weights_cannot_be_left_out_of_whole_training(both, flag):
     with client(*both) as service, pytest.raises(APIStatusError, match=f"{flag}=False: {WHOLE} trains all weights"):

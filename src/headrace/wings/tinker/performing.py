@@ -164,6 +164,11 @@ class Performer:
                 "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, 'ephemeral', ?, ?, ?, ?, '{}')",
                 f"{entry.model}/{place}", entry.model, now, now + self._ephemeral_s, str(directory), size,
             )  # fmt: skip
+            self._journal.run(  # what these weights took the place of is deleted soon
+                "UPDATE checkpoints SET expires_s = ? WHERE model = ? AND kind = 'ephemeral' "
+                "AND directory NOT IN (SELECT directory FROM samplers WHERE model = ?)",
+                now, entry.model, entry.model,
+            )  # fmt: skip
 
         yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 

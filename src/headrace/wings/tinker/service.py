@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace.base.clock import Clock
-from headrace.base.errors import EngineFull
+from headrace.base.errors import DataError, EngineFull
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.episode import StopReason
 from headrace.base.types.tokens import Tokens
@@ -26,7 +26,7 @@ from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.compute import PromptScores
 from headrace.wings.tinker.config import TinkerConfig
 from headrace.wings.tinker.files import facts_of_state, read_state
-from headrace.wings.tinker.journal import DONE, WAITING, Journal, JournalEntry
+from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
 from headrace.wings.tinker.performing import spec_of
 from headrace.wings.tinker.samplers import SamplerRecord
 from headrace.wings.tinker.sampling import Array, answer, plan_of
@@ -111,6 +111,11 @@ class TinkerService:
             raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
         self._park(session)
+        self._journal.run(
+            "UPDATE checkpoints SET expires_s = ? "
+            "WHERE kind = 'ephemeral' AND model IN (SELECT id FROM models WHERE session = ?)",
+            self._clock.wall(), session,
+        )  # fmt: skip
         for row in self._journal.all("SELECT id, base FROM samplers WHERE session = ?", session):
             if row["base"] in self._bases:
                 self._bases[row["base"]].weights.drop(row["id"])
@@ -137,9 +142,7 @@ class TinkerService:
                 job.task.cancel()
         for row in self._journal.all("SELECT id FROM models WHERE session = ?", session):
             self._parts.tenants.park(row["id"])
-            for base, model in list(self._trains_alone.items()):
-                if model == row["id"]:
-                    del self._trains_alone[base]
+            self._free_base(row["id"])
 
     def _session(self, session: str, ended: int = 404) -> None:
         """Note that a session lives. Raises :class:`Refusal` for an unknown one, and with status ``ended`` for one that
@@ -204,7 +207,7 @@ class TinkerService:
     def _take_base(self, base: ServedBase, model: str, *, status: int) -> None:
         """Reserve a base that one model trains as a whole. Raises :class:`Refusal`, with ``status``, if another one
         does."""
-        if not base.training.compute.kind.alone:
+        if not base.training.compute.kind.alone or self._was_never_made(model):
             return
         holder = self._trains_alone.setdefault(str(base.training.path), model)
         if holder != model:
@@ -213,6 +216,15 @@ class TinkerService:
                 remedy="close its ServiceClient first, or train adapters of another name",
                 status=status,
             )
+
+    def _free_base(self, model: str) -> None:
+        for base, holder in list(self._trains_alone.items()):
+            if holder == model:
+                del self._trains_alone[base]
+
+    def _was_never_made(self, model: str) -> bool:
+        made = self._journal.outcome(model, 0)
+        return made is not None and made.status == FAILED
 
     def get_info(self, body: bytes) -> dict[str, Any]:
         model = schema.parse(body, schema.ModelBody).model_id
@@ -265,6 +277,8 @@ class TinkerService:
         event = self._arrivals.pop((entry.model, entry.seq), None)
         if event is not None:
             event.set()
+        if entry.seq == 0 and self._was_never_made(entry.model):
+            self._free_base(entry.model)
         if entry.kind == "save_weights_for_sampler":
             self._publish(entry.model)
 
@@ -352,13 +366,29 @@ class TinkerService:
         plan, weights = plan_of(given, base.limits, secrets.randbits(62)), base.weights
         adapter = "" if record.directory is None else record.id
         if adapter:
-            await asyncio.to_thread(weights.use, adapter, lambda: self._read_sampler(record))
+            await self._use(record)
         try:
             score, keep = partial(self._score, record), partial(self._keep, record, name, plan.prompt_N)
             return Found(body=await answer(plan, base.engine, adapter, score, keep), media=PROTOBUF)
         finally:
             if adapter:
                 weights.release(adapter)
+
+    async def _use(self, record: SamplerRecord) -> None:
+        """Keep the weights of a sampler in memory until they are released. A caller that is cancelled does not use
+        them."""
+        weights = self._base(record.base).weights
+        using = self._loop.run_in_executor(None, weights.use, record.id, lambda: self._read_sampler(record))
+
+        def release(used: asyncio.Future[None]) -> None:
+            if not used.cancelled() and used.exception() is None:
+                weights.release(record.id)
+
+        try:
+            await asyncio.shield(using)
+        except asyncio.CancelledError:
+            using.add_done_callback(release)  # the thread goes on
+            raise
 
     def _keep(
         self, record: SamplerRecord, name: str, prompt_N: Array, sampled: Sequence[tuple[Tokens, StopReason]]
@@ -377,11 +407,17 @@ class TinkerService:
         )  # fmt: skip
 
     def _read_sampler(self, record: SamplerRecord) -> Any:
-        newest = self._sampler(record.id)
-        assert newest.directory is not None
         device = self._base(record.base).device
-        state = read_state(Path(newest.directory), device, trained=False, moments=False)
-        return state.weights, state.version
+        while True:
+            directory = self._sampler(record.id).directory
+            assert directory is not None
+            try:
+                state = read_state(Path(directory), device, trained=False, moments=False)
+            except DataError:
+                if self._sampler(record.id).directory == directory:
+                    raise
+                continue  # newer weights took its place, and it was deleted
+            return state.weights, state.version
 
     async def _score(self, record: SamplerRecord, ids_N: Array, top: int, targets: Array | None) -> PromptScores:
         """Score a sequence with a sampler's weights, in turn with the training of models."""
