@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.engine import EngineConfig
-from headrace.models.devices import settle
+from headrace.models.devices import Devices, settle
 from headrace.models.gpus import VARIABLE, VisibleGpus
-from headrace.run.session.config import load_config
+from headrace.run.session.config import as_recorded, load_config
+from headrace.run.session.directory import CONFIG_FILE, read_settings, write_sealed
+from headrace.run.session.engine_fit import refuse_settled
 from headrace.wings.cluster.ray.fit import devices_of
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address
@@ -79,13 +83,6 @@ def test_a_gang_that_does_not_fit_is_refused(engine: str, ranks: int, count: int
     ("engine", "words", "remedy"),
     [
         ({"tensor": 2}, "engine.tensor=2 divides an engine among devices, and engine.kind='native'", "vllm"),
-        ({"kind": "vllm", "server": {"args": ["-tp", "2"]}}, "engine.server.args holds '-tp'", "set engine.tensor"),
-        (
-            {"kind": "vllm", "server": {"args": ["--pipeline_parallel_size=2"]}},
-            "--pipeline_parallel_size=2",
-            "set engine.pipeline",
-        ),
-        ({"kind": "sglang", "server": {"args": ["--dp-size", "2"]}}, "--dp-size", "set engine.count"),
         (
             {"kind": "vllm", "tensor": 2, "server": {"urls": ["http://127.0.0.1:8000"]}},
             "engine.server.urls names some that run",
@@ -99,6 +96,26 @@ def test_settings_that_contradict_each_other_are_refused(engine: dict[str, objec
         load_config({"engine": engine, "model": {"path": "m"}, "data": {"path": "d"}, "env": {"reward": "r.py:f"}})
     assert words in str(raised.value)
     assert remedy in raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "remedy"),
+    [
+        ("vllm", ["-tp", "2"], "set engine.tensor"),
+        ("vllm", ["--pipeline_parallel_size=2"], "set engine.pipeline"),
+        ("sglang", ["--dp-size", "2"], "set engine.count"),
+    ],
+)
+def test_arguments_that_choose_gpus_start_no_server_and_are_read_where_they_are_recorded(
+    kind: str, args: list[str], remedy: str, tmp_path: Path
+) -> None:
+    tree = {"model": {"path": "m"}, "launch": {"start_timeout_s": 400}, "sync": {"interrupt": "drain"}}
+    config = load_config({**tree, "engine": {"kind": kind, "server": {"args": args}}})
+    with pytest.raises(ConfigError, match=f"engine.server.args holds '{args[0]}'") as raised:
+        refuse_settled(config, (), Devices(engines=("cuda:0",), learner=("cuda:1",)))
+    assert remedy in raised.value.remedy
+    write_sealed(tmp_path / CONFIG_FILE, as_recorded(config))
+    assert load_config(read_settings(tmp_path)).engine.server == config.engine.server
 
 
 def test_ray_gives_a_gang_all_of_its_gpus() -> None:

@@ -46,6 +46,10 @@ class EngineSettings(Section):
         """Raise :class:`~headrace.base.errors.ConfigError` for settings that conflict with ``engine.count`` or
         ``launch.start_timeout_s``."""
 
+    def refuse_start(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings with which no engine is started any more. The
+        settings of older runs may hold them, and can be read."""
+
     def sentence(self, kind: str) -> str:
         """Return a sentence that says where an engine of this ``kind`` runs, for the summary of a run; empty for
         none."""

@@ -95,7 +95,7 @@ class Grammars:
             case {"regex": pattern}:
                 grammar = LLMatcher.grammar_from_regex(pattern)
             case {"json_schema": schema}:
-                _refuse_endless(schema)
+                refuse_endless(schema)
                 grammar = LLMatcher.grammar_from_json_schema(schema)
             case _:
                 grammar = LLMatcher.grammar_from_lark(tree["lark"])
@@ -126,7 +126,7 @@ class Grammars:
         return self._wrapped
 
 
-def _refuse_endless(schema: object) -> None:
+def refuse_endless(schema: object) -> None:
     """Raise :class:`~headrace.base.errors.RequestError` for a schema that no finite JSON follows."""
     try:
         ends = has_end(schema)

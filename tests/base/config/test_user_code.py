@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.config.user_code import load_file, refuse_missing_imports
+from headrace.base.config.user_code import find_in_file, load_file, refuse_missing_imports
 from headrace.base.errors import ConfigError
 
 
@@ -84,6 +84,8 @@ def test_missing_file_is_told(tmp_path: Path) -> None:
         ("import json, not_a_module_at_all.part as part\n", 1),
         ('"""Words."""\nimport json\nfrom not_a_module_at_all import x\n', 3),
         ("def f():\n    print(1)\nimport not_a_module_at_all\n", 3),
+        ("import numpy as np, torch\nfrom torch import nn\nimport not_a_module_at_all\n", 3),
+        ("X = Y = [-1, 'a']\nimport not_a_module_at_all\n", 2),
     ],
 )
 def test_module_that_is_not_installed_is_refused_by_name_before_the_file_runs(
@@ -126,6 +128,21 @@ def test_relative_import_is_refused_since_the_file_is_no_part_of_a_package(tmp_p
         "import sys\nsys.path += ['elsewhere']\nimport not_a_module_at_all\n",
         "import set_up\nroot = set_up.root(__file__)\nimport not_a_module_at_all\n",
         "import moving\nimport not_a_module_at_all\n",
+        "import pytest\nimport not_a_module_at_all\n",  # what is installed may add a folder or a finder
+        "import pytest, not_a_module_at_all\n",
+        "import roots.paths\nimport not_a_module_at_all\n",
+        "from roots import paths\nimport not_a_module_at_all\n",
+        "import package\nimport not_a_module_at_all\n",  # its __init__ imports a part of it
+        "from sys import path\npath += ['elsewhere']\nimport not_a_module_at_all\n",
+        "import sys\nsys.meta_path += [1]\nimport not_a_module_at_all\n",
+        "import sys\nsys.path[:0] = ['elsewhere']\nimport not_a_module_at_all\n",
+        "import beside\n@beside.x\ndef f(): ...\nimport not_a_module_at_all\n",
+        "import beside\ndef f(x=beside.x()): ...\nimport not_a_module_at_all\n",
+        "import beside\nclass A:\n    x = beside.x()\nimport not_a_module_at_all\n",
+        "try:\n    import roots.paths\nexcept OSError:\n    pass\nimport not_a_module_at_all\n",
+        "import pathlib\nimport not_a_module_at_all\n",  # a file of that name is there, and is not what is imported
+        "import marked, latin\n",
+        "import both\n",
     ],
 )
 def test_imports_that_may_succeed_are_not_refused(tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +151,32 @@ def test_imports_that_may_succeed_are_not_refused(tmp_path: Path, code: str, mon
         (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_text("x = y = 1\n")
     (tmp_path / "mine" / "package" / "__init__.py").write_text("from . import x\n")
+    (tmp_path / "mine" / "roots").mkdir()
+    (tmp_path / "mine" / "roots" / "__init__.py").touch()
+    (tmp_path / "mine" / "roots" / "paths.py").write_text("import sys\nsys.path.append('elsewhere')\n")
+    (tmp_path / "mine" / "pathlib.py").write_text("import not_a_module_at_all\n")
+    (tmp_path / "mine" / "marked.py").write_text("x = 1\n", encoding="utf-8-sig")
+    (tmp_path / "mine" / "latin.py").write_text("# coding: latin-1\nx = 'é'\n", encoding="latin-1")
+    (tmp_path / "mine" / "both").mkdir()
+    (tmp_path / "mine" / "both" / "__init__.py").touch()
+    (tmp_path / "mine" / "both.py").write_text("import not_a_module_at_all\n")
     (tmp_path / "mine" / "moving.py").write_text("import sys\nsys.path.append('elsewhere')\n")
     (tmp_path / "working.py").write_text("")
     path = tmp_path / "mine" / "mine.py"
     path.write_text(code)
     monkeypatch.chdir(tmp_path)
     refuse_missing_imports(path, "env.reward")
+
+
+def test_file_may_say_its_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def f(): ...\n", encoding="utf-8-sig")
+    assert find_in_file(f"{path}:f", "env.reward") == (path, "f")
+    path.write_text("# coding: latin-1\ndef f(): return 'é'\n", encoding="latin-1")
+    assert find_in_file(f"{path}:f", "env.reward") == (path, "f")
+    path.write_text("def f(): return 'é'\n", encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"env\.reward: .*mine\.py:1: .*utf-8"):
+        find_in_file(f"{path}:f", "env.reward")
 
 
 def test_no_example_imports_what_is_missing() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.environments import program
-from headrace.rollout.environments.program import Program
+from headrace.rollout.environments.program import Program, refuse_missing_script
 from headrace.rollout.scoring.sandbox import apart, processes
 
 ROW = {"prompt": "2+2", "answer": 4}
@@ -159,6 +159,26 @@ def test_a_program_that_fails_fails_its_episode_in_words() -> None:
         run("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(EnvError, match="there is no program '/no/such/program'"):
         Program(["/no/such/program"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bash", "-c", "cd agent && python main.py"),
+        ("sh", "-lc", "exec python main.py"),
+        ("python", "-c", "import runpy  # as main.py"),
+        ("python", "-W", "error.py", "agent.py"),
+        ("bash", "on_the_path.sh"),
+        ("python", "-m", "agent", "main.py"),
+        ("python",),
+    ],
+)
+def test_words_that_name_no_script_are_not_looked_for(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "on_the_path.sh").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    refuse_missing_script(command)
 
 
 def test_only_the_end_of_what_a_program_writes_is_kept() -> None:

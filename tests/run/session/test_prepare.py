@@ -255,6 +255,10 @@ def test_a_run_may_go_on_on_other_devices(prepared: Prepare) -> None:
     here = prepared()
     there = replace(here, config=load_config(here.config, ["engine.device=cuda", "learner.device=cuda:1"]))
     assert here.fingerprint() == there.fingerprint()
+    vllm = ["engine.kind=vllm", "launch.start_timeout_s=400"]
+    formerly, today = ['engine.server.args=["-tp", "2"]'], ["engine.tensor=2"]
+    two = [replace(here, config=load_config(here.config, [*vllm, *way])).fingerprint() for way in (formerly, today)]
+    assert two[0] == two[1] != here.fingerprint()
 
 
 def test_a_dry_run_says_what_a_value_means_and_of_tables_only_what_was_set(prepared: Prepare) -> None:

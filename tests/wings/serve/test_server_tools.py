@@ -62,6 +62,7 @@ TOOLS: Any = [
 ]
 FLAT: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
 OF_TEXT = {"name": "f", "parameters": {"type": "string"}}
+ENDLESS = {"name": "grow", "parameters": {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}}
 THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]}
 URL = "http://127.0.0.1/v1"
 USER: Any = [{"role": "user", "content": "Hi"}]
@@ -259,6 +260,11 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
         (
             {"tool_choice": "required", "tools": [{"type": "function", "function": OF_TEXT}]},
             "arguments are an object",
+        ),
+        (
+            {"tool_choice": "required", "tools": [TOOLS[0], {"type": "function", "function": ENDLESS}]},
+            "the parameters of the tool 'grow': the structure cannot be kept to: the schema requires a part within "
+            "itself without end",
         ),
         ({"messages": [*USER, {"role": "tool", "tool_call_id": "z", "content": "3"}]}, "names the call 'z'"),
     ],

@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import traceback
 import zlib
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -68,17 +69,17 @@ def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
         )
     path = Path(file)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except FileNotFoundError:
         raise ConfigError(
             f"{setting}={reference!r}: {file} does not exist", remedy="give the path of the file"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(
             f"{setting}={reference!r}: {file} cannot be read: {error}", remedy="make it readable"
         ) from None
     except SyntaxError as error:
-        raise ConfigError(f"{setting}: {file}:{error.lineno}: {error.msg}", remedy="fix that line") from None
+        raise ConfigError(f"{setting}: {file}:{error.lineno or 1}: {error.msg}", remedy="fix that line") from None
     except ValueError as error:
         raise ConfigError(f"{setting}: {file} is not Python: {error}", remedy="name a .py file") from None
     names = top_level_names(tree)
@@ -104,82 +105,121 @@ def top_level_names(tree: ast.Module) -> set[str]:
     return names
 
 
+_HARMLESS = frozenset(
+    {
+        "datasets", "headrace", "math_verify", "msgspec", "numpy", "openai", "pandas", "pydantic", "regex", "requests",
+        "scipy", "sympy", "torch", "transformers",
+    }
+)  # fmt: skip
+"""Installed packages that, like the standard library, do not change where modules are found when they are imported."""
+_PLAIN = (
+    ast.Constant, ast.Name, ast.Attribute, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp,
+    ast.unaryop, ast.operator, ast.expr_context,
+)  # fmt: skip
+"""The parts of a value that is computed without a call."""
+
+
 def refuse_missing_imports(path: Path, setting: str) -> None:
     """Raise :class:`ConfigError` for the first module that the file ``path`` imports and this Python does not have,
     before the file runs. ``setting`` is the setting that names the file.
 
-    Files beside ``path`` that it imports are read too. Only imports that always happen are read: those at the top level
-    of a file, not those inside ``try``, ``if`` or a function, up to the first statement that could change where modules
-    are found.
+    Only what is certain is refused. The top level of the file is read, and of the files beside it that it imports, up
+    to the first statement that could change where modules are found. Read past are imports of the standard library, of
+    a few well-known packages (:data:`_HARMLESS`) and of files beside that were read to their end, functions without
+    decorators, and names that are set to plain values. Any other import is the last one that is looked at, since a
+    package may add a folder or a finder when it is imported.
     """
     path = path.resolve()
-    _refuse_missing(path, path.parent, setting, set())
+    _ImportReader(path.parent, setting).read(path)
 
 
-def _refuse_missing(path: Path, folder: Path, setting: str, known: set[Path]) -> bool:
-    """Refuse what :func:`refuse_missing_imports` says for one file, whose neighbours are in ``folder``. Return whether
-    all its statements were read."""
-    known.add(path)
+@dataclass(frozen=True, slots=True)
+class _ImportReader:
+    """What :func:`refuse_missing_imports` does for the files of one ``folder``."""
+
+    folder: Path
+    setting: str
+    seen: set[Path] = field(default_factory=set)
+
+    def read(self, path: Path) -> bool:
+        """Refuse the first import of the file ``path`` that must fail. Return whether modules are found where they were
+        before, once the file has run."""
+        self.seen.add(path)
+        for node in _parsed(path, self.setting).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                place = f"{self.setting}: {path}:{node.lineno}"
+                if not all(self._is_harmless(module, path, place) for module in _imported(node)):
+                    return False
+            elif not _is_plain(node):
+                return False
+        return True
+
+    def _is_harmless(self, module: str, path: Path, place: str) -> bool:
+        """Return whether modules are found where they were before, once the file ``path`` has imported ``module``.
+        Raises :class:`ConfigError` where it cannot import it; ``place`` is the line in words."""
+        if module.startswith("."):
+            if path.name == "__init__.py":
+                return False
+            raise ConfigError(
+                f"{place}: a relative import ({module}), and the file is not loaded as part of a package",
+                remedy=f"write the name without dots: files in {self.folder} can be imported by their names",
+            )
+        first = module.partition(".")[0]
+        known = first in sys.stdlib_module_names or first in _HARMLESS
+        beside = _beside(first, self.folder)
+        if beside is None:
+            if not _is_found(first, self.folder):
+                raise ConfigError(
+                    f"{place}: there is no module {first!r} in this Python ({sys.executable})",
+                    remedy=f"install the package that has it ({sys.executable} -m pip install {first}, if it is called "
+                    f"so), put {first}.py into {self.folder}, or correct the name",
+                )
+            return known
+        if known or first in sys.modules:
+            return False  # which of the two is imported depends on what the worker has imported before
+        # parts of a package that are imported with it are not read
+        return beside in self.seen or (self.read(beside) and beside.name != "__init__.py")
+
+
+def _parsed(path: Path, setting: str) -> ast.Module:
+    """Return the syntax tree of a file; its bytes are parsed, which may say their encoding. Raises
+    :class:`ConfigError`."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        return ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
-        raise ConfigError(f"{setting}: {path}:{error.lineno}: {error.msg}", remedy="fix that line") from None
+        raise ConfigError(f"{setting}: {path}:{error.lineno or 1}: {error.msg}", remedy="fix that line") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}: {path} cannot be read: {error}", remedy="make it a readable .py file") from None
-    for node in tree.body:
-        if _may_move_modules(node):
-            return False
-        for module in _imported(node):
-            _refuse_unimportable(module, folder, path, f"{setting}: {path}:{node.lineno}")
-            beside = next((each for each in _beside(module, folder) if each not in known), None)
-            if beside is not None and not _refuse_missing(beside, folder, setting, known):
-                return False
-    return True
 
 
-def _imported(node: ast.stmt) -> list[str]:
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     """Return the modules that a statement imports, each with its leading dots."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return ["." * node.level + (node.module or "")]
+
+
+def _beside(module: str, folder: Path) -> Path | None:
+    """Return the file in ``folder`` that ``import module`` runs, if there is one: that of a package comes first."""
+    files = (folder / module / "__init__.py", folder / f"{module}.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def _is_plain(node: ast.stmt) -> bool:
+    """Return whether a statement runs no code of others: it holds a constant, sets names to plain values, or defines a
+    function without decorators."""
     match node:
-        case ast.Import():
-            return [alias.name for alias in node.names]
-        case ast.ImportFrom():
-            return ["." * node.level + (node.module or "")]
-    return []
-
-
-def _beside(module: str, folder: Path) -> list[Path]:
-    """Return the file in ``folder`` that ``import module`` runs first, if there is one."""
-    first = module.partition(".")[0]
-    files = (folder / f"{first}.py", folder / first / "__init__.py") if first else ()
-    return [file for file in files if file.is_file()][:1]
-
-
-def _refuse_unimportable(module: str, folder: Path, path: Path, place: str) -> None:
-    """Raise :class:`ConfigError` where the file ``path`` cannot import ``module``; ``place`` is the line in words."""
-    if module.startswith("."):
-        if path.name == "__init__.py":
-            return
-        raise ConfigError(
-            f"{place}: a relative import ({module}), and the file is not loaded as part of a package",
-            remedy=f"write the name without dots: files in {folder} can be imported by their names",
-        )
-    first = module.partition(".")[0]
-    if not _beside(module, folder) and not _is_found(first, folder):
-        raise ConfigError(
-            f"{place}: there is no module {first!r} in this Python ({sys.executable})",
-            remedy=f"install the package that has it ({sys.executable} -m pip install {first}, if it is called so), "
-            f"put {first}.py into {folder}, or correct the name",
-        )
-
-
-def _may_move_modules(node: ast.stmt) -> bool:
-    """Return whether a statement could change where modules are found: it calls something, or names ``sys.path``."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return False
-    return any(
-        isinstance(part, ast.Call) or (isinstance(part, ast.Attribute) and part.attr in ("path", "modules"))
-        for part in ast.walk(node)
-    )
+        case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Assign(targets=targets, value=value):
+            return all(isinstance(target, ast.Name) for target in targets) and all(
+                isinstance(part, _PLAIN) for part in ast.walk(value)
+            )
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            signature = [node.args, *([node.returns] if node.returns else [])]
+            calls = any(isinstance(part, ast.Call) for each in signature for part in ast.walk(each))
+            return not node.decorator_list and not calls
+    return False
 
 
 def _is_found(module: str, folder: Path) -> bool:

@@ -39,7 +39,9 @@ TRY_S = 30.0
 QUOTED = 600
 """The number of characters of its last output that an error message quotes."""
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*|bash|sh|zsh|node|ruby|perl")
-"""The programs whose first argument without a dash, if it ends as one of :data:`_SCRIPTS`, is the file to run."""
+"""The programs whose first argument but flags, if it ends as one of :data:`_SCRIPTS`, is the file to run."""
+_FLAGS = ("-u", "-B")
+"""Options that take no value, whichever of these programs has them."""
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".rb", ".pl")
 _APART = (sys.executable, "-I", "-S", "-B", apart.__file__) if sys.platform == "linux" else ()
 """The command that becomes the program in a namespace in which it cannot read the keys of other episodes."""
@@ -167,13 +169,18 @@ def find_program(command: Sequence[str]) -> str:
 
 def refuse_missing_script(command: Sequence[str]) -> None:
     """Raise :class:`~headrace.base.errors.EnvError` where ``command`` gives an interpreter a script that does not
-    exist."""
-    words = [word for word in command[1:] if not word.startswith("-")]
-    if not words or not _INTERPRETER.fullmatch(Path(command[0]).name) or not words[0].endswith(_SCRIPTS):
+    exist.
+
+    A script behind an option is looked for only behind :data:`_FLAGS`: what follows another one may be its value, such
+    as the commands of ``bash -c``.
+    """
+    script = next((word for word in command[1:] if word not in _FLAGS), "-")
+    if script.startswith("-") or not script.endswith(_SCRIPTS) or not _INTERPRETER.fullmatch(Path(command[0]).name):
         return
-    if not Path(words[0]).is_file():
+    path = program_environment({})["PATH"]  # where a shell looks for a script that is not in its directory
+    if not Path(script).exists() and shutil.which(script, os.F_OK, path) is None:
         raise EnvError(
-            f"env.command: there is no file {visible(words[0], 200)!r} for {visible(command[0], 200)} to run",
+            f"env.command: there is no file {visible(script, 200)!r} for {visible(command[0], 200)} to run",
             remedy="correct its path: it is looked for from the directory of the run file, or, by headrace check env, "
             "from the working directory",
         )

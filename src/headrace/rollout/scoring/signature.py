@@ -123,7 +123,7 @@ def signature_of(function: Callable[..., Any]) -> RewardSignature:
 def signature_in(path: Path, name: str) -> RewardSignature | None:
     """Return the signature of the function ``name`` from the text of its file; ``None`` if only running the file can
     show it: the name is imported, assigned, decorated, or defined more than once."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_bytes())
     bound = [node for node in ast.walk(tree) if name in _bound(node)]
     if len(bound) != 1 or bound[0] not in tree.body:
         return None

@@ -523,7 +523,7 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
         return "program", _with_absolute_command(reference), None
     path, name = find_in_file(reference, "the environment")
     refuse_missing_imports(path, "the environment")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_bytes())
     entry = f"{path.resolve()}:{name}"
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:

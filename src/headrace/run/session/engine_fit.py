@@ -39,6 +39,7 @@ def refuse_settled(config: RunConfig, other_models: Collection[str], devices: De
             f"engine.kind={engine.kind!r} serves the policy alone, and {min(other_models)!r} has weights of its own",
             remedy=f"leave agents and teachers with weights of their own out, or {NATIVE}",
         )
+    engine.server.refuse_start()
     _refuse_uneven(config)
     for device in devices.engines:
         refuse_interrupt(config, ENGINES.load(engine.kind).capabilities.on(device))

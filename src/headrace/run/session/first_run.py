@@ -175,7 +175,7 @@ def own_rewards(directory: Path, data: Data) -> list[str]:
 def _functions_in(path: Path) -> list[str]:
     """Return the public functions that a file defines; none of a file that cannot be read."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_bytes())
     except (OSError, ValueError, SyntaxError):
         return []
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

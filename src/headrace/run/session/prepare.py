@@ -101,7 +101,7 @@ class Prepared:
         its place and its display."""
         where: dict[str, set[str] | bool] = {
             "launch": True,
-            "engine": {"device", "cache_share", "count", "server"},
+            "engine": {"device", "cache_share", "count", "tensor", "pipeline", "server"},
             "learner": {"device"},
             "sync": {"options"},
         }

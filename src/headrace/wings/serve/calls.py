@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.base.errors import RequestError
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.chat import Tool
-from headrace.engine.structure import lark
+from headrace.engine.structure import lark, refuse_endless
 from headrace.rollout.answers.base import THINK, THOUGHT, FramedParser, Parser
 
 
@@ -56,7 +57,7 @@ def forced_calls(
     """Return the description of an answer that is a call of one of ``tools`` and, with ``many``, maybe further ones.
 
     ``special`` are those texts of a frame that are special tokens. Raises :class:`Refusal` for a parser whose calls no
-    grammar describes, and for a tool whose parameters are not those of an object.
+    grammar describes, and for a tool whose parameters are not those of an object, or of one without end.
     """
     if not isinstance(parser, FramedParser):
         raise Refusal(
@@ -89,4 +90,10 @@ def _of_object(tool: Tool) -> Mapping[str, Any]:
             remedy="give parameters of type 'object'",
             param="tools",
         )
-    return {**tool.parameters, "type": "object"}
+    schema = {**tool.parameters, "type": "object"}
+    try:
+        refuse_endless(schema)
+    except RequestError as error:
+        problem = f"the parameters of the tool {shown(tool.name)}: {error.problem}"
+        raise Refusal(problem, remedy=error.remedy, param="tools") from None
+    return schema

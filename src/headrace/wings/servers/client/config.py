@@ -68,19 +68,6 @@ class ServerConfig(EngineSettings):
                 )
         return urls
 
-    @field_validator("args")
-    @classmethod
-    def _leave_gpus_to_settings(cls, args: tuple[str, ...]) -> tuple[str, ...]:
-        for arg in args:
-            option = arg.partition("=")[0].replace("_", "-")
-            setting = next((name for name, options in _PARALLEL.items() if option in options), "")
-            if setting:
-                raise ConfigError(
-                    f"engine.server.args holds {arg!r}: the GPUs of a server are chosen by the run",
-                    remedy=f"leave it out, and set {setting}",
-                )
-        return args
-
     @model_validator(mode="after")
     def _ways_are_used(self) -> Self:
         if self.weights_by != "files" and self.weights_dir:
@@ -146,6 +133,17 @@ class ServerConfig(EngineSettings):
                 f"engine.server.urls names {len(self.urls)} servers for engine.count={count}",
                 remedy="name one for each engine",
             )
+
+    def refuse_start(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for arguments that choose the GPUs of a server."""
+        for arg in self.args:
+            option = arg.partition("=")[0].replace("_", "-")
+            setting = next((name for name, options in _PARALLEL.items() if option in options), "")
+            if setting:
+                raise ConfigError(
+                    f"engine.server.args holds {arg!r}: the GPUs of a server are chosen by the run",
+                    remedy=f"leave it out, and set {setting}",
+                )
 
     def sentence(self, kind: str) -> str:
         """Return a sentence that says where answers are sampled."""
