@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 from tasks import TASKS, Task
 
@@ -38,6 +39,14 @@ GOAL = 0.9
 """Held-out accuracy that is raced for."""
 SPEED = {"demo": 3.0, "long": 3.0, "slow": 5.0}
 """How many times the peer's trained tokens a second are aimed at."""
+
+
+def as_json(name: str, rows: list[Any], targets: list[Any]) -> str:
+    """The result of a comparison, whose rows stand under ``name``."""
+    whole = report(rows, targets)
+    versions = {**whole.versions, "trl": version("trl")}
+    found = {"machine": whole.machine, "versions": versions, name: rows, "targets": targets}
+    return json.dumps(msgspec.to_builtins(found), indent=1)
 
 
 def main() -> None:
@@ -71,16 +80,7 @@ def main() -> None:
                 print(name, pair, side, json.dumps(told(pairs[-1][side])), file=sys.stderr, flush=True)
         rows += [{"task": name, "pair": index, **pair} for index, pair in enumerate(pairs)]
         targets += judged(name, pairs)
-    whole = report(rows, targets)
-    text = json.dumps(
-        {
-            "machine": whole.machine,
-            "versions": {**whole.versions, "trl": version("trl")},
-            "rows": rows,
-            "targets": [{key: getattr(each, key) for key in each.__struct_fields__} for each in targets],
-        },
-        indent=1,
-    )
+    text = as_json("rows", rows, targets)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

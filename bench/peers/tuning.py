@@ -18,14 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
-from compare import LOOK_S, SKIPPED, held_bytes
+from compare import LOOK_S, SKIPPED, as_json, held_bytes
 
-from headrace.wings.bench.base import at_least, at_most, report
+from headrace.wings.bench.base import at_least, at_most
 
 SIDES = ("headrace", "trl")
 SPEED = 1.8
@@ -158,16 +157,7 @@ def main() -> None:
             pairs.append({side: measured(side, Path(scratch), given.threads) for side in order})
             print(number, json.dumps(pairs[-1]), file=sys.stderr, flush=True)
     targets = judged(pairs)
-    whole = report(pairs, targets)
-    text = json.dumps(
-        {
-            "machine": whole.machine,
-            "versions": {**whole.versions, "trl": version("trl")},
-            "pairs": pairs,
-            "targets": [{key: getattr(each, key) for key in each.__struct_fields__} for each in targets],
-        },
-        indent=1,
-    )
+    text = as_json("pairs", pairs, targets)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

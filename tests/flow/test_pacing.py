@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.heap import gc_frozen
 from headrace.flow import FlowConfig, lateness
 from headrace.flow.lateness import Cohort, expected_wait_s
-from headrace.flow.pacing import MOST_DURATIONS, Eager, JustInTime, JustInTimePacer, OpenGroups, Pacer
+from headrace.flow.pacing import MOST_DURATIONS, Eager, JustInTime, JustInTimePacer, OpenGroups, Pacer, _Awaited
 from headrace.run.session import load_config
 from headrace.wings.plan import Simulation, World
 from headrace.wings.plan.costs import FailureCost, Linear, SyncCost, TrainingRate
@@ -431,3 +431,14 @@ def test_pacing_is_a_setting_that_says_when_it_cannot_be() -> None:
         load_config(run, ["flow.pacing=late"])
     with pytest.raises(ConfigError, match=r"learner_waits=1\.5"):
         load_config(run, ["flow.pacing.kind=just_in_time", "flow.pacing.learner_waits=1.5"])
+
+
+def test_times_may_be_numbers_of_numpy() -> None:
+    """The planner's clock has such; a comparison of two is no index of a tuple."""
+    batch = _Awaited(
+        needed=1, lacking=1, spare=1, cohorts=[], want_s=np.array([1.0]), took_s=np.array([1.0, 2.0]), commit_s=0.5,
+        due=(True, False),
+    )  # fmt: skip
+    early_s, late_s = (batch.wait_s(2, np.float64(delay_s)) for delay_s in (0.1, 0.9))
+    assert (early_s, late_s) == (batch.wait_s(2, 0.1), batch.wait_s(2, 0.9))
+    assert early_s != late_s

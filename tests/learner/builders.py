@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +87,20 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)), name
+
+
+def assert_goes_on(setup: Setup, directory: Path, batches: Sequence[Batch]) -> None:
+    """A learner that is restored after the first batch ends with the bits of one that was not stopped."""
+    first, *later = batches
+    unbroken, resumed = setup.learner(), setup.learner()
+    unbroken.train(first)
+    unbroken.save(directory)
+    resumed.restore(directory)
+    for learner in (unbroken, resumed):
+        for batch in later:
+            learner.train(batch)
+    assert_same_bits(weights(unbroken), weights(resumed))
+    assert unbroken.version == resumed.version == len(batches)
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from headrace.base.config import validate
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.optim import build_optimizer, learning_rate
-from tests.learner.builders import Setup, assert_same_bits, gradients, random_batch, weights
+from tests.learner.builders import Setup, assert_goes_on, gradients, random_batch, weights
 
 
 def rates(config: LearnerConfig, total_steps: int) -> list[float]:
@@ -89,13 +89,7 @@ def test_each_group_of_weights_has_the_update_of_its_settings(model_dir):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_groups_are_saved_and_go_on_bit_for_bit(model_dir, tmp_path, kind):
     setup = Setup(model_dir=model_dir, config={"optimizer": {"kind": kind, "groups": GROUPS}, "weight_decay": 0.1})
-    unbroken, resumed = setup.learner(), setup.learner()
-    unbroken.train(random_batch())
-    unbroken.save(tmp_path)
-    resumed.restore(tmp_path)
-    for learner in (unbroken, resumed):
-        learner.train(random_batch(1))
-    assert_same_bits(weights(unbroken), weights(resumed))
+    assert_goes_on(setup, tmp_path, [random_batch(), random_batch(1)])
 
 
 def test_a_group_of_matrices_scales_the_update_and_the_decay_of_muon(model_dir):

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.batch import Batch
 from headrace.policy.objective import algo_of
 from tests.learner import reference
-from tests.learner.builders import Setup, assert_same_bits, random_batch, weights
+from tests.learner.builders import Setup, assert_goes_on, assert_same_bits, random_batch, weights
 
 SEVERAL = {"epochs": 2, "minibatches": 2}
 ALGO = {"loss": {"kind": "dapo"}, "correction": {"kind": "tis"}}
@@ -97,14 +97,7 @@ def test_a_token_is_told_once_and_as_it_was_before_the_first_update(setup):
 
 
 def test_a_run_that_goes_on_between_batches_makes_the_same_bits(setup, tmp_path):
-    unbroken, resumed = setup.learner(), setup.learner()
-    unbroken.train(batch_of())
-    unbroken.save(tmp_path)
-    resumed.restore(tmp_path)
-    for learner in (unbroken, resumed):
-        learner.train(batch_of(1))
-    assert_same_bits(weights(unbroken), weights(resumed))
-    assert unbroken.version == resumed.version == 2
+    assert_goes_on(setup, tmp_path, [batch_of(), batch_of(1)])
 
 
 def test_one_update_is_the_default_and_has_the_bits_of_before(setup):

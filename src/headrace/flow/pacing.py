@@ -447,7 +447,8 @@ class _Awaited:
     def wait_s(self, fresh: int, delay_s: float) -> float:
         """Return the expected wait of the learner if ``fresh`` groups start after ``delay_s``. Groups that are due take
         no other's place, so that no spare ones would start."""
-        due = self.due[delay_s > self.commit_s]
+        before, after = self.due
+        due = after if delay_s > self.commit_s else before
         num = min(fresh, self.lacking) if due else fresh
         cohorts = [*self.cohorts, Cohort(-delay_s, num, due)] if num else self.cohorts
         return expected_wait_s(self.want_s, self.took_s, cohorts, self.needed)

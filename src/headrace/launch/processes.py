@@ -44,7 +44,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.rollout.scoring import AnyReward
 from headrace.rollout.scoring.fit import columns_for
-from headrace.sync.config import TRANSPORTS, Route, RunPlaces
+from headrace.sync.config import Route, RunPlaces
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,20 +200,9 @@ class Processes:
         self.children = [child for child in self.children if not child.closed]
 
     def _route(self) -> Route:
-        """Return how weights travel in this run: the transport, its address and its options."""
-        sync = self.order.sync
+        """Return how weights travel in this run."""
         places = RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
-        return Route(
-            transport=sync.transport,
-            codec=sync.codec,
-            address=TRANSPORTS.load(sync.transport).address(sync, places),
-            host=sync.host,
-            tls_certificate=sync.tls_certificate,
-            tls_key=sync.tls_key,
-            options=sync.options,
-            deadline_s=sync.longest_s(self.order.version_bytes) / 2,
-            silence_s=sync.silence_s,
-        )
+        return self.order.sync.route(places, self.order.version_bytes)
 
     def components(self, restarts: Mapping[str, int]) -> list[ComponentStatus]:
         """Return the status of every process, with the controller first. ``restarts`` has the number of times that each

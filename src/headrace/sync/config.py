@@ -180,10 +180,19 @@ class SyncConfig(Section):
         """
         return self.deadline_s or SHORT_VERSION_S + num_bytes / SLOWEST_BYTES_S
 
-    @property
-    def silence_s(self) -> float:
-        """The longest time in which no byte of a version moves."""
-        return self.longest_s(0) / 2
+    def route(self, places: RunPlaces, version_bytes: int) -> Route:
+        """Return how versions of ``version_bytes`` travel in a run whose two sides meet in ``places``."""
+        return Route(
+            transport=self.transport,
+            codec=self.codec,
+            address=TRANSPORTS.load(self.transport).address(self, places),
+            host=self.host,
+            tls_certificate=self.tls_certificate,
+            tls_key=self.tls_key,
+            options=self.options,
+            deadline_s=self.longest_s(version_bytes) / 2,
+            silence_s=self.longest_s(0) / 2,  # however large a version is, its bytes keep moving
+        )
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from headrace.control.observer import Observers
 from headrace.run.session import evaluate, load_config, train
 from headrace.run.session.explain import changed, explain
 from headrace.run.session.prepare import Inputs, Prepared, make_order, prepare
+from headrace.sync.config import RunPlaces
 from tests.run.session.runs import make_run, tiny_model
 
 Prepare = Callable[..., Prepared]
@@ -284,4 +285,6 @@ def test_the_deadline_of_a_version_grows_with_its_bytes(
     monkeypatch.setattr("headrace.run.session.prepare.num_weight_bytes", lambda _, size: size * 32_000_000_000)
     order = make_order(prepared(change), run_dir=Path("run"), snapshot=None, observers=Observers(()))
     assert order.sync.longest_s(order.version_bytes) == longest_s
-    assert order.sync.silence_s == silence_s
+    places = RunPlaces(run_dir=order.run_dir, memory=Path("memory"), private=Path("private"))
+    route = order.sync.route(places, order.version_bytes)
+    assert (route.deadline_s, route.silence_s) == (longest_s / 2, silence_s)

@@ -38,7 +38,7 @@ class ServedTokenizer:
         """The parser that finds calls of tools in an answer."""
         special = set(tokenizer.all_special_tokens)
         self.special_markers = frozenset(special.intersection(self.parser.markers))
-        """Those of the parser's markers that are special tokens."""
+        """The markers of the parser that the tokenizer has as special tokens."""
         unseen = tokenizer.convert_tokens_to_ids(sorted(special - self.special_markers))
         self._hidden_ids = frozenset((*unseen, *stop_ids))
         self.stop_ids = stop_ids
