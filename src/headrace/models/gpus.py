@@ -43,9 +43,9 @@ class VisibleGpus:
         return cls.read(visible_gpus())
 
     @classmethod
-    def read(cls, value: str | None) -> VisibleGpus:
+    def read(cls, value: str | None, present: int | None = None) -> VisibleGpus:
         """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` names. As for the driver, the list ends before the
-        first entry that is not a name.
+        first entry that is no name, that was there before, or that is a number of a GPU beyond the ``present`` ones.
 
         >>> VisibleGpus.read("4, 5,-1,6").names, VisibleGpus.read("").names, VisibleGpus.read(None).names
         (('4', '5'), (), None)
@@ -54,7 +54,8 @@ class VisibleGpus:
             return cls(None)
         names: list[str] = []
         for entry in (entry.strip() for entry in value.split(",")):
-            if not entry.isdigit() and not entry.startswith(("GPU-", "MIG-")):
+            absent = entry.isdecimal() and present is not None and int(entry) >= present
+            if absent or entry in names or not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
                 break
             names.append(entry)
         return cls(tuple(names))

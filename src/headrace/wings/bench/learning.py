@@ -84,11 +84,7 @@ def measure(
 
 def _recorded(directory: Path | None, key: Row) -> Row | None:
     """Return the figures of a run that an earlier call measured in ``directory``; ``None`` if there are none."""
-    path = None if directory is None else directory / ROWS
-    if path is None or not path.exists():
-        return None
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line of a killed call may be cut
+    rows = map(json.loads, _whole_lines(directory))
     return next((row for row in rows if key.items() <= row.items()), None)
 
 
@@ -97,11 +93,17 @@ def _record(directory: Path | None, row: Row) -> None:
     if directory is None:
         return
     path = directory / ROWS
-    text = path.read_text("utf-8") if path.exists() else ""
-    whole = "".join(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
     fresh = path.with_suffix(".part")
-    fresh.write_text(f"{whole}{json.dumps(row)}\n", encoding="utf-8")
+    fresh.write_text("".join([*_whole_lines(directory), f"{json.dumps(row)}\n"]), encoding="utf-8")
     fresh.replace(path)
+
+
+def _whole_lines(directory: Path | None) -> list[str]:
+    """Return the lines of the file of ``directory``, without one that a copy or a full disk has cut."""
+    path = None if directory is None else directory / ROWS
+    if path is None or not path.exists():
+        return []
+    return [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _built(task: LearningTask, directory: Path, seed: int) -> Path:

@@ -17,6 +17,7 @@ from packaging.version import InvalidVersion
 
 from headrace.base.clock import Clock
 from headrace.base.environ import cache_root, num_cores, shared_memory_root, visible_gpus
+from headrace.models.gpus import VisibleGpus
 from headrace.models.kernels.build import COMPILERS, find_compiler
 from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 
@@ -134,7 +135,8 @@ def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
     if not present:
         report.add("GPUs", Grade.OK, "none: engine and learner compute on the processors")
         return
-    seen = _num_visible_gpus(chosen, present)
+    names = VisibleGpus.read(chosen, present).names
+    seen = present if names is None else len(names)
     if seen < present:
         report.add(
             "GPUs", Grade.WARN,
@@ -146,20 +148,6 @@ def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
         report.add("GPUs", Grade.OK, f"all {present} may be used")
     if seen and places.root == Path("/"):
         _check_torch(report, seen)
-
-
-def _num_visible_gpus(chosen: str | None, present: int) -> int:
-    """Return how many GPUs CUDA shows a program: those before the first name that is none, each once."""
-    if chosen is None:
-        return present
-    seen: set[str] = set()
-    for name in chosen.split(","):
-        known = name.strip()
-        is_number = known.isdecimal()
-        if known in seen or not known or known == "-1" or (is_number and int(known) >= present):
-            break
-        seen.add(known)
-    return len(seen)
 
 
 def _check_torch(report: DoctorReport, seen: int) -> None:
