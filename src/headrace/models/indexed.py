@@ -106,7 +106,12 @@ def install(model: nn.Module) -> None:
 
 def is_indexed(model: nn.Module) -> bool:
     """Return whether a layer of the model has an indexer."""
-    return any(isinstance(module.__dict__.get("forward"), IndexerForward) for module in model.modules())
+    return any(map(is_indexer, model.modules()))
+
+
+def is_indexer(module: nn.Module) -> bool:
+    """Return whether a module chooses the tokens that an attention module sees."""
+    return isinstance(module.__dict__.get("forward"), IndexerForward)
 
 
 def _hand_over(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

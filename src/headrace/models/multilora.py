@@ -4,8 +4,10 @@
                    └──▶ tokens of adapter a ──▶ A_a ──▶ B_a ──▶ · scale ──▶ ┘
                    └──▶ tokens of adapter b ──▶ A_b ──▶ B_b ──▶ · scale ──▶ ┘
 
-With :class:`Segment` these are products of their own, in their own sizes; with :class:`LoraStack` one batched product
-for all adapters of a pass, whose cost hardly depends on how many there are.
+With :class:`Segment` these are products of their own, in their own sizes, which training needs. With
+:class:`LoraStack`, for passes without gradients, compiled kernels compute each token's product together with the base's
+(:mod:`headrace.models.kernels`), and without kernels one batched product serves all adapters of a pass: the cost hardly
+depends on how many there are.
 
 :mod:`.lora` wraps layers by peft, with one shape for all adapters, fixed when the model is loaded. Here every adapter
 is a record of tensors with a rank and layers of its own, and the model only gets a hook on each layer.
@@ -18,9 +20,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -30,9 +34,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.base.errors import ModelError
+from headrace.models.indexed import is_indexer
+from headrace.models.kernels.fused import Fused
+from headrace.models.kernels.panels import RANK_STEP, LowRank, Product
 
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 """The parts of a model whose layers an adapter can have."""
+
+MOST_PADDING = 3
+"""The most places of a batched product for each token in it; beyond that each adapter's product is made by itself."""
+KEPT_STACKS = 2
+"""How many stacks of adapters are kept for the next passes."""
 
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm", re.IGNORECASE)
 
@@ -87,8 +99,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraStack:
-    """The tensors of several adapters in one piece, with those of smaller rank padded with zeros. It is a copy, which
-    training an adapter does not change."""
+    """The tensors of several adapters in one piece, with those of smaller rank padded with zeros, to a multiple of
+    :data:`~headrace.models.kernels.panels.RANK_STEP`. It is a copy, which training an adapter does not change."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """A ``[G, I, R]`` and scaled B ``[G, R, O]`` of each layer that any of them adapts."""
@@ -97,7 +109,8 @@ class LoraStack:
     @torch.no_grad()
     def of(cls, loras: Sequence[LoraTensors]) -> LoraStack:
         """Return the stack of ``loras``, in their order."""
-        rank, pairs = max(each.rank for each in loras), dict[str, tuple[Tensor, Tensor]]()
+        rank = -(-max(each.rank for each in loras) // RANK_STEP) * RANK_STEP
+        pairs = dict[str, tuple[Tensor, Tensor]]()
         for name in sorted({key for each in loras for key in each._pairs}):
             known = next(pair for each in loras if (pair := each.pair(name)) is not None)
             a_GIR = known[0].new_zeros(len(loras), known[0].shape[1], rank)
@@ -111,7 +124,22 @@ class LoraStack:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupedRows:
+class AdapterRows:
+    """Which adapter of a stack computes each token of a pass, and each of those whose logits are computed."""
+
+    adapter_N: npt.NDArray[np.int32]
+    """From 0 to G - 1; -1 for the base alone."""
+    adapter_K: npt.NDArray[np.int32]
+    """The same for the tokens whose logits are computed."""
+
+    def grouped(self, adapters: int, device: torch.device) -> tuple[_GroupedRows, _GroupedRows]:
+        """Return both, laid out for batched products of ``adapters``."""
+        first, second = (_GroupedRows.of(each, adapters, device) for each in (self.adapter_N, self.adapter_K))
+        return first, second
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GroupedRows:
     """Which tokens of a pass each adapter of a stack computes, laid out in G x M places."""
 
     gather_GM: Tensor
@@ -122,11 +150,11 @@ class GroupedRows:
     """The place of each of ``rows``; ``None`` if every place is used."""
 
     @classmethod
-    def of(cls, adapter_N: npt.NDArray[np.int64], adapters: Sequence[int], device: torch.device) -> GroupedRows:
-        """Return the rows of ``adapters`` in a pass whose tokens belong to ``adapter_N``."""
-        of_each = [np.flatnonzero(adapter_N == adapter) for adapter in adapters]
+    def of(cls, adapter_N: npt.NDArray[np.int32], adapters: int, device: torch.device) -> _GroupedRows:
+        """Return the rows of the ``adapters`` of a stack in a pass whose tokens belong to ``adapter_N``."""
+        of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(adapters)]
         most = max(map(len, of_each))
-        gather_GM, used_GM = np.zeros((len(adapters), most), np.int64), np.zeros((len(adapters), most), bool)
+        gather_GM, used_GM = np.zeros((adapters, most), np.int64), np.zeros((adapters, most), bool)
         for place, own in enumerate(of_each):
             gather_GM[place, : len(own)], used_GM[place, : len(own)] = own, True
         places = None if used_GM.all() else torch.from_numpy(np.flatnonzero(used_GM)).to(device)
@@ -153,15 +181,19 @@ class MultiLora:
         linear layers."""
         model.requires_grad_(requires_grad=False)
         self.device, self._segments = model.device, list[Segment]()
-        self._stack: tuple[LoraStack, GroupedRows, GroupedRows] | None = None
+        self._stack: _StackPass | None = None
+        self._stacks: deque[tuple[list[LoraTensors], LoraStack]] = deque(maxlen=KEPT_STACKS)
+        self._modules: dict[str, nn.Module] = {}
         head: Any = model.get_output_embeddings()
         self.layers: dict[str, AdaptableLayer] = {}
         """Every layer that can be adapted, by name."""
+        choosing = {part for module in model.modules() if is_indexer(module) for part in module.modules()}
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module not in choosing:  # a choice of tokens has no gradient
                 part = HEAD if module is head else ATTENTION if _ATTENTION.search(name) else MLP
                 outputs, inputs = module.weight.shape
                 self.layers[name] = AdaptableLayer(part=part, num_inputs=inputs, num_outputs=outputs)
+                self._modules[name] = module
                 module.register_forward_hook(self._hook(name, part == HEAD))
         self.heads = [name for name, layer in self.layers.items() if layer.part == HEAD]
         """The names of the layers that make the logits."""
@@ -170,7 +202,12 @@ class MultiLora:
                 f"a {type(model).__name__} has no linear layers to adapt",
                 remedy="take an architecture whose projections are linear layers, such as qwen3 or llama",
             )
-        self.has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
+        self.has_experts = any(
+            parameter.ndim == 3
+            for module in model.modules()
+            for parameter in module.parameters(recurse=False)
+            if not isinstance(module, nn.Conv1d)
+        )
         """Whether the model holds weights of experts, which get no adapter here."""
 
     def new(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
@@ -195,25 +232,61 @@ class MultiLora:
         finally:
             self._segments = before
 
+    def on_rows(self, loras: Sequence[LoraTensors], rows: AdapterRows) -> AbstractContextManager[None]:
+        """Compute each token with its adapter of ``loras`` within this context, for forward passes without
+        gradients."""
+        if not loras:
+            return self.on([])
+        products = self._products()
+        counts = np.bincount(rows.adapter_N + 1, minlength=len(loras) + 1)
+        if not products and counts[0] == 0 and len(loras) == 1:
+            return self.on([Segment(lora=loras[0])])
+        most, total = len(loras) * counts[1:].max(initial=0), counts[1:].sum()
+        if not products and (len(loras) < 2 or most > MOST_PADDING * total):
+            return self.on([self._segment(lora, place, rows) for place, lora in enumerate(loras)])
+        return self._on_stack(self._stack_of(loras), rows, products)
+
     @contextmanager
-    def on_stack(self, stack: LoraStack, of_tokens: GroupedRows, of_logits: GroupedRows) -> Iterator[None]:
-        """Compute the tokens of all adapters of ``stack`` with them within this context, for forward passes without
-        gradients; ``of_logits`` lays out those whose logits are computed."""
-        before, self._stack = self._stack, (stack, of_tokens, of_logits)
+    def _on_stack(self, stack: LoraStack, rows: AdapterRows, products: Mapping[str, Product]) -> Iterator[None]:
+        adapters = {is_head: torch.from_numpy(rows.adapter_K if is_head else rows.adapter_N) for is_head in (0, 1)}
+        given = [products[name] for name in stack.pairs if name in products]
+        before, self._stack = self._stack, _StackPass(stack, rows, self.device)
         try:
+            for name, (a_GIR, b_GRO) in stack.pairs.items():
+                if name in products:
+                    products[name].lora = LowRank(a_GIR, b_GRO, adapters[name in self.heads])
             yield
         finally:
             self._stack = before
+            for product in given:
+                product.lora = None
+
+    def _products(self) -> dict[str, Product]:
+        """Return the products of the layers that run on kernels, of a model whose modules may have been fused since."""
+        return {name: module.__dict__["product"] for name, module in self._modules.items() if _on_kernels(module)}
+
+    def _segment(self, lora: LoraTensors, place: int, rows: AdapterRows) -> Segment:
+        tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (rows.adapter_N, rows.adapter_K))
+        return Segment(lora=lora, rows_N=tokens.to(self.device), rows_K=logits.to(self.device))
+
+    def _stack_of(self, loras: Sequence[LoraTensors]) -> LoraStack:
+        """Return the stack of ``loras``; the last ones are kept, since passes repeat."""
+        for known, stack in self._stacks:
+            if len(known) == len(loras) and all(map(is_, known, loras)):
+                return stack
+        stack = LoraStack.of(loras)
+        self._stacks.append((list(loras), stack))
+        return stack
 
     def _hook(self, name: str, is_head: bool) -> Any:
         """Return the forward hook of a module, which adds the adapters of all segments to its output."""
 
-        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if self._stack is not None:
-                stack, of_tokens, of_logits = self._stack
-                products = stack.pairs.get(name)
-                grouped = of_logits if is_head else of_tokens
-                return output if products is None else _plus_stack(output, inputs[0], products, grouped)
+                products = self._stack.stack.pairs.get(name)
+                if products is None or _on_kernels(module):  # the kernels have added it
+                    return output
+                return _plus_stack(output, inputs[0], products, self._stack.grouped()[is_head])
             for segment in self._segments:
                 assert segment.lora is not None
                 pair = segment.lora.pair(name)
@@ -223,6 +296,26 @@ class MultiLora:
             return output
 
         return add
+
+
+class _StackPass:
+    """What the hooks need in a pass with a stack."""
+
+    def __init__(self, stack: LoraStack, rows: AdapterRows, device: torch.device) -> None:
+        self.stack, self._rows, self._device = stack, rows, device
+        self._num_adapters = len(next(iter(stack.pairs.values()))[0]) if stack.pairs else 0
+        self._grouped: tuple[_GroupedRows, _GroupedRows] | None = None
+
+    def grouped(self) -> tuple[_GroupedRows, _GroupedRows]:
+        """Return the rows of all tokens, and of those whose logits are computed."""
+        if self._grouped is None:
+            self._grouped = self._rows.grouped(self._num_adapters, self._device)
+        return self._grouped
+
+
+def _on_kernels(module: nn.Module) -> bool:
+    """Return whether kernels compute a linear module, by itself or within the module around it."""
+    return isinstance(module.__dict__.get("forward"), Fused) and not torch.is_grad_enabled()
 
 
 def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None) -> Tensor:
@@ -238,7 +331,7 @@ def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: flo
     return flat_NO.index_add(0, rows, added.to(output.dtype)).view(output.shape)
 
 
-def _plus_stack(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: GroupedRows) -> Tensor:
+def _plus_stack(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
     """Return ``output`` with the products of all adapters added to their ``rows``."""
     a_GIR, b_GRO = pair
     picked = given.reshape(-1, given.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)

@@ -29,7 +29,7 @@ def tiny(directory: Path, **more: Any) -> Path:
 def settings(model: Path, state: Path, *, others: Mapping[str, Path] | None = None, **more: Any) -> TinkerConfig:
     """Return the settings of a server of ``model``, and of ``others`` under their names; that named
     :data:`WHOLE` trains all its weights."""
-    engine = EngineConfig(kernels="off", max_sequences=16)
+    engine = EngineConfig(max_sequences=16)
     named = {NAME: model, **(others or {})}
     bases = tuple(BaseConfig(path=path, names=(name,), whole=name == WHOLE) for name, path in named.items())
     return replace(TinkerConfig(bases=bases, state=state, port=0, engine=engine), **more)

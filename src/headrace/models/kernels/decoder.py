@@ -85,18 +85,18 @@ class FusedBlock(Fused):
         y, scratch = torch.empty_like(x), self._room.of(count * self._scratch)
         return DecoderTokens(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn, count, self._hidden), y
 
-    def block(self) -> Block:
+    def block(self, num_tokens: int) -> Block:
         """Return the kernel's arguments for the parts around the mixer, with the present address of every weight."""
         block = Block(norm_args(self._before.norm), norm_args(self._after.norm))
         for name, product in self._products:
-            point(getattr(block, name), product.weights())
+            point(getattr(block, name), product.weights(), num_tokens)
         return block
 
-    def products(self) -> Any:
+    def products(self, num_tokens: int) -> Any:
         """Return the kernel's arguments for the products of the mixer."""
         parts = (ProductPart * len(self._parts))()
         for part, product in zip(parts, self._parts, strict=True):
-            point(part, product.weights())
+            point(part, product.weights(), num_tokens)
         return parts
 
 
@@ -118,7 +118,7 @@ class FusedDecoder(FusedBlock):
         x = hidden_states.contiguous()
         tokens, y = self.tokens(x, rotary_args((turn[0][0], turn[1][0])))
         norms = (norm_args(norm) for norm in self._attention.norms)
-        parts = Decoder(self.block(), *norms, self.products(), int(self._attention.gated))
+        parts = Decoder(self.block(tokens.M), *norms, self.products(tokens.M), int(self._attention.gated))
         attention.decode(tokens, parts, attention.shape(self._heads, pools, self._attention.rule))
         return y
 
@@ -137,7 +137,7 @@ class FusedDeltaDecoder(FusedBlock):
             return self.original(hidden_states, *args, **kwargs)
         x = hidden_states.contiguous()
         tokens, y = self.tokens(x, RotaryArgs())
-        parts = DeltaDecoder(self.block(), self._mixer.net(states), self.products())
+        parts = DeltaDecoder(self.block(tokens.M), self._mixer.net(states), self.products(tokens.M))
         self.ops.delta_decoder(tokens, parts, torch.get_num_threads())
         return y
 

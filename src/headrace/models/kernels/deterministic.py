@@ -203,7 +203,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     def compiled(*tensors: Tensor) -> Tensors:
         x, w, *b = (tensor.contiguous() for tensor in tensors)
-        return (loaded.linear(x, PackedProduct(w, *b)),)
+        return (loaded.linear(x, PackedProduct(w, b[0] if b else None)),)
 
     given = (input, weight) if bias is None else (input, weight, bias)
     return _recomputed(compiled, lambda *tensors: (nn.functional.linear(*tensors),), given, ())[0]

@@ -6,7 +6,7 @@
 enum { GAP = 16 };  // numbers between the inner rows of an MLP: a page apart, they would share a few lines of the cache
 static const double ALONE = 2e5;  // multiplications that are done before a second thread has come
 
-struct Block {  // what decoder layers have in common; of the products only w, panels, bias and N are given
+struct Block {  // what decoder layers have in common; of the products only w, panels, bias, N and lora are given
   Norm before, after;
   Part out, gate, up, down;
 };
@@ -39,6 +39,8 @@ static void decoder(const Step& step, Block b, Part* in, long num_in, long size,
   const long M = step.M, D = step.hidden;
   long width = 0;
   for (long i = 0; i < num_in; i++) width += in[i].N;
+  Narrow narrow;
+  narrow.give(M, {{in, num_in}, {&b.out, 1}, {&b.gate, 1}, {&b.up, 1}, {&b.down, 1}});
   float *x = step.scratch, *rows = x + M * D, *mixed = rows + M * width, *inner = mixed + M * size;
   for (long i = 0, at = 0; i < num_in; at += in[i++].N) in[i].y = rows + at, in[i].ldy = width;
   b.out.add = step.x, b.down.add = step.y, b.out.y = b.down.y = step.y, b.out.ldy = b.down.ldy = D;
@@ -73,12 +75,18 @@ void hr_pack(const Weight* weights, long num, int threads) {
 void hr_linear(const Input* in, const Part* parts, long num_parts, int threads) {
   double work = 0;
   for (long i = 0; i < num_parts; i++) work += (double)in->M * in->K * parts[i].N;
-  together(work < ALONE ? 1 : threads, [&](Member& me) { products(me, *in, parts, num_parts); });
+  std::vector<Part> own(parts, parts + num_parts);
+  Narrow narrow;
+  narrow.give(in->M, {{own.data(), num_parts}});
+  together(work < ALONE ? 1 : threads, [&](Member& me) { products(me, *in, own.data(), num_parts); });
 }
 
 void hr_gated(const Input* in, const Part* gate, const Part* up, const Part* down, int threads) {
   double work = 3.0 * in->M * in->K * gate->N;
-  together(work < ALONE ? 1 : threads, [&](Member& me) { gated(me, *in, *gate, *up, *down); });
+  Part own[] = {*gate, *up, *down};
+  Narrow narrow;
+  narrow.give(in->M, {{own, 3}});
+  together(work < ALONE ? 1 : threads, [&](Member& me) { gated(me, *in, own[0], own[1], own[2]); });
 }
 
 void hr_norm(const Input* in, const Norm* norm, float* y, int threads) {

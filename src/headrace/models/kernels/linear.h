@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 #include "team.h"
@@ -27,6 +28,12 @@ struct Input {
   const float* x;
   long ldx, M, K;
 };
+struct Lora {            // what adapters add to a product: y += (x a) b, R a multiple of LANES
+  const float *a, *b;    // [G, K, R] and [G, R, N] of G adapters; null: there are none
+  const int* of;         // [M]: each token's adapter; -1: it has none
+  float* h;              // [M, R]: x a, made before the product
+  long R;
+};
 struct Part {            // one of several products with the same x: y = x wᵀ + bias + add
   const float* w;
   const float* panels;   // w packed; null: it is packed on the way
@@ -34,6 +41,7 @@ struct Part {            // one of several products with the same x: y = x wᵀ 
   const float* add;      // laid as y, may be y or null
   float* y;
   long N, ldy;
+  Lora lora;
 };
 struct Norm {  // x / rms(x) · (w + plus)
   const float* w;
@@ -82,6 +90,22 @@ static void pack(const float* w, long N, long K, long n, float* panel) {
   }
 }
 
+struct Wide {
+  vec low, high;
+};
+
+// h b of one token, for the panel that begins with output n of N.
+ONCE Wide widen(const Lora& lora, long m, long n, long N) {
+  Wide sums = {};
+  if (lora.of[m] < 0) return sums;
+  const float *h = lora.h + m * lora.R, *b = lora.b + lora.of[m] * lora.R * N + n;
+  const long lanes = N - n;
+  for (long r = 0; r < lora.R; r++, b += N)
+    if (lanes >= PANEL) sums.low += h[r] * load(b), sums.high += h[r] * load(b + LANES);
+    else sums.low += h[r] * load(b, lanes), sums.high += h[r] * load(b + LANES, std::max(0L, lanes - LANES));
+  return sums;
+}
+
 // R tokens and a panel.
 template <int R>
 static void tile(const Input& in, const Part& p, const float* panel, long m, long n, Fetch& fetch, long at_once) {
@@ -107,6 +131,12 @@ static void tile(const Input& in, const Part& p, const float* panel, long m, lon
   for (; k < K; k++) step(k);
   fetch = ahead;
   const long lanes = p.N - n;
+  if (p.lora.a) {
+    UNROLL16 for (int i = 0; i < R; i++) {
+      const Wide more = widen(p.lora, m + i, n, p.N);
+      low[i] += more.low, high[i] += more.high;
+    }
+  }
   UNROLL16 for (int i = 0; i < R; i++) {
     const long at = (m + i) * p.ldy + n;
     if (lanes >= PANEL) {
@@ -155,6 +185,46 @@ static void product(const Input& in, const Part& p, long c, const float* next) {
     }
 }
 
+// x a of one token: four sums, of every fourth k each, and then their sum.
+ONCE void narrow(const Input& in, const Lora& lora, long m) {
+  const float *x = in.x + m * in.ldx, *a = lora.a + lora.of[m] * in.K * lora.R;
+  for (long r = 0; r < lora.R; r += LANES) {
+    vec sums[4] = {};
+    long k = 0;
+    for (; k + 4 <= in.K; k += 4) UNROLL for (int i = 0; i < 4; i++) sums[i] += x[k + i] * load(a + (k + i) * lora.R + r);
+    for (; k < in.K; k++) sums[0] += x[k] * load(a + k * lora.R + r);
+    store(lora.h + m * lora.R + r, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+
+// x a of all tokens, for those of several products that have adapters.
+static void narrow_all(Member& me, const Input& in, const Part* parts, long num_parts) {
+  if (std::none_of(parts, parts + num_parts, [](const Part& p) { return p.lora.a; })) return;
+  me.each((in.M + HANDFUL - 1) / HANDFUL, [&](long t) {
+    for (const Part* p = parts; p < parts + num_parts; p++)
+      for (long m = t * HANDFUL; p->lora.a && m < std::min<long>(in.M, (t + 1) * HANDFUL); m++)
+        if (p->lora.of[m] >= 0) narrow(in, p->lora, m);
+  });
+}
+
+// Memory for x a of several products.
+struct Narrow {
+  std::vector<float> numbers;
+
+  void give(long M, std::initializer_list<std::pair<Part*, long>> several) {
+    long total = 0;
+    auto each = [&](auto&& f) {
+      for (auto [parts, num] : several)
+        for (Part* p = parts; p < parts + num; p++)
+          if (p->lora.a) f(p->lora);
+    };
+    each([&](Lora& lora) { total += M * lora.R; });
+    numbers.resize(total);
+    float* at = numbers.data();
+    each([&](Lora& lora) { lora.h = at, at += M * lora.R; });
+  }
+};
+
 // The same of panel c of several products; null beyond the last.
 INLINE const float* weights_of(const Part* parts, long num_parts, long K, long c) {
   for (const Part* p = parts; p < parts + num_parts; c -= count_panels(p++->N))
@@ -164,6 +234,7 @@ INLINE const float* weights_of(const Part* parts, long num_parts, long K, long c
 
 // Several products with one x.
 static void products(Member& me, const Input& in, const Part* parts, long num_parts) {
+  narrow_all(me, in, parts, num_parts);
   long total = 0;
   for (long i = 0; i < num_parts; i++) total += count_panels(parts[i].N);
   me.each_after(total, [&](long c, long next) {
@@ -192,6 +263,8 @@ INLINE vec silu(vec a) { return a / (exp(-a) + 1.0f); }
 
 // down · (silu(gate · x) * (up · x)); the inner values stand in gate.y and up.y.
 ONCE void gated(Member& me, const Input& in, const Part& gate, const Part& up, const Part& down) {
+  narrow_all(me, in, &gate, 1);
+  narrow_all(me, in, &up, 1);
   me.each_after(count_panels(gate.N), [&](long c, long next) {
     product(in, gate, c, weights_of(up, in.K, c));
     product(in, up, c, weights_of(&gate, 1, in.K, next));

@@ -12,6 +12,8 @@ Shape legend: N tokens of the pass, R rows that decode.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ class FusedDeltaNet(Fused):
         decoded = self.ops.linear(mixed[None], self.out.weights())
         if count == hidden_states.shape[1]:
             return decoded
-        rest = self.original(hidden_states[:, count:], **{**kwargs, PLAN: states.prompts})
+        with _later_tokens([*self.parts, self.out], count):
+            rest = self.original(hidden_states[:, count:], **{**kwargs, PLAN: states.prompts})
         return torch.cat([decoded, rest], 1)
 
     def net(self, states: StatePass) -> DeltaNet:
@@ -66,6 +69,19 @@ class FusedDeltaNet(Fused):
             *(windows.data_ptr(), deltas.data_ptr(), slots_R.data_ptr()),
             *(len(slots_R), *self.sizes),
         )
+
+
+@contextmanager
+def _later_tokens(products: Sequence[Product], count: int) -> Iterator[None]:
+    """Compute only the tokens after the first ``count`` with these products within this context."""
+    before = [product.lora for product in products]
+    try:
+        for product, lora in zip(products, before, strict=True):
+            product.lora = None if lora is None else lora.after(count)
+        yield
+    finally:
+        for product, lora in zip(products, before, strict=True):
+            product.lora = lora
 
 
 def decoding_states(plan: Any) -> StatePass | None:

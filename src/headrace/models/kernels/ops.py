@@ -32,6 +32,12 @@ class Input(ctypes.Structure):
     _fields_ = (("x", c_void_p), ("ldx", c_long), ("M", c_long), ("K", c_long))
 
 
+class LoraPart(ctypes.Structure):
+    """What adapters add to a product (linear.h)."""
+
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("of", c_void_p), ("h", c_void_p), ("R", c_long))
+
+
 class ProductPart(ctypes.Structure):
     """One of several products with the same input tokens (linear.h)."""
 
@@ -43,6 +49,7 @@ class ProductPart(ctypes.Structure):
         ("y", c_void_p),
         ("N", c_long),
         ("ldy", c_long),
+        ("lora", LoraPart),
     )
 
 
@@ -224,12 +231,12 @@ class Kernels:
         total = sum(weights.weight.shape[0] for weights in several)
         y = torch.empty(*x.shape[:-1], total)
         parts = (ProductPart * len(several))()
-        to = y.data_ptr()
+        to, tokens = y.data_ptr(), _input(x)
         for part, weights in zip(parts, several, strict=True):
-            point(part, weights)
+            point(part, weights, tokens.M)
             part.y, part.ldy = to, total
             to += 4 * part.N
-        self._linear(_input(x), parts, len(several), torch.get_num_threads())
+        self._linear(tokens, parts, len(several), torch.get_num_threads())
         return y
 
     def gated(self, x: Tensor, gate: PackedProduct, up: PackedProduct, down: PackedProduct) -> Tensor:
@@ -239,7 +246,7 @@ class Kernels:
         hidden, y = torch.empty(2, tokens.M, gate.weight.shape[0]), torch.empty(*x.shape[:-1], down.weight.shape[0])
         parts = (ProductPart * 3)()
         for part, weights, to in zip(parts, (gate, up, down), (*hidden, y), strict=True):
-            point(part, weights)
+            point(part, weights, tokens.M)
             part.y, part.ldy = to.data_ptr(), part.N
         self._gated(tokens, *parts, torch.get_num_threads())
         return y
@@ -343,11 +350,16 @@ def at(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def point(part: ProductPart, weights: PackedProduct) -> None:
-    """Set the weights of a product's argument to their present addresses."""
-    weight, bias, panels = weights
+def point(part: ProductPart, weights: PackedProduct, num_tokens: int) -> None:
+    """Set the weights of the argument of a product of ``num_tokens`` tokens to their present addresses."""
+    weight, bias, panels, lora = weights
     part.w, part.N, part.bias = at(weight), weight.shape[0], None if bias is None else at(bias)
     part.panels = None if panels is None else at(panels)
+    if lora is not None:
+        if len(lora.adapter_N) < num_tokens:  # the kernel would read what lies behind it
+            raise ValueError(f"{num_tokens} tokens, and adapters for {len(lora.adapter_N)} of them")
+        part.lora.a, part.lora.b, part.lora.of = at(lora.a_GIR), at(lora.b_GRO), at(lora.adapter_N)
+        part.lora.R = lora.b_GRO.shape[1]
 
 
 def norm_args(norm: Norm | None) -> NormOf:

@@ -17,6 +17,27 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+RANK_STEP = 16
+"""The widest vector of numbers that the kernels work on."""
+
+
+class LowRank(NamedTuple):
+    """What adapters add to a product of N tokens: ``(x A) B`` of each token's adapter.
+
+    G adapters, I inputs and O outputs, and R, the size between: a multiple of :data:`RANK_STEP`.
+    """
+
+    a_GIR: Tensor
+    """A of each adapter."""
+    b_GRO: Tensor
+    """B of each adapter, with its scale."""
+    adapter_N: Tensor
+    """The adapter of each token, from 0 to G - 1 as int32; -1 for none."""
+
+    def after(self, count: int) -> LowRank:
+        """Return what is added to the tokens after the first ``count``."""
+        return self._replace(adapter_N=self.adapter_N[count:])
+
 
 class PackedProduct(NamedTuple):
     """The tensors of one product, as kernels take them."""
@@ -27,6 +48,8 @@ class PackedProduct(NamedTuple):
     """The bias, ``[N]``; ``None`` for none."""
     panels: Tensor | None = None
     """The panels of the weight; ``None`` if it is not packed."""
+    lora: LowRank | None = None
+    """What adapters add; ``None`` for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,8 @@ class Product:
     def __init__(self, linear: nn.Linear) -> None:
         self.linear = linear
         self.rooms: list[Packed | None] = [None, None]
+        self.lora: LowRank | None = None
+        """What adapters add to the passes of now."""
         self._parameters: dict[str, Any] = linear._parameters
 
     def weights(self) -> PackedProduct:
@@ -56,8 +81,8 @@ class Product:
         address = weight.data_ptr()
         for packed in self.rooms:
             if packed is not None and packed.address == address and packed.changes == weight._version:
-                return PackedProduct(weight, bias, packed.panels)
-        return PackedProduct(weight, bias)
+                return PackedProduct(weight, bias, packed.panels, self.lora)
+        return PackedProduct(weight, bias, None, self.lora)
 
 
 def product_of(linear: nn.Linear) -> Product:

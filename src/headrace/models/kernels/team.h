@@ -9,7 +9,7 @@
 #include <thread>
 #include <pthread.h>
 
-enum { PHASES = 9, SPINS = 4000 };  // of a call; looks before a waiting thread sleeps
+enum { PHASES = 14, SPINS = 4000 };  // of a call; looks before a waiting thread sleeps
 
 static inline void rest() {
 #if defined(__x86_64__) || defined(__i386__)

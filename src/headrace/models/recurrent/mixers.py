@@ -13,6 +13,7 @@ Shape legend: N tokens, C channels, H heads, W weights of a channel.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable
@@ -59,7 +60,12 @@ class RecurrentForward:
         self._call: MixerCall | None = None
         self._given: Any = None
         """The plan of the layer around the mixer, of which some layers do not tell their mixer."""
-        plain = inspect.unwrap(type(module).forward)
+        self._module = module
+        self._packed = self._bind()
+
+    def _bind(self) -> Function:
+        """Return the code of the module's forward, which hands its recurrences to :meth:`recur`."""
+        plain = inspect.unwrap(type(self._module).forward)
         replaced = {
             name: make(self.recur, inspect.unwrap(plain.__globals__[name]))
             for name, make in FUNCTIONS.items()
@@ -69,7 +75,16 @@ class RecurrentForward:
             plain.__code__, {**plain.__globals__, **replaced}, plain.__name__, plain.__defaults__, plain.__closure__
         )
         code.__kwdefaults__ = plain.__kwdefaults__
-        self._packed: Function = code.__get__(module)
+        bound: Function = code.__get__(self._module)
+        return bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentForward:
+        """Return the forward of the module's copy, which has plans of its own."""
+        twin = memo[id(self)] = object.__new__(RecurrentForward)
+        twin.layer, twin._call, twin._given = self.layer, None, None
+        twin._module, twin._own = copy.deepcopy(self._module, memo), copy.deepcopy(self._own, memo)
+        twin._packed = twin._bind()
+        return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, self._given = kwargs.get(PLAN, self._given), None
@@ -83,11 +98,10 @@ class RecurrentForward:
 
     def follow(self, layer: nn.Module) -> None:
         """Take the plan from the arguments of ``layer``, of which the mixer is a part."""
+        layer.register_forward_pre_hook(self._take, with_kwargs=True)
 
-        def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._given = kwargs.get(PLAN)
-
-        layer.register_forward_pre_hook(take, with_kwargs=True)
+    def _take(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given = kwargs.get(PLAN)
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence over the tokens of the present call."""

@@ -82,6 +82,8 @@ class LoadedBase:
         self._weights = SamplerWeights(passes, resident)
         max_context = config.engine.max_context or self.training.max_context
         engine = config.engine.on(device, shared=True)
+        if base.whole:  # weights that change by the pass have no packed copies for the kernels
+            engine = engine.model_copy(update={"kernels": "off"})
         self._core = NativeEngine(
             twin,
             engine.model_copy(update={"cache_share": (engine.cache_share or 1.0) / len(config.bases)}),

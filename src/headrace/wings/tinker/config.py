@@ -52,5 +52,4 @@ class TinkerConfig:
     """Seconds for which the weights of a sampler without a name are kept."""
     poll_s: float = 30.0
     """Seconds for which a request for a result is held while there is none; the client waits 45."""
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(kernels="off", flush_tokens=64))
-    """The engine. Its kernels compute whole layers at once, which leaves no place for adapters."""
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(flush_tokens=64))

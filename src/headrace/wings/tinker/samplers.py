@@ -9,26 +9,20 @@ Shape legend: T sampled tokens, K likeliest entries, R rows of a pass, D rows th
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from headrace.engine.native.adapters import PassRows
-from headrace.models.multilora import GroupedRows, LoraStack, LoraTensors, MultiLora, Segment
+from headrace.models.multilora import AdapterRows, LoraTensors, MultiLora
 from headrace.wings.tinker.weights import Weights, WholeKind
 
 Index = npt.NDArray[np.int64]
-MOST_PADDING = 3
-"""The most places of a grouped product for each token in it; beyond that each adapter's product is made by itself."""
-KEPT_STACKS = 2
-"""How many stacks of adapters are kept for the next passes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -82,34 +76,19 @@ class AdapterPasses:
     shared = True
 
     def __init__(self, multi: MultiLora) -> None:
-        self._multi, self._device = multi, multi.device
-        self._stacks: deque[tuple[list[LoraTensors], LoraStack]] = deque(maxlen=KEPT_STACKS)
+        self._multi = multi
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
-        places = np.unique(rows.adapter_R).tolist()
-        loras = {place: lora for place in places if isinstance(lora := weights_of(place), LoraTensors)}
-        if len(places) == 1:
-            return self._multi.on([Segment(lora=loras.get(places[0]))])
-        of_tokens = np.repeat(rows.adapter_R, rows.counts_R)
-        of_logits = rows.adapter_R[rows.completes_R]
-        counts = [int((of_tokens == place).sum()) for place in loras]
-        if len(loras) < 2 or max(counts) * len(loras) > MOST_PADDING * sum(counts):
-            return self._multi.on([self._segment(lora, place, of_tokens, of_logits) for place, lora in loras.items()])
-        token_rows, logit_rows = (GroupedRows.of(each, list(loras), self._device) for each in (of_tokens, of_logits))
-        return self._multi.on_stack(self._stack_of(list(loras.values())), token_rows, logit_rows)
-
-    def _segment(self, lora: LoraTensors, place: int, of_tokens: Index, of_logits: Index) -> Segment:
-        tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (of_tokens, of_logits))
-        return Segment(lora=lora, rows_N=tokens.to(self._device), rows_K=logits.to(self._device))
-
-    def _stack_of(self, loras: list[LoraTensors]) -> LoraStack:
-        """Return the stack of ``loras``; the last ones are kept, since passes repeat."""
-        for known, stack in self._stacks:
-            if len(known) == len(loras) and all(map(is_, known, loras)):
-                return stack
-        stack = LoraStack.of(loras)
-        self._stacks.append((loras, stack))
-        return stack
+        places, of_R = np.unique(rows.adapter_R, return_inverse=True)
+        loras, numbers = list[LoraTensors](), np.full(len(places), -1, np.int32)
+        for index, place in enumerate(places.tolist()):
+            lora = weights_of(place)
+            if isinstance(lora, LoraTensors):
+                numbers[index] = len(loras)
+                loras.append(lora)
+        adapter_R = numbers[of_R]
+        of_tokens = np.repeat(adapter_R, rows.counts_R)
+        return self._multi.on_rows(loras, AdapterRows(of_tokens, adapter_R[rows.completes_R]))
 
 
 class SamplerWeights:
