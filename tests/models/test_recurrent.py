@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def test_packed_sequences_get_what_transformers_gives_each_alone(kind: str, mode
             expected = own(input_ids=ids_T[None], use_cache=False).logits[0].log_softmax(-1)
             torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_copied_model_keeps_sequences_apart_by_itself(kind: str, model_dir: Dir) -> None:
+    model = load_model(ModelConfig(path=str(model_dir(kind))))
+    copied, ids_N = copy.deepcopy(model), torch.cat(make_sequences([1, 9, 5]))
+    with torch.no_grad():
+        found = forward(copied, ids_N, PackedPlan([1, 9, 5]))  # before the model has had any plan
+        assert torch.equal(found, forward(model, ids_N, PackedPlan([1, 9, 5])))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "falcon_h1"])

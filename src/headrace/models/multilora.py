@@ -128,14 +128,9 @@ class AdapterRows:
     """Which adapter of a stack computes each token of a pass, and each of those whose logits are computed."""
 
     adapter_N: npt.NDArray[np.int32]
-    """From 0 to G - 1; -1 for the base alone."""
+    """The adapter of each token, from 0 to G - 1; -1 for the base alone."""
     adapter_K: npt.NDArray[np.int32]
-    """The same for the tokens whose logits are computed."""
-
-    def grouped(self, adapters: int, device: torch.device) -> tuple[_GroupedRows, _GroupedRows]:
-        """Return both, laid out for batched products of ``adapters``."""
-        first, second = (_GroupedRows.of(each, adapters, device) for each in (self.adapter_N, self.adapter_K))
-        return first, second
+    """The adapter of each token whose logits are computed, in the same numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,11 +145,11 @@ class _GroupedRows:
     """The place of each of ``rows``; ``None`` if every place is used."""
 
     @classmethod
-    def of(cls, adapter_N: npt.NDArray[np.int32], adapters: int, device: torch.device) -> _GroupedRows:
-        """Return the rows of the ``adapters`` of a stack in a pass whose tokens belong to ``adapter_N``."""
-        of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(adapters)]
+    def of(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
+        """Return the rows of a stack of ``num_adapters`` in a pass whose tokens belong to ``adapter_N``."""
+        of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
         most = max(map(len, of_each))
-        gather_GM, used_GM = np.zeros((adapters, most), np.int64), np.zeros((adapters, most), bool)
+        gather_GM, used_GM = np.zeros((num_adapters, most), np.int64), np.zeros((num_adapters, most), bool)
         for place, own in enumerate(of_each):
             gather_GM[place, : len(own)], used_GM[place, : len(own)] = own, True
         places = None if used_GM.all() else torch.from_numpy(np.flatnonzero(used_GM)).to(device)
@@ -244,21 +239,22 @@ class MultiLora:
         most, total = len(loras) * counts[1:].max(initial=0), counts[1:].sum()
         if not products and (len(loras) < 2 or most > MOST_PADDING * total):
             return self.on([self._segment(lora, place, rows) for place, lora in enumerate(loras)])
-        return self._on_stack(self._stack_of(loras), rows, products)
+        used = _StackPass(self._stack_of(loras), rows, len(loras), self.device)
+        return self._on_stack(used, products)
 
     @contextmanager
-    def _on_stack(self, stack: LoraStack, rows: AdapterRows, products: Mapping[str, Product]) -> Iterator[None]:
-        adapters = {is_head: torch.from_numpy(rows.adapter_K if is_head else rows.adapter_N) for is_head in (0, 1)}
-        given = [products[name] for name in stack.pairs if name in products]
-        before, self._stack = self._stack, _StackPass(stack, rows, self.device)
+    def _on_stack(self, used: _StackPass, products: Mapping[str, Product]) -> Iterator[None]:
+        """Compute a pass with a stack: in the kernels of ``products``, and by the hooks of all other layers."""
+        adapter_N, adapter_K = torch.from_numpy(used.rows.adapter_N), torch.from_numpy(used.rows.adapter_K)
+        before, self._stack = self._stack, used
         try:
-            for name, (a_GIR, b_GRO) in stack.pairs.items():
+            for name, pair in used.stack.pairs.items():
                 if name in products:
-                    products[name].lora = LowRank(a_GIR, b_GRO, adapters[name in self.heads])
+                    products[name].lora = LowRank(*pair, adapter_K if name in self.heads else adapter_N)
             yield
         finally:
             self._stack = before
-            for product in given:
+            for product in products.values():
                 product.lora = None
 
     def _products(self) -> dict[str, Product]:
@@ -286,7 +282,7 @@ class MultiLora:
                 products = self._stack.stack.pairs.get(name)
                 if products is None or _on_kernels(module):  # the kernels have added it
                     return output
-                return _plus_stack(output, inputs[0], products, self._stack.grouped()[is_head])
+                return _plus_stack(output, inputs[0], products, self._stack.grouped(is_head=is_head))
             for segment in self._segments:
                 assert segment.lora is not None
                 pair = segment.lora.pair(name)
@@ -299,18 +295,19 @@ class MultiLora:
 
 
 class _StackPass:
-    """What the hooks need in a pass with a stack."""
+    """A pass with a stack of adapters. The rows of batched products are laid out when the first hook asks for them."""
 
-    def __init__(self, stack: LoraStack, rows: AdapterRows, device: torch.device) -> None:
-        self.stack, self._rows, self._device = stack, rows, device
-        self._num_adapters = len(next(iter(stack.pairs.values()))[0]) if stack.pairs else 0
-        self._grouped: tuple[_GroupedRows, _GroupedRows] | None = None
+    def __init__(self, stack: LoraStack, rows: AdapterRows, num_adapters: int, device: torch.device) -> None:
+        self.stack, self.rows = stack, rows
+        self._num_adapters, self._device = num_adapters, device
+        self._grouped: dict[bool, _GroupedRows] = {}
 
-    def grouped(self) -> tuple[_GroupedRows, _GroupedRows]:
-        """Return the rows of all tokens, and of those whose logits are computed."""
-        if self._grouped is None:
-            self._grouped = self._rows.grouped(self._num_adapters, self._device)
-        return self._grouped
+    def grouped(self, *, is_head: bool) -> _GroupedRows:
+        """Return the rows of all tokens or, for the head, of those whose logits are computed."""
+        if is_head not in self._grouped:
+            adapters = self.rows.adapter_K if is_head else self.rows.adapter_N
+            self._grouped[is_head] = _GroupedRows.of(adapters, self._num_adapters, self._device)
+        return self._grouped[is_head]
 
 
 def _on_kernels(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 RANK_STEP = 16
-"""The widest vector of numbers that the kernels work on."""
+"""The ranks of adapters on kernels are multiples of this number, the count of float32 in the widest vector."""
 
 
 class LowRank(NamedTuple):
