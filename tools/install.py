@@ -25,6 +25,9 @@ HEARTBEAT_S = 5.0
 """Longest time without a line of output, in seconds."""
 PROBE_TIMEOUT_S = 30.0
 """Seconds after which an index counts as unreachable; pip waits five seconds for each connection."""
+WITHOUT_REQUIREMENTS = "tinker-cookbook"
+"""The package that `dev` gets without what it requires, a part of which is on no index; the recipes of the tests need
+the rest, which pyproject.toml names."""
 SIGNS_OF_NVIDIA = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/usr/lib/wsl/lib/nvidia-smi")
 
 _WHEEL = re.compile(
@@ -120,10 +123,10 @@ def pip(*arguments: str, log: Path) -> int:
     return process.returncode
 
 
-def pinned_torch() -> str:
-    """Return the version of torch in the constraints file."""
+def pinned(name: str) -> str:
+    """Return the version of a package in the constraints file."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-    return next(line.partition("==")[2] for line in lines if line.startswith("torch=="))
+    return next(line.partition("==")[2] for line in lines if line.startswith(f"{name}=="))
 
 
 def installed(name: str) -> str:
@@ -163,7 +166,7 @@ def offers(index: str, version: str) -> tuple[bool, str]:
 
 def install_torch(build: str, log: Path) -> int:
     """Install the build of torch that ``build`` selects, unless it is the one that pip selects by itself."""
-    version = pinned_torch()
+    version = pinned("torch")
     if build == "default" or installed("torch").partition("+")[0] == version:
         return 0
     if build == "auto":
@@ -204,6 +207,17 @@ def chosen_extras(extras: list[str]) -> list[str]:
     return extras
 
 
+def install_package(extras: list[str], log: Path) -> int:
+    """Install this package with extras, and for developers the one that is installed without its requirements."""
+    options = ["--disable-pip-version-check", "--progress-bar", "off"]
+    target = f".[{','.join(extras)}]" if extras else "."
+    failed = pip("install", *options, "-c", str(CONSTRAINTS), "-e", target, log=log)
+    wanted = f"{WITHOUT_REQUIREMENTS}=={pinned(WITHOUT_REQUIREMENTS)}"
+    if not failed and "dev" in extras and pip("install", *options, "--no-deps", wanted, log=log):
+        print(f"{wanted} cannot be had: the tests of its recipes are skipped.", flush=True)
+    return failed
+
+
 def main() -> int:
     """Install torch first, so that pip finds it in place, and then everything else."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -215,11 +229,9 @@ def main() -> int:
     log = Path(sys.prefix) / "install.log"
     log.unlink(missing_ok=True)
     extras = chosen_extras(options.extras)
-    target = f".[{','.join(extras)}]" if extras else "."
-    print(f"Installing headrace {target} for Python {sys.version.split()[0]}; the log is {log}", flush=True)
-    failed = install_torch(options.torch, log) or pip(
-        "install", "--disable-pip-version-check", "--progress-bar", "off", "-c", str(CONSTRAINTS), "-e", target, log=log
-    )
+    words = f" with {', '.join(extras)}" if extras else ""
+    print(f"Installing headrace{words} for Python {sys.version.split()[0]}; the log is {log}", flush=True)
+    failed = install_torch(options.torch, log) or install_package(extras, log)
     if not failed:
         print(f"Installed, with torch {installed('torch')}.", flush=True)
     return failed

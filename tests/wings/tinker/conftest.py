@@ -1,11 +1,8 @@
 """One small model and one server for the tests that need no server of their own."""
 
-import gc
-import warnings
-
 import pytest
 
-from tests.wings.tinker.serving import client, served, tiny
+from tests.wings.tinker.serving import client, free_connections, served, tiny
 
 pytest.importorskip("tinker")
 
@@ -20,11 +17,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def collected():
-    """Free what the client left open while its warning is ignored, not in a later test of something else."""
     yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+    free_connections()
 
 
 @pytest.fixture(scope="session")

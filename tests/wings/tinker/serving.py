@@ -1,8 +1,10 @@
 """A server in a thread of the test's process, and the real client beside it."""
 
 import asyncio
+import gc
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,11 +28,13 @@ def tiny(directory: Path, **more: Any) -> Path:
     return make_tiny(directory, TinySpec(vocab=VOCAB, hidden_size=32, num_layers=2, max_positions=256, **more))
 
 
-def settings(model: Path, state: Path, *, others: Mapping[str, Path] | None = None, **more: Any) -> TinkerConfig:
+def settings(
+    model: Path, state: Path, *, name: str = NAME, others: Mapping[str, Path] | None = None, **more: Any
+) -> TinkerConfig:
     """Return the settings of a server of ``model``, and of ``others`` under their names; that named
     :data:`WHOLE` trains all its weights."""
     engine = EngineConfig(max_sequences=16)
-    named = {NAME: model, **(others or {})}
+    named = {name: model, **(others or {})}
     bases = tuple(BaseConfig(path=path, names=(name,), whole=name == WHOLE) for name, path in named.items())
     return replace(TinkerConfig(bases=bases, state=state, port=0, engine=engine), **more)
 
@@ -86,3 +90,11 @@ def datum(ids: list[int], **inputs: Any) -> Any:
     if len(given) == 1:
         given["weights"] = np.ones(len(ids) - 1, np.float32)
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=given)
+
+
+def free_connections() -> None:
+    """Free what clients that are not used any more left open: a client never closes the connection of its first
+    request, and the warning of it would be taken for another test's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()

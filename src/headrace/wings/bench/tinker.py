@@ -48,11 +48,14 @@ class TinkerSizes:
     """The number of round trips of a latency."""
     tenants: int = TENANTS
     """The number of adapters that train at once."""
+    turns: int = 16
+    """The number of requests of each of them. Whoever takes turns has the last of ``n`` rounds begun when the first
+    ends, so that the first is up to ``1/n`` of the time before the last."""
 
 
 FULL_SIZES = TinkerSizes(models=(("1M", SMALL), ("28M", LARGE)))
 QUICK_SIZES = TinkerSizes(
-    models=(("1M", SMALL),), samples=4, new_tokens=4, requests=4, rounds=1, trips=2, tenants=4
+    models=(("1M", SMALL),), samples=4, new_tokens=4, requests=4, rounds=1, trips=2, tenants=4, turns=4
 )  # fmt: skip
 
 
@@ -231,7 +234,7 @@ class _TinkerBench:
         self._tell(f"{self._name}: {count} tenants")
         before = self._server.process.memory_info().rss
         models = self._models(count)
-        rate, ended_s = _trained(models, 4)
+        rate, ended_s = _trained(models, self._sizes.turns)
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
         sampled = _sampled(samplers, 1, self._sizes.new_tokens)
         grown = self._server.process.memory_info().rss - before
