@@ -7,11 +7,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.base.errors import ConfigError, DataError, ModelError, RequestError, RunError
 from headrace.base.types.episode import StopReason
+from headrace.models.weights import correction_biases
 from headrace.policy import Interrupt, Policy, Sample, Tokens
-from tests.policy.builders import gradients, load, made_up, numbers_for, opened, tiny
+from tests.learner.test_parallel import KINDS
+from tests.policy.builders import gradients, load, made_up, model_of, numbers_for, opened, tiny
 
 
 def move(policy: Policy) -> None:
@@ -368,3 +371,32 @@ def test_samples_without_any_finite_logprob_teach_nothing(model_dir):
     with pytest.raises(RunError, match="no token of the batch"):
         policy.forward_backward([broken], [1.0])
     assert not gradients(policy)
+
+
+def test_engine_chooses_experts_by_the_biases_that_the_learner_has_moved(tmp_path):
+    async def ask(policy: Policy) -> Sample:
+        for seed in range(3):
+            groups = made_up(seed=seed)
+            policy.forward_backward(groups, numbers_for(groups))
+            policy.optim_step()
+        await policy.publish()
+        return (await policy.sample(["abcd"], n=1, max_new_tokens=40))[0][0]
+
+    directory = tiny(tmp_path / "model", max_positions=64, **KINDS["biased"])
+    policy = load(directory, lr=1e-4, learner={"mixture": {"bias_rate": 0.5}})
+    sample = opened(policy, ask)
+    found = logprobs_by_transformers(policy, sample)
+    for bias in correction_biases(model_of(policy)).values():
+        bias.zero_()
+    unmoved = logprobs_by_transformers(policy, sample)
+    np.testing.assert_allclose(sample.tokens.logprobs_T, found, atol=2e-5)
+    assert np.abs(found - unmoved).max() > 1e-3
+
+
+@torch.no_grad()
+def logprobs_by_transformers(policy: Policy, sample: Sample) -> np.ndarray:
+    ids = torch.from_numpy(sample.full.ids_T.astype(np.int64))
+    model = model_of(policy)
+    model.set_attn_implementation("sdpa")
+    log_p = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    return log_p[:-1].gather(1, ids[1:, None])[-len(sample.tokens) :, 0].numpy()

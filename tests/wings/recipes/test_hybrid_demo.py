@@ -15,6 +15,7 @@ GOAL = 0.9
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
 def test_hybrid_learns_the_demo(tmp_path: Path) -> None:
     asked = ("demo", "--hybrid", "--json", "--dir", tmp_path / "demo", "--set", "run.steps=150")
     done = subprocess.run(command(*asked), capture_output=True, text=True, timeout=1800, check=False)

@@ -176,6 +176,12 @@ _LEARNING = _rows(
     ("expert_bias_spread", "", LAST, "Largest less smallest bias of an expert in any layer, where biases move"),
     ("epoch", "", LAST, "Passes over the rows so far, of a run on given rows"),
     ("eval/{metric}", "", LAST, "The same metric on the held-out rows, where it was measured before the step"),
+    (
+        "eval_pass/{k}",
+        "frac",
+        LAST,
+        "Held-out tasks that one of k attempts solved in that measurement",
+    ),
 )
 LOSS_METRICS = _rows(
     ("clip_frac", "frac", MEAN, "Tokens at a bound of the loss"),

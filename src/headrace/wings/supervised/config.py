@@ -117,7 +117,8 @@ class TuningSection(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """The number of snapshots to keep."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between measurements of the held-out loss; 0: only before the first step and after the last."""
+    """Steps between measurements of the held-out loss and of rewards; 0: only before the first step and after the
+    last."""
     threads: int | None = Field(default=None, ge=1)
     """The number of threads that compute. Unset: one for each processor core that this process may use."""
 
@@ -143,6 +144,9 @@ class TuningConfig(Section):
     """The rows to train on, and the held-out rows."""
     learner: LearnerConfig = LearnerConfig(lr=1e-5, betas=(0.9, 0.999))
     """The optimizer, its schedule, and the reference policy."""
+    eval: dict[str, Any] = Field(default_factory=dict)
+    """The sections of a run file of ``headrace train`` that say how rewards and pass@k of the weights are measured,
+    without the model; empty: they are not. It is done when the held-out loss is measured, while training goes on."""
     observe: ObserveConfig = ObserveConfig()
     """The display of the run, and the files it leaves for people."""
     run: TuningSection = TuningSection()
@@ -202,10 +206,10 @@ class DistillConfig(TuningConfig):
                 remedy="leave engine out, so that the learner computes the teacher; or give the rows teacher_ids and "
                 "teacher_logprobs; or use headrace train with algo.loss = 'distill'",
             )
-        if self.data.eval_path or self.run.eval_every:
+        if self.data.eval_path or (self.run.eval_every and not self.eval):
             raise ConfigError(
                 "data.eval_path and run.eval_every: a divergence from a teacher is not measured on held-out rows",
-                remedy="leave them out; headrace eval measures rewards of the result",
+                remedy="leave them out, or measure rewards: a table [eval]",
             )
         if self.learner.reference is not None:
             raise ConfigError(
@@ -263,6 +267,8 @@ def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfi
 def with_absolute_rows(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return ``tree`` with every relative path in it resolved against ``directory``."""
     tree = with_absolute_paths(tree, directory)
+    if isinstance(tree.get("eval"), dict):
+        tree = {**tree, "eval": with_absolute_paths(tree["eval"], directory)}
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("sources"), list):
         sources = [

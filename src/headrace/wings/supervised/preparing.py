@@ -25,6 +25,7 @@ from headrace.models.hub import local_directory, pinned, with_models
 from headrace.models.settings import limit_of, read_config
 from headrace.run.observe.words import plural
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, TuningConfig
+from headrace.wings.supervised.measuring import check_measuring
 from headrace.wings.supervised.order import RowStream
 from headrace.wings.supervised.reading import Render, RowLimits, RowSet, read_rows
 from headrace.wings.supervised.rendering import RowRenderer
@@ -137,6 +138,8 @@ def prepare_tuning(
     if isinstance(objective.loss, Kto):
         _refuse_unrated(config, rows, limits)
     _refuse_uneven(rows)
+    if config.eval:
+        check_measuring(config.eval, path)
     return PreparedTuning(
         config=config,
         verb=config.verb,
@@ -196,10 +199,10 @@ def _held_out(
 ) -> RowSet | None:
     """Return the held-out rows; ``None`` if there are none."""
     if data is None and not config.data.eval_path:
-        if config.run.eval_every:
+        if config.run.eval_every and not config.eval:
             raise ConfigError(
                 f"run.eval_every={config.run.eval_every} has no effect without held-out rows",
-                remedy="set data.eval_path, or leave run.eval_every out",
+                remedy="set data.eval_path, or a table [eval] for rewards, or leave run.eval_every out",
             )
         return None
     return read_rows([(config.data.eval_path, None)], data, config.data, render, limits=limits)
@@ -265,9 +268,11 @@ def explain_tuning(prepared: PreparedTuning) -> str:
     ]
     if learner.reference is not None and prepared.samples_per_row == 2:
         lines.append(f"The reference is {learner.reference}.")
+    when = f"every {config.run.eval_every} steps" if config.run.eval_every else "before and after training"
     if prepared.eval_rows is not None:
-        when = f"every {config.run.eval_every} steps" if config.run.eval_every else "before and after training"
         lines.append(f"{plural(len(prepared.eval_rows.rows), unit)} held out, measured {when}.")
+    if config.eval:
+        lines.append(f"Rewards and pass@k by [eval], measured {when}, while training goes on.")
     for name, found in (("", prepared.rows), ("of the held-out rows ", prepared.eval_rows)):
         if found is not None and found.words():
             lines.append(f"Note: {name}{found.words()}.")

@@ -53,6 +53,7 @@ from headrace.run.session.directory import (
 from headrace.run.session.prepare import refuse_inside_a_run
 from headrace.wings.supervised.booking import RowLedger, batch_of
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.measuring import Measurements, VersionRewards
 from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
 from headrace.wings.supervised.progress import open_progress
 from headrace.wings.supervised.reading import LeftOut, RowSet
@@ -137,6 +138,8 @@ class _Totals:
     tokens: int = 0
     evals: dict[int, dict[str, float]] = field(default_factory=dict)
     """The metrics of the held-out rows by version."""
+    rewards: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The mean reward and pass@k by version."""
     warnings: list[str] = field(default_factory=list)
     began_s: float = 0.0
     """When the first step of this life began."""
@@ -172,6 +175,10 @@ class TuningRun:
         self._core = self._open_learner(start)
         self._saved = start.step if start.snapshot is not None else -1
         self._report_start(start)
+        self._measurements: Measurements | None = None
+        if prepared.config.eval:
+            self._measurements = Measurements(prepared.config.eval, run_dir, prepared.config.model.path)
+            stack.callback(self._measurements.close)
 
     def run(self) -> TuningSummary:
         """Train to the last step, or until the run is to stop, and return the summary, which is also written."""
@@ -262,6 +269,11 @@ class TuningRun:
             self._evaluate()
         if self._saved != totals.steps_done:
             self._save()
+        if ended and self._measurements is not None:
+            totals.phase = "evaluating"
+            self._write_status("running")
+            self._measurements.finish()
+        self._take_measured()
         self._rows.note("end", "finished" if ended else "stopped")
         return "finished" if ended else "stopped"
 
@@ -284,9 +296,11 @@ class TuningRun:
         totals.losses.append(report.metrics["loss"])
         totals.trained_tokens += report.trained_tokens
         totals.tokens += num_tokens
-        measured = totals.evals.get(report.step, {})  # before this step
-        held_out = {f"eval/{name}": value for name, value in measured.items()}
-        metrics = tuning_metrics(report.metrics) | {"epoch": epoch} | held_out
+        before = totals.evals.get(report.step, {})  # of the weights before this step
+        held_out = {f"eval/{name}": value for name, value in before.items()}
+        measured = self._take_measured()
+        pass_at = {f"eval_pass/{k}": value for k, value in measured.pass_at.items()} if measured is not None else {}
+        metrics = tuning_metrics(report.metrics) | {"epoch": epoch} | held_out | pass_at
         metrics["trained_tok_s"] = report.trained_tokens / max(report.seconds, 1e-9)
         self._observers.spans(self._core.take_spans())
         self._observers.step(
@@ -296,6 +310,8 @@ class TuningRun:
                 clock_s=now_s,
                 wall_s=now_s - self._start_s,
                 unix_s=self._clock.wall(),
+                eval_accuracy=None if measured is None else measured.mean_reward,
+                eval_version=None if measured is None else measured.version,
                 metrics=metrics,
                 trained_tokens=report.trained_tokens,
                 seconds=report.seconds,
@@ -306,8 +322,12 @@ class TuningRun:
             self._write_status("running")
 
     def _evaluate(self) -> None:
-        """Measure the loss on the held-out rows, if there are any."""
+        """Measure the loss on the held-out rows, if there are any, and begin to measure rewards, if that is asked."""
         found, totals = self._prepared.eval_rows, self._totals
+        if self._measurements is not None:
+            if totals.steps_done not in (0, self._saved):
+                self._save()
+            self._measurements.begin(totals.steps_done)
         if found is None:
             return
         phase, totals.phase = totals.phase, "evaluating"
@@ -317,6 +337,18 @@ class TuningRun:
         totals.phase = phase
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._event(f"held-out rows at version {totals.steps_done}: {words}")
+
+    def _take_measured(self) -> VersionRewards | None:
+        """Note the measurements that have ended since the last step, and return the last of them."""
+        ended = [] if self._measurements is None else self._measurements.take()
+        for each in ended:
+            pass_at = {f"pass@{k}": value for k, value in each.pass_at.items()}
+            self._totals.rewards[each.version] = {"reward": each.mean_reward} | pass_at
+            self._event(f"held-out mean reward {each.mean_reward:.4f} at version {each.version}")  # as headrace train
+            self._event(", ".join(f"{name} {value:.4f}" for name, value in pass_at.items()))
+            for warning in each.warnings:
+                self._warn(f"[eval]: {warning}")
+        return ended[-1] if ended else None
 
     def _measured(self, found: RowSet) -> dict[str, float]:
         batch, _ = batch_of(0, list(enumerate(found.rows)))
@@ -401,7 +433,7 @@ class TuningRun:
         totals, now_s = self._totals, self._clock.now()
         totals.phase = status
         wall_s = now_s - totals.began_s if totals.began_s else 0.0
-        evals = sorted(totals.evals.items())
+        evals, rewards = sorted(totals.evals.items()), sorted(totals.rewards.items())
         tenth = max(1, len(totals.losses) // 10)
         summary = TuningSummary(
             verb=self._prepared.verb,
@@ -414,6 +446,8 @@ class TuningRun:
             loss_last=sum(totals.losses[-tenth:]) / tenth if totals.losses else None,
             eval_first=evals[0][1] if evals else {},
             eval_last=evals[-1][1] if evals else {},
+            rewards_first=rewards[0][1] if rewards else {},
+            rewards_last=rewards[-1][1] if rewards else {},
             tokens=totals.tokens,
             tokens_trained=totals.trained_tokens,
             wall_s=wall_s,

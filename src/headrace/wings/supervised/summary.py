@@ -45,6 +45,10 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of the held-out rows when they were first measured in this life; empty without such rows."""
     eval_last: dict[str, float]
     """The metrics of the held-out rows when they were last measured in this life."""
+    rewards_first: dict[str, float] = {}
+    """The mean reward and pass@k of the first version that this life has measured by ``[eval]``; empty without."""
+    rewards_last: dict[str, float] = {}
+    """The same of the last version."""
     tokens: int
     """Number of tokens of the rows that were trained, prompts included."""
     tokens_trained: int

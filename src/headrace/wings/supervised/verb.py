@@ -166,6 +166,10 @@ def _show(summary: TuningSummary, again: str) -> None:
         for name, value in summary.eval_last.items()
     ]
     figures += [
+        (f"measured {name}", f"{number(summary.rewards_first.get(name))} → {number(value)}")
+        for name, value in summary.rewards_last.items()
+    ]
+    figures += [
         ("training took", duration(summary.wall_s)),
         ("trained", f"{plural(summary.tokens_trained, 'token')}, {summary.trained_tok_s:,.0f} per second"),
         ("rows", f"{rows.submitted:,} taken = {rows.trained:,} trained + {rows.in_flight:,} in flight"),
