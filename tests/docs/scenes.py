@@ -141,24 +141,6 @@ def quickstart(runner: Runner) -> Iterator[Names]:
     assert json.loads(Path("held_out.jsonl").read_text().splitlines()[0]).keys() == {"prompt", "total"}
 
 
-@contextlib.contextmanager
-def tinker(runner: Runner) -> Iterator[Names]:
-    """A server of the model that the page names, whose tokenizer the client finds in the directory."""
-    serving = pytest.importorskip("tests.wings.tinker.serving")
-    model, names = "Qwen/Qwen3-0.6B", Names()
-    tiny(Path(model))
-    with pytest.MonkeyPatch.context() as patch, serving.served(Path(model), Path("state"), name=model) as (url, key):
-        patch.setenv("TINKER_BASE_URL", url)
-        patch.setenv("TINKER_API_KEY", key)
-        patch.setenv("TINKER_TELEMETRY", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield names
-        assert names["losses"][-1] < names["losses"][0]
-        assert len(names["answer"].sequences[0].tokens) <= 8
-    names.clear()
-    serving.free_connections()
-
-
 SCENES = {
     "README.md": readme,
     "docs/own_loop.md": own_loop,
@@ -168,6 +150,5 @@ SCENES = {
     "docs/planning.md": planning,
     "docs/extending.md": extending,
     "docs/quickstart.md": quickstart,
-    "docs/tinker.md": tinker,
 }
 """By page; other pages take nothing as given."""

@@ -19,8 +19,9 @@ PAGES = [
     pytest.param(page, marks=[pytest.mark.slow] if page == STARTS_A_SERVER else [])
     for page in sorted({block.page for block in blocks("python")})
 ]
-NEEDS_PORT = {"docs/quickstart.md": "ask.py"}
-"""Blocks that ask what an earlier block started: ``test_newcomer.py`` runs them."""
+ELSEWHERE = {"docs/quickstart.md": "ask.py", "docs/serving.md": "tools.py", "docs/tinker.md": "first.py"}
+"""Blocks that want more than a scene: ``test_newcomer.py`` runs the first and ``tests/wings/tinker/test_document.py``
+the last; ``tests/wings/serve/test_server_tools.py`` asks as the second does, of a model with a tokenizer of bytes."""
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -31,7 +32,7 @@ def test_python_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyt
         if page == "docs/bridges.md":
             warnings.simplefilter("ignore")  # other libraries warn when they are imported
         for block in blocks("python"):
-            if block.page == page and NEEDS_PORT.get(page) != block.title:
+            if block.page == page and ELSEWHERE.get(page) != block.title:
                 run(block, names, runner)
 
 

@@ -6,7 +6,8 @@ import pytest
 from tinker import AdminClient, RestClient, types
 from tinker._exceptions import APIStatusError
 
-from tests.wings.tinker.serving import NAME
+from tests.docs.pages import blocks
+from tests.wings.tinker.serving import NAME, served, tiny
 from tools import tinker_methods
 
 PATH = "tinker://nobody:train:0/weights/x"
@@ -82,3 +83,18 @@ def test_every_method_of_the_rest_client_that_the_page_calls_served_answers(serv
         found = getattr(rest, name)(*given.get(name, ()))
         if name != "get_telemetry":
             found.result()
+
+
+def test_the_script_of_the_page_runs_as_it_is(tmp_path, monkeypatch):
+    (script,) = (block for block in blocks("python") if block.page == "docs/tinker.md")
+    model, names = "Qwen/Qwen3-0.6B", {}
+    tiny(tmp_path / model)
+    monkeypatch.chdir(tmp_path)  # the client finds the tokenizer there
+    with served(tmp_path / model, tmp_path / "state", name=model) as (url, key):
+        given = {"BASE_URL": url, "API_KEY": key, "TELEMETRY": "0"}
+        for name, value in given.items():
+            monkeypatch.setenv(f"TINKER_{name}", value)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        exec(compile(script.text, script.page, "exec"), names)  # noqa: S102 - the document's own code
+    assert names["losses"][-1] < names["losses"][0]
+    assert names["answer"].sequences[0].tokens
