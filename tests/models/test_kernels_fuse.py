@@ -20,7 +20,7 @@ from headrace.models.load import load_model
 from headrace.models.paged.base import Geometry, LayerShape, PagedCache
 from headrace.models.paged.compiled import maker
 from headrace.models.paged.plan import PagedPlan
-from tests.models.kinds import KINDS
+from tests.models.kinds import KINDS, tiny
 
 Directory = Callable[[str], Path]
 IDS = torch.arange(40) * 5 % 37
@@ -178,3 +178,14 @@ def test_gradients_of_the_deterministic_model_are_those_of_torch(model_dir: Dire
     invariant_log_softmax(forward(learner, IDS, InvariantPlan(LENGTHS)))[:, 3].sum().backward()
     for (name, one), two in zip(plain.named_parameters(), learner.parameters(), strict=True):
         assert float((one.grad - two.grad).abs().max()) <= 1e-5 * float(one.grad.abs().max()) + 1e-7, name
+
+
+def test_attention_whose_queries_depend_on_their_position_is_left_to_the_module(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    extra = {"rope_parameters": {**rope, "llama_4_scaling_beta": 0.5}, "max_position_embeddings": 32}
+    model = load_model(ModelConfig(path=str(tiny(tmp_path / "model", "ministral3", **extra))))
+    before = logits(model)
+    report = fuse(model)
+    assert report.kept["model.layers.0.self_attn"] == "the kernels do not compute what it computes"
+    assert report.swapped["Linear"]
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-4)

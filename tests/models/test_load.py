@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
@@ -189,3 +190,27 @@ def test_bfloat16_is_loaded_as_such(model_dir: Callable[[str], Path]) -> None:
 def test_settings_of_the_model_cost_no_heavy_import() -> None:
     code = "import sys, headrace.models; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_window_that_a_model_puts_into_its_mask_alone_is_refused_unless_it_is_longer_than_the_context(
+    tmp_path: Path,
+) -> None:
+    message = refused(tiny(tmp_path / "short", "phimoe", sliding_window=64, max_position_embeddings=128))
+    assert "layer 0 sees the last 64 tokens by transformers' mask" in message
+    load_model(
+        ModelConfig(path=str(tiny(tmp_path / "long", "phimoe", sliding_window=128, max_position_embeddings=128)))
+    )
+
+
+def test_window_that_a_layer_names_and_its_mask_has_not_is_refused(tmp_path: Path) -> None:
+    directory = tiny(tmp_path / "model", "qwen3", sliding_window=64, layer_types=["full_attention"] * 2)
+    load_model(ModelConfig(path=str(directory)))  # whose layers say nothing then
+    whole = Qwen3Attention.forward
+
+    def windowed(self: Qwen3Attention, *args: object, **kwargs: object) -> object:
+        self.sliding_window = 64
+        return whole(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3Attention, "forward", windowed)
+        assert "by what it says of itself the last 64 tokens" in refused(directory)

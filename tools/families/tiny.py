@@ -95,6 +95,15 @@ EXTRA: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "ministral": {"head_dim": 8},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "modernbert-decoder": {"bos_token_id": 2},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "falcon": {"new_decoder_architecture": False, "multi_query": True},

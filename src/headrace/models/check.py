@@ -10,9 +10,11 @@ Shape legend: N tokens, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from headrace.base.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, forward
@@ -29,6 +31,9 @@ FIRST, SECOND, FAR = 3, 6, 1
 """The lengths of the sequences that are packed together. The last one is at the end of the longest context: a change
 that a model makes for long sequences, such as scaled position embeddings, must not affect its neighbours."""
 
+
+MASKED = "headrace_masked"
+"""The name of the attention implementation that reads the masks which transformers makes for each layer."""
 
 TOKENWISE = frozenset({"mlp", "moe"})
 """The types of layers that compute each token by itself."""
@@ -69,6 +74,7 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
         words = error.problem if isinstance(error, ModelError) else str(error)
         raise _refusal(model, path, f"a packed forward pass fails: {words}") from error
     _refuse_strange_layers(model, path, plan)
+    _refuse_other_limits(model, path, plan)
     model.set_attn_implementation("eager")
     try:
         alone_NV = model(input_ids=ids_N[None, FIRST : FIRST + SECOND], use_cache=False).logits[0].float()
@@ -110,6 +116,57 @@ def _refuse_strange_layers(model: PreTrainedModel, path: str, plan: _RuleRecorde
     blind = [rule.layer for rule in plan.rules if rule.layer in sliding and not rule.window]
     if blind:
         raise _refusal(model, path, f"layers {blind} are of type sliding_attention but do not say their window")
+
+
+def _refuse_other_limits(model: PreTrainedModel, path: str, plan: _RuleRecorder) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` if a layer's mask has another window, or another size of chunks,
+    than the layer says: transformers computes by the mask. What is longer than the longest context limits nothing."""
+    limit = context_limit(model.config)
+    longest = torch.inf if limit is None else limit.length
+    masks = _mask_limits(model)
+    for rule in plan.rules:
+        if rule.layer not in masks:
+            continue
+        by_rule, by_mask = (min(size or longest, longest) for size in (rule.window or rule.chunk, masks[rule.layer]))
+        if by_rule != by_mask:
+            reason = (
+                f"layer {rule.layer} sees {_in_words(by_mask)} by transformers' mask, and by what it says of itself "
+                f"{_in_words(by_rule)}"
+            )
+            raise _refusal(model, path, reason)
+
+
+def _in_words(size: float) -> str:
+    return "all tokens" if size == torch.inf else f"the last {size:.0f} tokens"
+
+
+def _mask_limits(model: PreTrainedModel) -> dict[int, int]:
+    """Return by layer the window, or the size of the chunks, of the masks that transformers makes for the model: 0 for
+    all tokens. Layers whose masks come from elsewhere are left out."""
+    found: dict[int, int] = {}
+
+    def mask(*, q_length: int, kv_length: int, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
+        return torch.full((1, 1, q_length, kv_length), float(local_size or 0), device=device)
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> tuple[Tensor, None]:
+        size = None if attention_mask is None else attention_mask.flatten()[0].item()
+        if size is not None and size >= 0:  # what a model has made of the mask itself says nothing
+            found[module.layer_idx] = int(size)  # type: ignore[index]
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(MASKED, attend)
+    AttentionMaskInterface.register(MASKED, mask)
+    model.set_attn_implementation(MASKED)
+    ids_N = torch.arange(FIRST + SECOND, device=model.device) % model.config.vocab_size
+    try:
+        forward(model, ids_N, PackedPlan([len(ids_N)], model.device))
+    except Exception:  # noqa: BLE001 - a model that works otherwise may compute with its masks what no size survives
+        found.clear()
+    finally:
+        model.set_attn_implementation(NAME)
+    return found
 
 
 def _refusal(model: PreTrainedModel, path: str, reason: str) -> ModelError:

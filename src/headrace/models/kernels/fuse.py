@@ -42,9 +42,11 @@ from headrace.models.kernels.fused import (
     restore,
 )
 from headrace.models.kernels.ops import Kernels, kernels
+from headrace.models.rope import context_limit
 
 _PROBE = (3, 9)
-"""The lengths of the sequences of the probe."""
+"""The lengths of the sequences of the probe. The second ends at the end of the longest context: what a module computes
+of a token may depend on its position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +63,21 @@ class FuseReport:
         return "; ".join([f"compiled kernels run {done}", *(f"{name}: {why}" for name, why in self.kept.items())])
 
 
-class _SampleRecorder(PackedPlan):
-    """A plan that records the attention inputs of every layer."""
+class _ProbePlan(PackedPlan):
+    """The plan of the probe."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(_PROBE)
+        limit = context_limit(model.config)
+        if limit is not None and limit.length > sum(_PROBE):
+            self.positions_N[_PROBE[0] :] += limit.length - _PROBE[1]
+
+
+class _SampleRecorder(_ProbePlan):
+    """The same, which records the attention inputs of every layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self.seen: dict[int, AttentionSample] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
@@ -95,7 +107,7 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
             elif offer is not None:
                 swapped[type(module).__name__] += 1
         try:
-            after_NV = forward(model, _ids(model), PackedPlan(_PROBE))
+            after_NV = forward(model, _ids(model), _ProbePlan(model))
             wrong = None if close(after_NV, before_NV) else "the logits are not those of the model on torch"
         except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
             wrong = f"a forward pass fails on kernels: {error}"
@@ -133,7 +145,7 @@ def _unfit(model: nn.Module) -> str | None:
 
 def _watch(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
     """Return the model's logits on the probe, and the recorded call of each attention module by its id."""
-    plan = _SampleRecorder()
+    plan = _SampleRecorder(model)
     found: dict[int, AttentionSample] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
