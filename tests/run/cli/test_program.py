@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import headrace as library
 from headrace.base.errors import RunError
 from headrace.run.cli import main
-from headrace.run.cli.output import complain
+from headrace.run.cli.output import complain, this_command
 from headrace.run.session import load_config
 from headrace.wings.plan.preview import plan_line
 from tests.run.session.runs import headrace, make_run, tiny_model
@@ -219,3 +219,11 @@ def test_escape_sequences_of_a_cause_never_reach_the_terminal(capsys: pytest.Cap
     assert "\x07" not in err
     assert not {"\x1b[2J", "\x1b]0;"} & {part for part in ("\x1b[2J", "\x1b]0;") if part in err}
     assert "\\x1b[2Jgone\nloops: \\x07" in err
+
+
+def test_program_runs_as_a_module_and_then_names_itself_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = [sys.executable, "-m", "headrace", "--version"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == library.__version__
+    monkeypatch.setattr(sys, "argv", ["/somewhere/headrace/__main__.py", "train", "my run.toml"])
+    assert this_command("--resume") == f"{sys.executable} -m headrace train 'my run.toml' --resume"

@@ -81,15 +81,20 @@ def continued_by(command: str) -> str:
     return f"continue {readable(command)}"
 
 
-def this_command(*more: str) -> str:
-    """Return the command line of this process, as a shell reads it, with the words ``more`` at its end.
+def command_line(*words: str) -> str:
+    """Return the command line, as a shell reads it, that calls this program with ``words``: as the user has called it,
+    unless a shell finds it by its name alone."""
+    program = [sys.argv[0]]
+    if Path(program[0]).name == "__main__.py":
+        program = [sys.executable, "-m", "headrace"]
+    elif Path(program[0]).name != "headrace" or shutil.which("headrace") == program[0]:
+        program = ["headrace"]
+    return shlex.join([*program, *words])
 
-    The program is called as the user called it, unless a shell finds it by its name alone.
-    """
-    program = sys.argv[0]
-    if Path(program).name != "headrace" or shutil.which("headrace") == program:
-        program = "headrace"
-    return shlex.join([program, *(word for word in sys.argv[1:] if word != "--resume"), *more])
+
+def this_command(*more: str) -> str:
+    """Return the command line of this process with the words ``more`` at its end."""
+    return command_line(*(word for word in sys.argv[1:] if word != "--resume"), *more)
 
 
 def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import typer
 from rich.progress import Progress
 
 from headrace.run.cli.commands import BEGIN, Verb
-from headrace.run.cli.output import console, leave_if_hung_up, print_json, resumable, starting
+from headrace.run.cli.output import command_line, console, leave_if_hung_up, print_json, resumable, starting
 from headrace.run.cli.train import LIKE_HELP, SET_HELP
 
 
@@ -29,7 +27,7 @@ def demo(
     A model of 0.4M parameters is made and imitates a careless teacher, who forgets the carry in 60% of the
     demonstrations. Reinforcement learning, which sees only whether an answer is right, does the rest.
     """
-    starting("loading what the demo needs; its supervised phase takes about 20 s")
+    starting("loading what the demo needs; all of it takes about two minutes on two cores")
     from headrace.base.heap import gc_disabled
     from headrace.models.kernels.build import build_ahead
 
@@ -61,7 +59,7 @@ def demo(
         print_json(summary)
     else:
         show_summary(summary, again)
-        console().print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")
+        console().print(f"again    {command_line('train', str(made.run_file), '--set', 'run.dir=runs/again')}")
     leave_if_hung_up(summary.stopped_by)
 
 
@@ -83,7 +81,7 @@ def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
 def _resuming(run_file: Path, settings: list[str]) -> str:
     """Return the command that continues a demo. Under a recipe there is none, since its run file leaves out what the
     recipe decides."""
-    return shlex.join([sys.argv[0], "train", str(run_file), *(f"--set={each}" for each in settings), "--resume"])
+    return command_line("train", str(run_file), *(f"--set={each}" for each in settings), "--resume")
 
 
 def run_file_for(like: str, run_file: Path) -> Path | dict[str, Any]:
