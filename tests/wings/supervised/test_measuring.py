@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.base.errors import ConfigError, EnvError
+from headrace.base.errors import EnvError, HeadraceError
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import StepReport
 from headrace.learner.core import LearnerCore
@@ -120,9 +120,10 @@ def test_wrong_tables_are_refused_before_the_first_step(model, tmp_path):
     for name, section, words in (
         ("env", {"reward": f"{tmp_path / 'reward.py'}:letters"}, "letters"),
         ("data", {"eval_path": str(tmp_path / "nowhere.jsonl")}, "nowhere.jsonl does not exist"),
+        ("data", {"eval_path": told["data"]["eval_path"], "prompt_column": "question"}, "no column 'question'"),
         ("engine", {"max_tokens": 3}, "max_tokens"),
     ):
-        with pytest.raises(ConfigError if name == "engine" else Exception, match=words):
+        with pytest.raises(HeadraceError, match=rf"\[eval\]: .*{words}"):
             sft(settings(model, tmp_path / "run", eval={**told, name: section}), data=conversations(4))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

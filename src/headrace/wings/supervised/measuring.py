@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 
 from headrace.base.config import merge
-from headrace.base.errors import ConfigError, EnvError
-from headrace.run.session import RunConfig, load_config
+from headrace.base.errors import EnvError, HeadraceError
+from headrace.run.session import load_config
 from headrace.run.session.directory import write_json
 from headrace.run.session.exporting import export
 from headrace.run.session.prepare import Inputs, prepare
@@ -50,20 +50,14 @@ class VersionRewards(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
 
 
-def measuring_config(settings: Tree, model: str) -> RunConfig:
-    """Return the checked settings of measuring the weights in ``model``: ``settings`` are sections of a run file of
-    ``headrace train``. Raises :class:`~headrace.base.errors.ConfigError`."""
+def check_measuring(settings: Tree, model: str) -> None:
+    """Check the settings, the rows and the reward with the weights in ``model``: ``settings`` are sections of a run
+    file of ``headrace train``. Raises :class:`~headrace.base.errors.HeadraceError`, which names the table."""
     try:
-        return load_config(merge(settings, {"model": {"path": model}}))
-    except ConfigError as error:
+        prepare(load_config(merge(settings, {"model": {"path": model}})), Inputs(look=True), training=False)
+    except HeadraceError as error:
         error.problem = f"[eval]: {error.problem}"
         raise
-
-
-def check_measuring(settings: Tree, model: str) -> None:
-    """Check the settings, the rows and the reward with the weights in ``model``. Raises
-    :class:`~headrace.base.errors.HeadraceError`."""
-    prepare(measuring_config(settings, model), Inputs(look=True), training=False)
 
 
 class Measurements:
@@ -185,7 +179,6 @@ class _Process:
 def main() -> None:
     """Measure what the first line of the standard input says, and write the result into the file that the first
     argument names. When the standard input ends, the process and its children are killed."""
-    from headrace.base.errors import HeadraceError
     from headrace.run.session import evaluate
 
     tree = json.loads(sys.stdin.buffer.readline())
