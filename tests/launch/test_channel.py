@@ -204,15 +204,42 @@ def test_part_sends_to_another_part_and_not_to_one_that_has_its_name_later() -> 
                 channels.callback(ours.close)
                 lives.append((ours, PartChannel(ours.addresses, engine.Message)))
             (_, learner), (first, before), (second, after) = lives
-            learner.send_to(first.local_orders, Abort(request_ids=(1,)))
+            learner.send_to([first.local_orders], Abort(request_ids=(1,)))
             assert await asyncio.to_thread(before.receive, 5.0) == [Abort(request_ids=(1,))]
             before.close()
-            learner.send_to(first.local_orders, Abort(request_ids=(2,)))
-            learner.send_to(second.local_orders, Abort(request_ids=(3,)))
+            learner.send_to([first.local_orders], Abort(request_ids=(2,)))
+            learner.send_to([second.local_orders], Abort(request_ids=(3,)))
             assert await asyncio.to_thread(after.receive, 5.0) == [Abort(request_ids=(3,))]
             assert after.receive(0.2) == []
             learner.close()
             after.close()
+
+    asyncio.run(main())
+
+
+def test_an_order_from_part_to_part_waits_for_a_part_that_does_not_answer_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "DELIVERY_MS", 1)
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="hr-test-") as directory, ExitStack() as channels:
+            late = ControllerChannel(Path(directory), "engine", controller.Message)
+            channels.callback(late.close)
+            async with line() as at:
+                at.theirs.send_to([late.local_orders], Abort(request_ids=(1,)))
+                assert not await asyncio.to_thread(at.theirs.wait, 0.1)
+                part = PartChannel(late.addresses, engine.Message)  # it answers after this time
+                channels.callback(part.close)
+                assert await asyncio.to_thread(part.receive, 5.0) == [Abort(request_ids=(1,))]
+
+    asyncio.run(main())
+
+
+def test_a_part_gets_every_order_that_it_sends_to_itself() -> None:
+    async def main() -> None:
+        async with line() as at:
+            for number in range(100):
+                at.theirs.send_to_self(Abort(request_ids=(number,)))
+            assert at.theirs.receive(5.0) == [Abort(request_ids=(number,)) for number in range(100)]
 
     asyncio.run(main())
 
