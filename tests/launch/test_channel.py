@@ -16,6 +16,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import DeadlineError, HeadraceError, RunError, WeightsError
 from headrace.base.types.messages import controller, engine
 from headrace.base.types.messages.codec import MessageCodec, Shutdown
@@ -42,6 +43,21 @@ class Line:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
             socket.connect(self.ours.addresses.reports)
             socket.send(data)
+
+
+class Unused:
+    """A channel that is not used."""
+
+    local_orders = ""
+
+    def send(self, message: Any) -> None:
+        raise AssertionError(message)
+
+    async def receive(self) -> list[Any]:
+        raise AssertionError
+
+    def close(self) -> None:
+        raise AssertionError
 
 
 @asynccontextmanager
@@ -173,6 +189,18 @@ def test_an_answer_that_does_not_come_is_told_by_part_and_order() -> None:
     error = refused(main())
     assert isinstance(error, DeadlineError)
     assert error.problem == "engine has not answered for 0.01 s: stage version 3"
+
+
+def test_the_time_in_which_a_part_is_stopped_does_not_count_as_lateness() -> None:
+    async def main() -> float:
+        engine = Peer("engine", Unused(), token=TOKEN, on_spans=lambda _: None)
+        asyncio.get_running_loop().call_later(4.5, setattr, engine, "halted", "is stopped (SIGSTOP)")
+        asyncio.get_running_loop().call_later(64.5, setattr, engine, "halted", "")
+        with pytest.raises(DeadlineError):
+            await engine.answer(engine.expect(engine.next_call(), Staged), "stage version 3", 16.0)
+        return VirtualClock().now()
+
+    assert run_virtual(main()) == 76.0
 
 
 def test_orders_to_a_part_that_is_still_starting_or_has_just_ended_are_no_error() -> None:
