@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.clock import RealClock, VirtualClock, VirtualDeadlock, off_loop, run_virtual
+from headrace.base.clock import (
+    RealClock,
+    TimeLimit,
+    VirtualClock,
+    VirtualDeadlock,
+    VirtualLoop,
+    off_loop,
+    run_virtual,
+)
 
 
 def test_virtual_day_passes_at_once_and_is_measured_exactly() -> None:
@@ -136,3 +144,51 @@ def test_real_clock_never_goes_back() -> None:
     times = [clock.now() for _ in range(100)]
     assert times == sorted(times)
     assert clock.wall() > 1.6e9
+
+
+def stand_still(seconds: float) -> None:
+    """Let time pass in which this process does nothing, as if a signal had stopped it."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop._advance(seconds)
+
+
+def time_until_the_limit(limit: TimeLimit, *stops: tuple[float, float]) -> float:
+    """Wait until a limit has passed; ``stops`` says after which time this process is stopped, and for how long."""
+
+    async def wait() -> None:
+        async with limit:
+            for after_s, for_s in stops:
+                await asyncio.sleep(after_s)
+                stand_still(for_s)
+            await asyncio.Event().wait()
+
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            await wait()
+        return VirtualClock().now()
+
+    return run_virtual(main())
+
+
+def test_a_limit_ends_after_its_time() -> None:
+    assert time_until_the_limit(TimeLimit(16.0)) == 16.0
+
+
+def test_the_time_for_which_a_process_was_stopped_does_not_count_in_its_limits() -> None:
+    assert time_until_the_limit(TimeLimit(16.0), (4.5, 60.0), (15.0 - 4.5, 1000.0)) == pytest.approx(1076.0, abs=1.0)
+
+
+def test_the_time_in_which_a_limit_is_held_does_not_count() -> None:
+    assert time_until_the_limit(TimeLimit(16.0, held=lambda: 4.5 < VirtualClock().now() < 64.5)) == 76.0
+
+
+def test_a_body_that_ends_in_time_and_one_without_a_limit_are_left_alone() -> None:
+    async def main() -> float:
+        for limit in (TimeLimit(16.0), TimeLimit(None)):
+            async with limit:
+                await asyncio.sleep(15.0)
+        await asyncio.sleep(100.0)
+        return VirtualClock().now()
+
+    assert run_virtual(main()) == 130.0

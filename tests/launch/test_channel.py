@@ -16,6 +16,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import DeadlineError, HeadraceError, RunError, WeightsError
 from headrace.base.types.messages import controller, engine
 from headrace.base.types.messages.codec import MessageCodec, Shutdown
@@ -42,6 +43,21 @@ class Line:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
             socket.connect(self.ours.addresses.reports)
             socket.send(data)
+
+
+class Unused:
+    """A channel that is not used."""
+
+    local_orders = ""
+
+    def send(self, message: Any) -> None:
+        raise AssertionError(message)
+
+    async def receive(self) -> list[Any]:
+        raise AssertionError
+
+    def close(self) -> None:
+        raise AssertionError
 
 
 @asynccontextmanager
@@ -175,6 +191,18 @@ def test_an_answer_that_does_not_come_is_told_by_part_and_order() -> None:
     assert error.problem == "engine has not answered for 0.01 s: stage version 3"
 
 
+def test_the_time_in_which_a_part_is_stopped_does_not_count_as_lateness() -> None:
+    async def main() -> float:
+        engine = Peer("engine", Unused(), token=TOKEN, on_spans=lambda _: None)
+        asyncio.get_running_loop().call_later(4.5, setattr, engine, "halted", "is stopped (SIGSTOP)")
+        asyncio.get_running_loop().call_later(64.5, setattr, engine, "halted", "")
+        with pytest.raises(DeadlineError):
+            await engine.answer(engine.expect(engine.next_call(), Staged), "stage version 3", 16.0)
+        return VirtualClock().now()
+
+    assert run_virtual(main()) == 76.0
+
+
 def test_orders_to_a_part_that_is_still_starting_or_has_just_ended_are_no_error() -> None:
     async def main() -> None:
         with tempfile.TemporaryDirectory(prefix="hr-test-") as directory:
@@ -204,15 +232,42 @@ def test_part_sends_to_another_part_and_not_to_one_that_has_its_name_later() -> 
                 channels.callback(ours.close)
                 lives.append((ours, PartChannel(ours.addresses, engine.Message)))
             (_, learner), (first, before), (second, after) = lives
-            learner.send_to(first.local_orders, Abort(request_ids=(1,)))
+            learner.send_to([first.local_orders], Abort(request_ids=(1,)))
             assert await asyncio.to_thread(before.receive, 5.0) == [Abort(request_ids=(1,))]
             before.close()
-            learner.send_to(first.local_orders, Abort(request_ids=(2,)))
-            learner.send_to(second.local_orders, Abort(request_ids=(3,)))
+            learner.send_to([first.local_orders], Abort(request_ids=(2,)))
+            learner.send_to([second.local_orders], Abort(request_ids=(3,)))
             assert await asyncio.to_thread(after.receive, 5.0) == [Abort(request_ids=(3,))]
             assert after.receive(0.2) == []
             learner.close()
             after.close()
+
+    asyncio.run(main())
+
+
+def test_an_order_from_part_to_part_waits_for_a_part_that_does_not_answer_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "DELIVERY_MS", 1)
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="hr-test-") as directory, ExitStack() as channels:
+            late = ControllerChannel(Path(directory), "engine", controller.Message)
+            channels.callback(late.close)
+            async with line() as at:
+                at.theirs.send_to([late.local_orders], Abort(request_ids=(1,)))
+                assert not await asyncio.to_thread(at.theirs.wait, 0.1)
+                part = PartChannel(late.addresses, engine.Message)  # it answers after this time
+                channels.callback(part.close)
+                assert await asyncio.to_thread(part.receive, 5.0) == [Abort(request_ids=(1,))]
+
+    asyncio.run(main())
+
+
+def test_a_part_gets_every_order_that_it_sends_to_itself() -> None:
+    async def main() -> None:
+        async with line() as at:
+            for number in range(100):
+                at.theirs.send_to_self(Abort(request_ids=(number,)))
+            assert at.theirs.receive(5.0) == [Abort(request_ids=(number,)) for number in range(100)]
 
     asyncio.run(main())
 

@@ -1,10 +1,12 @@
-"""Scoring workers that are stopped: none of their calls is to blame, and none is waited for without end."""
+"""Scoring workers that are stopped, or whose controller is: none of their calls is to blame, and none is waited for
+without end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 
 import psutil
@@ -50,5 +52,18 @@ def test_calls_under_a_worker_that_is_stopped_are_made_again_and_not_blamed(tmp_
             (tmp_path / "come").touch()
             assert await waiting == ONE
             assert "its calls are made again, for its process" in at.warnings[0]
+
+    asyncio.run(main())
+
+
+def test_a_reward_is_not_late_because_its_controller_was_stopped(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
+            waiting = group.create_task(at.pool.score(task(), ("together here",)))
+            await until((tmp_path / "here").exists)
+            (tmp_path / "come").touch()
+            threading.Event().wait(5.0)  # the controller receives nothing and does nothing
+            assert await waiting == ONE
+            assert not at.warnings
 
     asyncio.run(main())

@@ -15,6 +15,11 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 
+OWN_STANDSTILL_S = 2.0
+"""Delay of a check, in seconds, which shows that this process stood still; that time is not counted."""
+NUM_CHECKS = 16
+"""Number of checks that a time limit is counted in."""
+
 
 class Clock(Protocol):
     """The source of the time."""
@@ -112,6 +117,55 @@ async def off_loop(blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     if isinstance(asyncio.get_running_loop(), VirtualLoop):
         return blocking(*args, **kwargs)
     return await asyncio.to_thread(blocking, *args, **kwargs)
+
+
+class TimeLimit:
+    """Limits the time of the body of ``async with``, as :func:`asyncio.timeout` does, without the time in which this
+    process stood still, for then it could not receive what it waits for.
+
+    The time is counted in :data:`NUM_CHECKS` checks. A check that comes late because this process was stopped does not
+    count, and neither does one at which ``held`` returns true.
+
+    >>> async def wait_for_ever() -> None:
+    ...     async with TimeLimit(60.0):
+    ...         await asyncio.Event().wait()
+    >>> run_virtual(wait_for_ever())
+    Traceback (most recent call last):
+    TimeoutError
+    """
+
+    def __init__(self, seconds: float | None, *, held: Callable[[], bool] = lambda: False) -> None:
+        """``seconds`` is the limit; ``None``: there is none."""
+        self.scope = asyncio.Timeout(None)
+        """The scope of the body; :meth:`asyncio.Timeout.reschedule` ends it earlier."""
+        self._nap_s = None if seconds is None else seconds / NUM_CHECKS
+        self._held = held
+        self._checks_left = NUM_CHECKS
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self.scope.__aenter__()
+        if self._nap_s is not None:
+            self._check_in(self._nap_s)
+
+    async def __aexit__(self, *error: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.scope.__aexit__(*error)
+
+    def _check_in(self, nap_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + nap_s
+        self._timer = loop.call_at(due_s, self._check, due_s, nap_s)
+
+    def _check(self, due_s: float, nap_s: float) -> None:
+        now_s = asyncio.get_running_loop().time()
+        stood_still = now_s - due_s > OWN_STANDSTILL_S
+        self._checks_left -= not (stood_still or self._held())
+        if self._checks_left:
+            self._check_in(nap_s)
+        elif not self.scope.expired():  # it may have been ended earlier
+            self.scope.reschedule(now_s)
 
 
 def being_cancelled() -> bool:

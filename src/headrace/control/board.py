@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from headrace.base.clock import Clock
+from headrace.base.clock import OWN_STANDSTILL_S, Clock
 from headrace.base.errors import StallError
 from headrace.base.types.observation import Wait
 
 STOPPED_PATIENCE = 12
 """Factor of the timeout while a process of the run is stopped by a signal or a debugger, since it may be continued."""
-OWN_STANDSTILL_S = 2.0
-"""Delay of a check, in seconds, which shows that the controller's own process stood still; that time is not counted."""
 MIN_SLEEP_S = 1e-3
 """Shortest sleep, in seconds; a shorter one might not move a clock on."""
 

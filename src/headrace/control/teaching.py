@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from headrace.base.clock import TimeLimit
 from headrace.base.errors import ComponentDied, HeadraceError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey
 from headrace.base.types.task import Task
@@ -155,7 +156,7 @@ class Teaching:
         """Call the teacher once. Return its answer, or why it failed; and whether another call may succeed."""
         config = teacher.config
         try:
-            async with teacher.gate, asyncio.timeout(config.timeout_s):
+            async with teacher.gate, TimeLimit(config.timeout_s):
                 with self._show_request():
                     scores = await teacher.engine.top_scores(
                         tokens, config.num_entries, below=config.below, temperature=self._teachers.temperature

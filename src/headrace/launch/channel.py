@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,9 +42,11 @@ HEARTBEAT_S = 5
 SILENCE_S = 60
 """Seconds without a message or heartbeat after which a connection between machines counts as broken."""
 DELIVERY_MS = 2000
-"""Milliseconds for which a message from part to part is kept while the receiver does not answer; then it is dropped."""
+"""Milliseconds for which the messages that a part has not delivered are kept when it closes its channel."""
 SEND_TIMEOUT_S = 2
 """Seconds for which a message waits for a connection that may be broken."""
+TO_SELF = "inproc://orders"
+"""The address at which a part receives the orders that it sends to itself."""
 _LIVES = itertools.count()
 _BROKEN_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -121,12 +123,14 @@ class PartChannel:
         :meth:`send` raises ``zmq.Again``. Without ``on_broken`` this process is killed at once, with everything it has
         started."""
         self._codec = MessageCodec(receives)
-        self._own_orders = addresses.orders
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
+        self._orders.bind(TO_SELF)
         self._reports = _socket(self._context, zmq.PUSH)
         self._far = _Connections(addresses, self._orders, self._reports, on_broken) if addresses.key else None
         self._sending = threading.Lock()
+        self._parts: dict[str, zmq.Socket[bytes]] = {}
+        """The sockets that send orders to other parts, by their addresses."""
         if on_broken is not None:
             self._reports.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_S * 1000)
         if self._far is None:
@@ -160,25 +164,32 @@ class PartChannel:
         with self._sending:
             self._reports.send(data)
 
-    def send_to(self, orders: str, message: Any) -> None:
-        """Send ``message`` to another part of this machine, which receives orders at ``orders``; any thread may call
-        this. It never waits, and a part that has ended does not get the message."""
-        with _socket(self._context, zmq.PUSH) as socket:
-            socket.setsockopt(zmq.LINGER, DELIVERY_MS)
-            socket.connect(orders)
-            socket.send(self._codec.encode(message), zmq.NOBLOCK)
+    def send_to(self, parts: Collection[str], message: Any) -> None:
+        """Send ``message`` to other parts of this machine, which receive orders at the addresses ``parts``; one thread
+        may call this. It never waits. A part that is stopped gets the message when it continues, since the connection
+        to it is kept until a later message is not for that part. A part that has ended does not get the message."""
+        data = self._codec.encode(message)
+        for orders in self._parts.keys() - set(parts):
+            self._parts.pop(orders).close(0)
+        for orders in parts:
+            if orders not in self._parts:
+                self._parts[orders] = _socket(self._context, zmq.PUSH)
+                self._parts[orders].connect(orders)
+            self._parts[orders].send(data, zmq.NOBLOCK)
 
     def send_to_self(self, message: Any) -> None:
-        """Queue ``message`` among the orders of this part, and wake its loop; any thread may call this. Only for a part
-        whose controller is on this machine."""
-        self.send_to(self._own_orders, message)
+        """Queue ``message`` among the orders of this part, and wake its loop; any thread may call this."""
+        with _socket(self._context, zmq.PUSH) as socket:
+            socket.connect(TO_SELF)
+            socket.send(self._codec.encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Send the queued messages, and close the sockets."""
         if self._far is not None:
             self._far.stop_watching()
         self._orders.close(0)
-        self._reports.close(2000)
+        for socket in (self._reports, *self._parts.values()):
+            socket.close(DELIVERY_MS)
         self._context.term()
 
 

@@ -20,8 +20,8 @@ from typing import Protocol
 
 import psutil
 
-from headrace.base.clock import Clock, off_loop
-from headrace.control.board import OWN_STANDSTILL_S, Standstill
+from headrace.base.clock import OWN_STANDSTILL_S, Clock, off_loop
+from headrace.control.board import Standstill
 from headrace.launch.child import Child
 from headrace.launch.clients import RankClient
 from headrace.launch.local_process import halted_below

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from headrace.base.clock import being_cancelled
+from headrace.base.clock import TimeLimit, being_cancelled
 from headrace.base.errors import EpisodeError, HeadraceError, RequestError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.sampling import Sampling
@@ -260,8 +260,8 @@ class EpisodeRunner:
         episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
         conversations = Conversations(policy, self.limits, chat=self.chat, seed=seed, note=self.note)
-        limit = asyncio.timeout(self.timeout_s)
-        withdrawal.attach(limit)
+        limit = TimeLimit(self.timeout_s)
+        withdrawal.attach(limit.scope)
         try:
             async with limit:
                 outcome = await self.env.run(task, conversations)
@@ -272,7 +272,7 @@ class EpisodeRunner:
         except TimeoutError as error:
             if withdrawal.reason:
                 episode.status, episode.cause = EpisodeStatus.LEFT_OUT, withdrawal.reason
-            elif limit.expired():
+            elif limit.scope.expired():
                 episode.cause = f"env_timeout: not over after env.timeout_s={self.timeout_s} s"
             else:  # a timeout inside the environment
                 episode.cause = f"env_error: {type(error).__name__}: {error}"

@@ -127,7 +127,7 @@ ENVIRONMENT = (
 )
 _ERRORS = (
     *("raise", "stop", "exit", "unspeakable", "recurse", "text", "list", "dict", "odd", "huge", "coroutine"),
-    *("shout", "sockets"),
+    *("shout", "sockets", "interrupt", "cancelled", "weird"),
 )
 _COMMON: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fine", "bomb"), ("",)),
@@ -170,8 +170,22 @@ QUICK = {
     "rollout": (
         *("fine", "raise", "unspeakable", "text", "nan", "half", "untyped", "parts", "truth", "chosen", "flood"),
         *("leave", "forever", "wide", "cancel", "accuse", "quit", "bomb", "await", "stop_loop", "sockets"),
+        *("interrupt", "cancelled", "weird"),
     ),
-    "Deeds": ("fine", "odd", "huge", "raise@reset", "raise@close", "quit@close", "hang", "fork", "eat"),
+    "Deeds": (
+        "fine",
+        "odd",
+        "huge",
+        "interrupt",
+        "cancelled",
+        "weird",
+        "raise@reset",
+        "raise@close",
+        "quit@close",
+        "hang",
+        "fork",
+        "eat",
+    ),
 }
 """Deeds that together take seconds."""
 

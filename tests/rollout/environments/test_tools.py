@@ -35,6 +35,8 @@ def move(steps: int, way: Literal["left", "right"] = "left") -> dict[str, Any]:
     """
     if steps > 9:
         raise ValueError("there is a wall")
+    if steps < 0:
+        raise KeyboardInterrupt("not backwards")
     return {"met": [way] * steps}
 
 
@@ -73,6 +75,7 @@ def test_a_call_answers_with_what_the_function_returns() -> None:
         ('{"steps": 1, "way": "up"}', "move", "way: Input should be 'left' or 'right'"),
         ('{"steps":', "move", "Invalid JSON"),
         ('{"steps": 10}', "move", "ValueError: there is a wall"),
+        ('{"steps": -1}', "move", "KeyboardInterrupt: not backwards"),
         ("{}", "fly", "there is no tool 'fly'; there are: move, wait"),
     ],
 )

@@ -78,6 +78,9 @@ DEEDS = """
         "fine": lambda: 1.0,
         "raise": lambda: raise_(ValueError("no")),
         "stop": lambda: raise_(StopIteration()),
+        "interrupt": lambda: raise_(KeyboardInterrupt()),
+        "cancelled": lambda: raise_(asyncio.CancelledError()),
+        "weird": lambda: raise_(BaseException("weird")),
         "exit": lambda: sys.exit(0),
         "unspeakable": lambda: raise_(Unspeakable()),
         "recurse": lambda: DEEDS["recurse"](),
@@ -121,7 +124,7 @@ REWARD = (
 CAUSES = {
     **dict.fromkeys(("fine", "bomb"), ""),
     **dict.fromkeys(("raise", "stop", "exit", "unspeakable", "recurse", "text", "list", "dict", "odd"), "reward_error"),
-    **dict.fromkeys(("huge", "coroutine", "shout"), "reward_error"),
+    **dict.fromkeys(("huge", "coroutine", "shout", "interrupt", "cancelled", "weird"), "reward_error"),
     **dict.fromkeys(("nan", "infinite"), "reward_nan"),
     **dict.fromkeys(("hang", "await"), "reward_timeout"),
     **dict.fromkeys(("abort", "quit", "segfault", "daemon"), "reward_crashed"),

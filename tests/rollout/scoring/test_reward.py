@@ -154,6 +154,10 @@ def test_a_list_that_does_not_fit_is_a_failure_in_words(load: Load, returned: st
         ("raise ValueError('no such\\nanswer')", "ValueError: no such answer at my_reward.py:3"),
         ("return helper(completion)", "KeyError: '2' at my_reward.py:6"),
         ("import sys; sys.exit(2)", "SystemExit: 2 at my_reward.py:3"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt at my_reward.py:3"),
+        ("import asyncio; raise asyncio.CancelledError('mine')", "CancelledError: mine at my_reward.py:3"),
+        ("import pytest; pytest.fail('no')", "Failed: no at my_reward.py:3"),
+        ("raise BaseException('weird')", "BaseException: weird at my_reward.py:3"),
         ("return int('x' + completion)", "ValueError: invalid literal for int() with base 10: 'x2' at my_reward.py:3"),
     ],
 )
@@ -174,8 +178,9 @@ def test_a_reward_that_raises_is_a_failure_with_file_and_line(
 @pytest.mark.parametrize(
     ("error", "failure"),
     [
-        ("ValueError('file \\udc80 is missing')", "ValueError: file ? is missing at my_reward.py:5"),
+        ("ValueError('file \\udc80 is missing')", "ValueError: file ? is missing at my_reward.py:7"),
         ("Silent()", "Silent, which cannot be printed"),
+        ("Loud()", "Loud, which cannot be printed"),
     ],
 )
 def test_an_error_that_cannot_be_told_is_a_failure_all_the_same(
@@ -184,6 +189,8 @@ def test_an_error_that_cannot_be_told_is_a_failure_all_the_same(
     reward = load(f"""
         class Silent(Exception):
             def __str__(self): raise RuntimeError("no words")
+        class Loud(BaseException):
+            def __str__(self): raise KeyboardInterrupt
         {head} reward(completion):
             raise {error}
     """)

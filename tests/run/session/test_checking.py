@@ -308,8 +308,11 @@ def test_a_program_that_always_fails_is_told_at_once_and_as_one_cause(tmp_path: 
     command = shlex.join([sys.executable, str(tmp_path / "agent.py")])
     report = check_env(command, rows=ROWS[:1], on_progress=told.append)
     failed = [line for line in told if "failed" in line]
-    assert len(failed) == 1, told
-    assert f"episode 1 of {report.episodes} (row 1, where the model says" in failed[0]
+    assert len(failed) == 2, told
+    assert failed[1] == f"the first 4 failed for one cause: the other {report.left_out} are left out"
+    assert f"(program, 4 episodes, {report.left_out} more not tried): failed" in str(report)
+    assert report.episodes == 4
+    assert f"episode 1 of {4 + report.left_out} (row 1, where the model says" in failed[0]
     assert "exit code 7: no such thing:" in failed[0]
     wrong = {each.clause: each.detail for each in report.findings if each.level is Level.FAIL}
     assert wrong["it can be started"] == "no episode of it got as far as asking the model"
@@ -317,6 +320,21 @@ def test_a_program_that_always_fails_is_told_at_once_and_as_one_cause(tmp_path: 
         f"({report.episodes} of {report.episodes} episodes; first row 1" in wrong["its episodes end without an error"]
     )
     assert "it can be loaded" not in str(report)
+
+
+BROKEN_ON_ONE = """
+async def rollout(task, policy):
+    await policy.chat("hello")
+    return 1.0 / task["number"]
+"""
+
+
+def test_all_is_tried_where_the_rows_fail_differently(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(BROKEN_ON_ONE)
+    report = check_env(f"{tmp_path / 'env.py'}:rollout", rows=[{"number": 0}, {"number": 1}])
+    assert report.left_out == 0
+    detail = next(each.detail for each in report.findings if each.clause == "its episodes end without an error")
+    assert f"(9 of {report.episodes} episodes; first row 1, where the model says the row's answer)" in detail
 
 
 def test_a_script_that_does_not_exist_is_refused_before_anything_starts(

@@ -169,6 +169,36 @@ def test_a_process_of_each_kind_may_stand_still_for_100_seconds(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["shm", "files"])
+def test_an_engine_that_stands_still_while_a_version_is_announced_stages_it_later(
+    tmp_path: Path, transport: str
+) -> None:
+    """The engine has no sequences meanwhile: both batches wait in their environments."""
+    run_file = a_run(
+        tmp_path,
+        seconds=3.0,
+        sync={"transport": transport},
+        run={"dir": "run", "steps": ENDLESS, "stall_timeout_s": 15.0},
+    )
+    with running("train", run_file) as life:
+        life.until_step(3)
+        pid = components(tmp_path / "run")["engine"]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(psutil.TimeoutExpired):
+            psutil.Process(life.process.pid).wait(20.0)
+        os.kill(pid, signal.SIGCONT)
+        until_said(life, "s, and continues")
+        done = int(json.loads((tmp_path / "run" / "status.json").read_text())["steps_done"])
+        life.until_step(done + 3)
+        assert components(tmp_path / "run")["engine"] == pid
+        life.process.send_signal(signal.SIGINT)
+        life.rest()
+    assert life.process.returncode == 0
+    balanced(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("max_age", [0, 1])
 def test_the_death_of_a_worker_makes_no_step_of_64_episodes_three_times_as_long(tmp_path: Path, max_age: int) -> None:
     run_file = a_run(

@@ -219,6 +219,15 @@ def test_line_of_a_dry_run_names_view_rate_and_what_holds_it_up() -> None:
     assert "-bound" in line or "taking turns" in line
 
 
+def test_plan_says_whether_it_counts_the_time_of_environments_and_rewards() -> None:
+    cluster = {"accelerator": "H100", "count": 16}
+    words = "The time of environments and rewards is not counted"
+    for work, uncounted in (({}, True), ({"reward_s": 0.5}, False), ({"turn_s": 2.0}, False)):
+        result = found(cluster, work)
+        assert (words in verdict_line(result, bound)) == uncounted
+        assert (words in describe(result, bound)[0]) == uncounted
+
+
 def test_program_prints_a_plan_as_words_and_as_json_and_refuses_in_words(tmp_path: Path) -> None:
     run, cluster = tmp_path / "run.toml", tmp_path / "cluster.toml"
     run.write_text(

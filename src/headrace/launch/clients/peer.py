@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from headrace.base import errors
+from headrace.base.clock import TimeLimit
 from headrace.base.errors import DeadlineError, HeadraceError, RunError
 from headrace.base.types.messages.controller import Answer, Failure, Ready, Timed
 from headrace.base.types.trace import Span, earlier
@@ -76,31 +77,33 @@ class Peer:
 
     async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
         """Wait for an answer. Raises :class:`~headrace.base.errors.DeadlineError`, with the name of the process and of
-        the order, after ``deadline_s``. While the process is stopped the wait is repeated, for as long as the stall
-        watchdog allows, where :attr:`waits_while_halted` says so."""
+        the order, after ``deadline_s``. The time in which the process is stopped does not count where
+        :attr:`waits_while_halted` says so: the stall watchdog limits it."""
         try:
-            while not (await asyncio.wait([future], timeout=deadline_s))[0]:
-                if self.halted and self.waits_while_halted:
-                    continue
-                raise DeadlineError(
-                    f"{self.name} has not answered for {deadline_s:g} s: {what}",
-                    remedy=f"look at logs/{self.name}.log in the run directory; is the machine overloaded?",
-                )
-            return future.result()
+            async with TimeLimit(deadline_s, held=lambda: bool(self.halted) and self.waits_while_halted):
+                await asyncio.wait([future])
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.name} has not answered for {deadline_s:g} s: {what}",
+                remedy=f"look at logs/{self.name}.log in the run directory; is the machine overloaded?",
+            ) from None
         finally:
             future.cancel()
+        return future.result()
 
     async def wait_until_ready(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
         """Wait until the process is ready, or until ``dying`` is done because it has died; return whether it is ready.
         Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s``, with a ``hint`` at the possible
         cause."""
         first: set[asyncio.Future[Any]] = {dying, self.ready}
-        done, _ = await asyncio.wait(first, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
+        try:
+            async with TimeLimit(deadline_s):
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
             raise DeadlineError(
                 f"{self.name} did not start within {deadline_s:g} s{self.halted and f'; it {self.halted}'}",
                 remedy=f"look at logs/{self.name}.log in the run directory; {hint}",
-            )
+            ) from None
         return self.ready.done()
 
     async def listen(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.clock import RealClock, being_cancelled
+from headrace.base.clock import NUM_CHECKS, RealClock, TimeLimit, being_cancelled
 from headrace.base.types.messages.controller import Scored, Started
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.base.types.task import Task
@@ -25,9 +25,6 @@ from headrace.launch.clients.pool import CallLoss, PoolCall, PoolConfig, Worker,
 from headrace.launch.clients.suspects import OneByOne
 from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Scores, ScoringContext
 from headrace.rollout.scoring.rubric import Rubric, RubricPart
-
-NUM_CHECKS = 16
-"""Number of checks of a worker's processor time and calls, at most, during the time limit of a call."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -170,7 +167,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         """Return the answer. If it does not come in time, kill the worker and raise ``TimeoutError``."""
         before_s = await worker.recently_computed_s(self._timeout_s / NUM_CHECKS)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with TimeLimit(self._timeout_s):
                 return await scored
         except TimeoutError:
             try:

@@ -232,5 +232,5 @@ def _is_cancelled(error: BaseException) -> bool:
 def _in_words(error: BaseException, source: str) -> str:
     try:
         return where(error, source)
-    except Exception:  # noqa: BLE001 - the user's ``__str__`` is user code too
+    except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
         return f"{type(error).__name__}, which cannot be printed"

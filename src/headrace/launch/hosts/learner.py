@@ -283,8 +283,8 @@ class LearnerHost:
         its bytes have not reached are left to the controller."""
         reached = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed)
         update = msgspec.structs.replace(update, announced_to=reached)
-        for orders in reached:
-            self._orders.channel.send_to(orders, Announce(update=update, commit=order.commit))
+        # No other engine has an announcement that it has not read: the engines in step have staged the last one.
+        self._orders.channel.send_to(reached, Announce(update=update, commit=order.commit))
         return update
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:

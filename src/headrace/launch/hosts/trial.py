@@ -20,7 +20,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from headrace.base.clock import RealClock
+from headrace.base.clock import RealClock, being_cancelled
 from headrace.base.config.user_code import where
 from headrace.base.errors import EpisodeError, HeadraceError
 from headrace.base.types.messages.scorer import ScoreCompletions
@@ -69,7 +69,9 @@ async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
             ended = await loaded.rollout(task["row"], policy)
             measuring.cancel()
         report.uncopyable = sorted(set(loaded.uncopyable))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
+    except BaseException as error:
+        if being_cancelled():  # user code may raise CancelledError too
+            raise
         ended = _as_episode_error(error, entry)
     await policy.chat(msgspec.json.encode(report).decode(), agent=REPORT)
     if isinstance(ended, EpisodeError):
@@ -88,7 +90,7 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
         return EpisodeError(error.problem, remedy=error.remedy, reason=UNUSABLE)
     try:
         words = where(error, entry.rpartition(":")[0])
-    except Exception:  # noqa: BLE001 - the user's ``__str__`` is user code too
+    except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
         words = f"{type(error).__name__}, which cannot be printed"
     return EpisodeError(words, remedy="fix it")
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import pydantic
 
+from headrace.base.clock import being_cancelled
 from headrace.base.errors import EnvError
 from headrace.base.types.chat import Message, Tool, ToolCall
 
@@ -62,7 +63,9 @@ class ToolFunction:
                 returned = await bound()
             else:
                 returned = await in_thread(executor, bound)
-        except Exception as error:  # noqa: BLE001 - the boundary of a tool: its failure is its answer
+        except BaseException as error:
+            if being_cancelled():  # the tool may raise CancelledError too
+                raise
             return _failed(call, f"{type(error).__name__}: {error}")
         return Message(role="tool", content=_as_text(returned), tool_call_id=call.id, name=call.name)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from headrace.base.clock import being_cancelled
 from headrace.base.errors import HeadraceError
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring.base import ContextField, Scores
@@ -40,7 +41,9 @@ async def as_scores(grading: Awaitable[float | None]) -> Scores:
         value = await grading
     except Unscorable as error:
         return Scores(rewards=(), failure=f"reward_error: {error.problem} ({error.remedy})")
-    except Exception as error:  # noqa: BLE001 - the boundary of a scorer: its failure is a record
+    except BaseException as error:
+        if being_cancelled():
+            raise
         words = f"{type(error).__name__}: {error}"[:300].encode("utf-8", "replace").decode()
         return Scores(rewards=(), failure=f"reward_error: {words}")
     if value is not None and not math.isfinite(value):

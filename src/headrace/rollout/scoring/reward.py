@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.clock import being_cancelled
 from headrace.base.config.user_code import find_in_file, load_file, where
 from headrace.base.errors import ConfigError, EnvError
 from headrace.base.types.messages.scorer import ScoreCompletions
@@ -79,7 +80,9 @@ class RewardFunction:
                 scores = _check(returned if self.by_group else [returned], len(request.completions))
                 metrics = {name: tuple(values) for name, values in log.metrics.items()}
                 return msgspec.structs.replace(scores, metrics=metrics, extra=log.rows())
-        except (Exception, SystemExit) as raised:  # noqa: BLE001 - the boundary of user code: its failure is a record
+        except BaseException as raised:
+            if being_cancelled():  # user code may raise CancelledError too
+                raise
             error = raised
         return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")
 
@@ -146,7 +149,7 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     example)."""
     try:
         return call(), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again where it is awaited
+    except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
         return None, error
 
 
@@ -178,7 +181,7 @@ def _in_words(error: BaseException, source: str | None) -> str:
     """Return the text of ``error``, in characters that can be encoded."""
     try:
         text = where(error, source)
-    except Exception:  # noqa: BLE001 - the user's ``__str__`` is user code too
+    except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
         text = f"{type(error).__name__}, which cannot be printed"
     return text.encode("utf-8", "replace").decode()
 

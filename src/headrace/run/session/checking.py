@@ -56,6 +56,8 @@ PROGRESS_EVERY_S = 1.0
 """The interval between two progress lines, in seconds. Episodes that end sooner may have no line."""
 _FATAL_REASONS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
 """The reasons of failure after which no further episode is tried."""
+NUM_ALIKE = 4
+"""No further episode is tried when the first ones, of this number, have all failed for one cause."""
 _CHECKED_ELSEWHERE = frozenset({"max_turns", "reward_none", "reward_nan"})
 """The reasons of failure that have a check of their own."""
 _PASSING = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s'\":]+|\b0x[0-9a-f]+")
@@ -104,6 +106,8 @@ class EnvReport:
     """``env``, ``rollout``, ``program``, ``bridge`` or ``reward``."""
     episodes: int
     """The number of episodes that were tried."""
+    left_out: int
+    """The number of episodes that were not tried, because those before them showed enough."""
     findings: tuple[EnvFinding, ...]
     timings: EnvTimings | None
     """``None`` where no episode ended without an error."""
@@ -115,7 +119,8 @@ class EnvReport:
 
     def __str__(self) -> str:
         verdict = "passed" if self.ok else "failed"
-        head = f"{self.reference} ({self.kind}, {plural(self.episodes, 'episode')}): {verdict}"
+        tried = plural(self.episodes, "episode") + (f", {self.left_out} more not tried" if self.left_out else "")
+        head = f"{self.reference} ({self.kind}, {tried}): {verdict}"
         rows = [f"  {finding.level:<4}  {finding.clause}: {finding.detail}" for finding in self.findings]
         if self.timings is None:
             return "\n".join([head, *rows])
@@ -156,6 +161,12 @@ class _CheckedEpisode:
         """The reason and the failure in words."""
         return f"{self.reason}: {self.problem}"
 
+    @property
+    def cause(self) -> str:
+        """The failure without what differs from episode to episode; empty where it has a check of its own, or where
+        there is none."""
+        return _PASSING.sub("", self.failure) if self.reason and self.reason not in _CHECKED_ELSEWHERE else ""
+
 
 def check_env(
     reference: str,
@@ -186,23 +197,28 @@ def check_env(
     numbered = [{"number": number} for number in range(NUM_TASKS)]
     tried = list(rows) or (numbered if kind == "bridge" else [{}])
     target = {"kind": kind, "entry": entry, "options": dict(options or {})}
-    attempts = in_own_loop(lambda _: _run_episodes(target, tried, timeout_s, on_progress))
+    planned = _planned_episodes(tried)
+    attempts = in_own_loop(lambda _: _run_episodes(target, tried, planned, timeout_s, on_progress))
     return EnvReport(
         reference=reference,
         kind=kind,
         episodes=len(attempts),
+        left_out=len(planned) - len(attempts),
         findings=tuple(_findings(kind, blocking, attempts)),
         timings=_timings(attempts),
     )
 
 
 async def _run_episodes(
-    target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float, on_progress: Callable[[str], None]
+    target: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    attempts: list[_CheckedEpisode],
+    timeout_s: float,
+    on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
     """Run the planned episodes of ``target`` on ``rows`` in one worker, and return those that were tried."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
     pool_config = EnvPoolConfig(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=START_S, scored=False)
-    attempts = _planned_episodes(rows)
     trials = [{**target, "row": dict(rows[attempt.row])} for attempt in attempts]
     on_progress(f"starting a worker for it, in at most {START_S:g} s")
     try:
@@ -223,7 +239,7 @@ async def _run_one_by_one(
     on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
     """Run the episodes one after the other, and report the first failure at once; return all of them, or those up to
-    the first fatal failure."""
+    the first fatal failure, or the first :data:`NUM_ALIKE` if all of those have failed for one cause."""
     position = [0]  # the number of the running episode, which the progress lines read
     reported = False
     async with asyncio.TaskGroup() as group:
@@ -231,10 +247,13 @@ async def _run_one_by_one(
         for number, (attempt, trial_row) in enumerate(zip(attempts, trials, strict=True), start=1):
             position[0] = number
             await _run_episode(pool, attempt, trial_row, timeout_s)
-            if attempt.reason and attempt.reason not in _CHECKED_ELSEWHERE and not reported:
+            if attempt.cause and not reported:
                 reported = True
                 on_progress(f"episode {number} of {len(attempts)} ({attempt.name}) failed: {attempt.failure}")
             if attempt.reason in _FATAL_REASONS:
+                break
+            if number == NUM_ALIKE and attempt.cause and len({each.cause for each in attempts[:number]}) == 1:
+                on_progress(f"the first {number} failed for one cause: the other {len(attempts) - number} are left out")
                 break
         progress.cancel()
     return attempts[: position[0]]
@@ -254,7 +273,8 @@ async def _report_progress(
 
 
 def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
-    """Return the episodes to try: every script on every row, and some of them twice with the same seed."""
+    """Return the episodes to try: every script on every row, and some of them twice with the same seed. The first ones
+    are on different rows."""
 
     def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _CheckedEpisode:
         model = ScriptedEpisode(
@@ -263,8 +283,8 @@ def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode
         return _CheckedEpisode(script=name, row=row, again=again, model=model)
 
     planned: list[_CheckedEpisode] = []
-    for row in range(len(rows)):
-        for number, (name, script) in enumerate(SCRIPTS.items()):
+    for number, (name, script) in enumerate(SCRIPTS.items()):
+        for row in range(len(rows)):
             planned.append(attempt(number, row, name, script))
             if (row == 0 and "tool" in name) or (number == 0 and row < 2):
                 planned.append(attempt(number, row, name, script, again=True))
@@ -339,9 +359,9 @@ def _is_separate() -> EnvFinding:
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that all episodes ended without an error and asked the model."""
-    failures = [attempt for attempt in attempts if attempt.reason and attempt.reason not in _CHECKED_ELSEWHERE]
-    first = {_PASSING.sub("", attempt.failure): attempt for attempt in reversed(failures)}
-    times = Counter(_PASSING.sub("", attempt.failure) for attempt in failures)
+    failures = [attempt for attempt in attempts if attempt.cause]
+    first = {attempt.cause: attempt for attempt in reversed(failures)}
+    times = Counter(attempt.cause for attempt in failures)
     failed = {first[cause].failure: count for cause, count in times.items()}
     where = {attempt.failure: attempt.name for attempt in first.values()}
     # a run counts an episode without any sampled token as failed

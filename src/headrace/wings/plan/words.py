@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headrace.base.types.observation import Account
 from headrace.base.types.weights import Interrupt
 from headrace.wings.plan.search import EQUAL_WITHIN, Candidate, SearchResult
+from headrace.wings.plan.spread import ConstantSpread
 from headrace.wings.plan.system import PlanContext
 
 BOTTLENECK = 0.9
@@ -36,6 +37,17 @@ def verdict_line(found: SearchResult, bound: Bound) -> str:
     return (
         f"Plan ({found.site.cluster}; {found.site.view}): about {_rate(requested.tok_s)} trained tokens/s, "
         f"a step every {_step(requested.step_s)}, {bound(requested.account())}. {_asynchrony(found, bound)}"
+        f"{_uncounted(found.site)}"
+    )
+
+
+def _uncounted(site: PlanContext) -> str:
+    """Return a sentence that says so if the plan counts no time of environments and rewards."""
+    if not site.workload.turn_s == site.workload.reward_s == ConstantSpread(value=0):
+        return ""
+    return (
+        " The time of environments and rewards is not counted, since it is not known: headrace plan takes it from a "
+        "run (--calibrate RUN) or from a cluster file (workload.turn_s, workload.reward_s)."
     )
 
 
@@ -55,6 +67,7 @@ def _assumed(site: PlanContext) -> str:
     kind = answers.pop("kind")
     return (
         f"Lengths of answers: {kind} ({', '.join(f'{key} {value:g}' for key, value in answers.items())}), as assumed."
+        f"{_uncounted(site)}"
     )
 
 
