@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -174,12 +174,33 @@ class TextPlace:
 
     def renamed(self, text: PreTrainedModel) -> dict[str, Tensor]:
         """Return the tensors of the text model by their names in the multimodal model; tied ones under each name."""
-        prefixes = {f"{_trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
-        found: dict[str, Tensor] = {}
-        for name, tensor in text.state_dict().items():
-            old, new = next((old, new) for old, new in prefixes.items() if name.startswith(old))
-            found[new + name.removeprefix(old)] = tensor
-        return found
+        prefixes = self.prefixes(text)
+        return {with_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
+
+    def prefixes(self, text: PreTrainedModel) -> dict[str, str]:
+        """Return what the names of the text model begin with, and what they begin with in the multimodal model."""
+        return {f"{_trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
+
+
+def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return ``name`` with another beginning, as ``prefixes`` says; a name with none of these beginnings as it is.
+
+    >>> with_prefix("model.norm.weight", {"model.": "model.language_model."})
+    'model.language_model.norm.weight'
+    """
+    old, new = next(((old, new) for old, new in prefixes.items() if name.startswith(old)), ("", ""))
+    return new + name.removeprefix(old)
+
+
+def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
+    """Return what the names of the model ``text`` begin with, and what they begin with in transformers' model of
+    ``base``, the directory it was loaded from; empty for a directory of text alone, whose names are the same."""
+    config = read_whole_config(base)
+    if text_config_of(base, config) is config:
+        return {}
+    with torch.device("meta"):
+        whole = _whole_class(base, config)(config)
+    return TextPlace.of(base, whole).prefixes(text)
 
 
 def whole_checkpoint(config: PreTrainedConfig) -> Path | None:
