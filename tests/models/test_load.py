@@ -97,6 +97,14 @@ def test_weight_of_another_shape_is_refused(copy: Path) -> None:
     assert "model.layers.0.mlp.down_proj.weight ([32, 128], expected [32, 96])" in refused(copy)
 
 
+def test_layers_that_transformers_does_not_know_are_refused_with_the_types_that_are_supported(copy: Path) -> None:
+    edit(copy / "config.json", layer_types=["wavelet_attention", "full_attention"])
+    said = refused(copy)
+    assert "layers of type wavelet_attention" in said
+    assert "sliding_attention" in said
+    assert "compressed_sparse_attention" not in said
+
+
 def test_tokenizer_that_is_not_there_is_refused(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
     assert "holds no tokenizer" in refused(copy, load_tokenizer)

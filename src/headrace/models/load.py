@@ -20,6 +20,7 @@ from headrace.models.config import SUPPORTED, ModelConfig
 from headrace.models.hub import pinned
 from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope
 from headrace.models.settings import (
+    LAYER_TYPES,
     REMEDY,
     model_directory,
     read_config,
@@ -36,14 +37,6 @@ CACHE_LINE = 64
 INDEX_FILE = "model.safetensors.index.json"
 """The file that says in which file of a divided checkpoint each tensor is."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-LAYER_TYPES = frozenset(
-    {
-        *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
-        *("linear_attention", "conv", "hybrid"),
-        *("mlp", "moe"),
-    }
-)
-"""The types of layers that are supported: those that attend, those that keep a state, and those that do neither."""
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
