@@ -109,6 +109,7 @@ def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrained
 
     from headrace.models.attention import NAME
     from headrace.models.text_part import causal_class, load_text_part
+    from headrace.models.weights import refuse_not_finite
 
     options = {
         "dtype": getattr(torch, config.dtype),
@@ -124,10 +125,11 @@ def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrained
         return model, info
     kind = causal_class(read)
     assert kind is not None  # refused by its settings
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
+    model, info = kind.from_pretrained(
         config.path, config=read, attn_implementation=NAME, output_loading_info=True, **options
     )
-    return loaded
+    refuse_not_finite(model, config.path)
+    return model, info
 
 
 def _align(model: PreTrainedModel) -> None:

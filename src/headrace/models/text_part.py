@@ -46,6 +46,7 @@ from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED, WHOLE
 from headrace.models.hub import local_directory, pinned
 from headrace.models.settings import read_whole_config, text_config_of
+from headrace.models.weights import refuse_not_finite
 
 PROBE = 24
 """The number of tokens on which the text model is compared with the multimodal model."""
@@ -108,6 +109,7 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     whole, info = kind.from_pretrained(
         path, config=config, attn_implementation="eager", output_loading_info=True, **options
     )
+    refuse_not_finite(whole, path)
     whole.eval()
     place = TextPlace.of(path, whole)
     text = place.take(whole)
