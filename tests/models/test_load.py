@@ -115,6 +115,22 @@ def test_weights_that_cannot_be_compared_and_masks_in_buffers_pass() -> None:
     refuse_not_finite(model, "x")
 
 
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_weight_of_the_layers_that_the_model_does_not_compute_is_refused(copy: Path, name: str) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(3), "mtp.fc.weight": torch.zeros(3)}, copy / "model.safetensors")
+    assert f"does not ask for: {name}\n" in refused(copy)
+    edit(copy / "config.json", num_nextn_predict_layers=1)
+    if "layers.2" in name:
+        load_model(ModelConfig(path=str(copy)))
+
+
+def test_config_that_describes_a_far_larger_model_is_refused_before_one_is_built(copy: Path) -> None:
+    edit(copy / "config.json", vocab_size=2**40)  # no machine has the memory
+    assert "config.json" in refused(copy)
+    assert "describes a qwen3 of " in refused(copy)
+
+
 def test_layers_that_transformers_does_not_know_are_refused_with_the_types_that_are_supported(copy: Path) -> None:
     edit(copy / "config.json", layer_types=["wavelet_attention", "full_attention"])
     said = refused(copy)

@@ -124,6 +124,40 @@ def test_checkpoint_without_a_text_weight_is_refused_by_its_name(wrapper: Path, 
 
 
 @one
+def test_checkpoint_without_other_parts_is_refused_by_what_it_lacks(wrapper: Path, tmp_path: Path) -> None:
+    for path in wrapper.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(wrapper / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "vision" not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack.*model\.vision_tower"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@one
+def test_checkpoint_without_settings_of_the_text_is_refused_by_their_name(wrapper: Path, tmp_path: Path) -> None:
+    for path in wrapper.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tree = json.loads((wrapper / "config.json").read_text())
+    del tree["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match="no text_config"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@each
+def test_superfluous_weight_of_a_text_layer_is_refused(wrapper: Path, tmp_path: Path) -> None:
+    for path in wrapper.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(wrapper / "model.safetensors")
+    like = next(name for name in tensors if name.endswith("layers.1.input_layernorm.weight") and "vis" not in name)
+    more = like.replace("layers.1.", "layers.9.")
+    save_file({**tensors, more: tensors[like].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not ask for: model\.layers\.9\.input_layernorm\.weight"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@one
 def test_export_into_another_checkpoint_is_refused(wrapper: Path, tmp_path: Path) -> None:
     other = tiny_wrapper(tmp_path / "other", "gemma3", num_hidden_layers=1, layer_types=["full_attention"])
     with pytest.raises(ModelError, match="no place"):

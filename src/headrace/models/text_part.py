@@ -105,7 +105,7 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     Raises :class:`~headrace.base.errors.ModelError` if there is not exactly one text part, and if it computes other
     logits than the multimodal model.
     """
-    kind = _whole_class(path, config)
+    kind = whole_class(path, config)
     whole, info = kind.from_pretrained(
         path, config=config, attn_implementation="eager", output_loading_info=True, **options
     )
@@ -116,7 +116,9 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     _refuse_difference(path, whole, text)
     text.config.name_or_path = str(path)
     setattr(text.config, WHOLE, pinned(str(Path(path).absolute())))
-    return text, {**info, "missing_keys": {name for name in info["missing_keys"] if place.holds(name)}}
+    inner = {outer: inner for inner, outer in place.prefixes(text).items()}
+    unexpected = {with_prefix(name, inner) for name in info["unexpected_keys"] if place.holds(name)}
+    return text, {**info, "unexpected_keys": unexpected}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +203,7 @@ def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
     if text_config_of(base, config) is config:
         return {}
     with torch.device("meta"):
-        whole = _whole_class(base, config)(config)
+        whole = whole_class(base, config)(config)
     return TextPlace.of(base, whole).prefixes(text)
 
 
@@ -220,7 +222,7 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
     """
     config = read_whole_config(str(base))
     with torch.device("meta"):
-        whole = _whole_class(str(base), config)(config)
+        whole = whole_class(str(base), config)(config)
     files = sorted(base.glob(WEIGHTS))
     shapes: dict[str, list[int]] = {}
     for path in files:
@@ -308,7 +310,7 @@ def _numbers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
             yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
 
 
-def _whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
+def whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class of a multimodal model. Raises :class:`~headrace.base.errors.ModelError` if it has
     none."""
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:

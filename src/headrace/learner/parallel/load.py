@@ -63,6 +63,7 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
             remedy="load it on one rank to see whether the files or the cut are at fault",
         ) from error
     load.refuse_incomplete(config.path, info)
+    load.refuse_superfluous(config.path, model, info)
     weights.refuse_not_finite(model, config.path)
     model = load.ready(model)
     if ranks.config.context > 1 and recurrent.recurrent_layers(model):
