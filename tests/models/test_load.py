@@ -19,6 +19,7 @@ from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.load import CACHE_LINE, num_weight_bytes
+from headrace.models.weights import refuse_not_finite
 from tests.models.kinds import tiny
 
 
@@ -96,6 +97,47 @@ def test_missing_weight_is_named_and_not_made_up(copy: Path) -> None:
 def test_weight_of_another_shape_is_refused(copy: Path) -> None:
     edit(copy / "config.json", intermediate_size=96)
     assert "model.layers.0.mlp.down_proj.weight ([32, 128], expected [32, 96])" in refused(copy)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weight_that_is_not_finite_is_named_with_the_number_of_its_values(copy: Path, value: float) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, :3] = value
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert "not a number: model.layers.1.mlp.up_proj.weight (3 of " in refused(copy)
+
+
+def test_weights_that_cannot_be_compared_and_masks_in_buffers_pass() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([-torch.inf]))
+    model.register_parameter("empty", torch.nn.Parameter(torch.zeros(0)))
+    model.register_parameter("eight", torch.nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False))
+    model.register_parameter("far", torch.nn.Parameter(torch.zeros(2, device="meta")))
+    refuse_not_finite(model, "x")
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_weight_of_the_layers_that_the_model_does_not_compute_is_refused(copy: Path, name: str) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(3), "mtp.fc.weight": torch.zeros(3)}, copy / "model.safetensors")
+    assert f"does not ask for: {name}\n" in refused(copy)
+    edit(copy / "config.json", num_nextn_predict_layers=1)
+    if "layers.2" in name:
+        load_model(ModelConfig(path=str(copy)))
+
+
+def test_config_that_describes_a_far_larger_model_is_refused_before_one_is_built(copy: Path) -> None:
+    edit(copy / "config.json", vocab_size=2**40)  # no machine has the memory
+    assert "config.json" in refused(copy)
+    assert "describes a qwen3 of " in refused(copy)
+
+
+def test_layers_that_transformers_does_not_know_are_refused_with_the_types_that_are_supported(copy: Path) -> None:
+    edit(copy / "config.json", layer_types=["wavelet_attention", "full_attention"])
+    said = refused(copy)
+    assert "layers of type wavelet_attention" in said
+    assert "sliding_attention" in said
+    assert "compressed_sparse_attention" not in said
 
 
 def test_tokenizer_that_is_not_there_is_refused(copy: Path) -> None:

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from headrace.base.errors import ModelError
 from headrace.models import LoraConfig, ModelConfig, context_length, load_model
 from headrace.models.attention import PackedPlan, forward
-from headrace.models.lora import save_adapter
+from headrace.models.lora import config_of, save_adapter
 from headrace.models.merge import export_merged
 from headrace.models.text_part import write_whole
+from headrace.models.weights import weight_tensors
 from headrace.run.session.exporting import export
 from tests.models.wrapped import WRAPPERS, tiny_wrapper, whole
 
@@ -123,7 +124,80 @@ def test_checkpoint_without_a_text_weight_is_refused_by_its_name(wrapper: Path, 
 
 
 @one
+def test_checkpoint_without_other_parts_is_refused_by_what_it_lacks(wrapper: Path, tmp_path: Path) -> None:
+    for path in wrapper.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(wrapper / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "vision" not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack.*model\.vision_tower"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@one
+def test_checkpoint_without_settings_of_the_text_is_refused_by_their_name(wrapper: Path, tmp_path: Path) -> None:
+    for path in wrapper.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tree = json.loads((wrapper / "config.json").read_text())
+    del tree["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match="no text_config"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@each
+def test_superfluous_weight_of_a_text_layer_is_refused(wrapper: Path, tmp_path: Path) -> None:
+    for path in wrapper.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(wrapper / "model.safetensors")
+    like = next(name for name in tensors if name.endswith("layers.1.input_layernorm.weight") and "vis" not in name)
+    more = like.replace("layers.1.", "layers.9.")
+    save_file({**tensors, more: tensors[like].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not ask for: model\.layers\.9\.input_layernorm\.weight"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@one
 def test_export_into_another_checkpoint_is_refused(wrapper: Path, tmp_path: Path) -> None:
     other = tiny_wrapper(tmp_path / "other", "gemma3", num_hidden_layers=1, layer_types=["full_attention"])
     with pytest.raises(ModelError, match="no place"):
         write_whole(other, changed(wrapper), tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@each
+def test_adapter_of_the_text_part_is_what_peft_loads_onto_the_whole(wrapper: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    layers = {"num_hidden_layers": 4} if "qwen3_vl" in wrapper.name else {}
+    base = tiny_wrapper(tmp_path / "base", wrapper.name, **layers)  # peft shortens the names of over 20 layers
+    model = changed(base, lora=LoraConfig(rank=2))
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    saved.mkdir()
+    save_adapter(model, saved)
+    assert export(saved, out, adapter="separate").kind == "adapter"
+    export(saved, tmp_path / "merged")
+    before = logprobs(whole(base), packed=False)
+    adapted = PeftModel.from_pretrained(whole(base), str(out))
+    torch.testing.assert_close(
+        logprobs(adapted, packed=False), logprobs(whole(tmp_path / "merged"), packed=False), atol=1e-5, rtol=0
+    )
+    assert (logprobs(adapted, packed=False) - before).abs().max() > 1e-3
+    names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+    assert len(names) == len(weight_tensors(model))
+    assert not [name for name in names if "vision" in name or "visual" in name]
+    again = load_model(ModelConfig(path=str(base), lora=config_of(out)))
+    assert torch.equal(logprobs(again), logprobs(model))
+
+
+@one
+def test_adapter_that_names_the_layers_of_the_text_part_is_read(wrapper: Path, tmp_path: Path) -> None:
+    model = changed(wrapper, lora=LoraConfig(rank=2))
+    save_adapter(model, tmp_path)
+    for file in (tmp_path / "adapter_config.json",):
+        file.write_text(file.read_text().replace("model.language_model.", "model."))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    inner = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+    save_file(inner, tmp_path / "adapter_model.safetensors")
+    again = load_model(ModelConfig(path=str(wrapper), lora=config_of(tmp_path)))
+    assert torch.equal(logprobs(again), logprobs(model))

@@ -90,4 +90,8 @@ def test_command_writes_the_report_for_programs_and_ends_with_an_error_for_a_ref
     assert [each["part"] for each in report["findings"]] == PARTS
     refused = CliRunner().invoke(app, ["check", "model", str(tiny(tmp_path / "b", "gptj")), "--json"])
     assert refused.exit_code == 1
-    assert json.loads(refused.stdout)["verdict"] == "refused"
+    report = json.loads(refused.stdout)
+    assert report["verdict"] == "refused"
+    assert report["remedy"].startswith("use a decoder-only text model")
+    said = CliRunner().invoke(app, ["check", "model", str(tmp_path / "b")])
+    assert "  remedy: use a decoder-only text model" in said.stdout

@@ -8,6 +8,7 @@ imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from headrace.models.config import SUPPORTED, ModelConfig
 from headrace.models.hub import pinned
 from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope
 from headrace.models.settings import (
+    LAYER_TYPES,
     REMEDY,
     model_directory,
     read_config,
@@ -33,17 +35,12 @@ if TYPE_CHECKING:
 
 CACHE_LINE = 64
 """The size of a cache line in bytes."""
+LARGEST_RATIO = 4
+"""The largest ratio of the weights that a configuration describes to those in the files. Tied weights are described
+twice; a configuration without its essential settings describes thousands of times as many."""
 INDEX_FILE = "model.safetensors.index.json"
 """The file that says in which file of a divided checkpoint each tensor is."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-LAYER_TYPES = frozenset(
-    {
-        *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
-        *("linear_attention", "conv", "hybrid"),
-        *("mlp", "moe"),
-    }
-)
-"""The types of layers that are supported: those that attend, those that keep a state, and those that do neither."""
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
@@ -61,6 +58,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     refuse_damaged_weights(model_directory(config.path))
     logging.disable_progress_bar()
     try:
+        _refuse_other_size(config.path, read_whole_config(config.path), read)
         model, info = _from_files(config, read)
     except Exception as error:  # a foreign architecture or file may raise anything
         if isinstance(error, ModelError):
@@ -70,6 +68,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
             f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=REMEDY
         ) from error
     refuse_incomplete(config.path, info)
+    refuse_superfluous(config.path, model, info)
     if config.lora is not None:
         from headrace.models.lora import add_adapters
 
@@ -116,6 +115,7 @@ def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrained
 
     from headrace.models.attention import NAME
     from headrace.models.text_part import causal_class, load_text_part
+    from headrace.models.weights import refuse_not_finite
 
     options = {
         "dtype": getattr(torch, config.dtype),
@@ -131,10 +131,11 @@ def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrained
         return model, info
     kind = causal_class(read)
     assert kind is not None  # refused by its settings
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
+    model, info = kind.from_pretrained(
         config.path, config=read, attn_implementation=NAME, output_loading_info=True, **options
     )
-    return loaded
+    refuse_not_finite(model, config.path)
+    return model, info
 
 
 def _align(model: PreTrainedModel) -> None:
@@ -329,6 +330,61 @@ def refuse_incomplete(path: str, info: dict[str, Any]) -> None:
         raise ModelError(
             f"the weights of model.path={path!r} lack what config.json asks for: {shown}",
             remedy="save the whole model again, or make config.json fit the weights",
+        )
+
+
+def refuse_superfluous(path: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise :class:`ModelError` for weights in the files that belong to the layers or the head of ``model`` and have no
+    place in them: the model that these weights were trained in computes something else.
+
+    Weights that transformers ignores on purpose, and layers that the configuration counts as layers for later tokens,
+    are not among them.
+    """
+    import torch
+
+    head, lists = model.get_output_embeddings(), (torch.nn.ModuleList, torch.nn.ModuleDict)
+    computed = [name for name, each in model.named_modules() if isinstance(each, lists) or each is head]
+    known = {name for name, _ in model.named_buffers()}
+    later = range(model.config.num_hidden_layers, model.config.num_hidden_layers + _num_later_layers(model.config))
+    after = tuple(f"{name}.{number}." for name in computed for number in later)
+    found = sorted(
+        name
+        for name in info["unexpected_keys"]
+        if name.startswith(tuple(f"{each}." for each in computed)) and not name.startswith(after) and name not in known
+    )
+    if found:
+        shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        raise ModelError(
+            f"the files of model.path={path!r} hold weights of layers that config.json does not ask for: {shown}",
+            remedy="make config.json fit the weights, or remove from the files what the model does not compute",
+        )
+
+
+def _num_later_layers(config: PreTrainedConfig) -> int:
+    """Return the number of layers behind the model's own that predict later tokens, which only drafts use."""
+    return int(getattr(config, "num_nextn_predict_layers", None) or 0)
+
+
+def _refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig) -> None:
+    """Raise :class:`ModelError` if ``config.json`` describes a model far larger than the files, before it is built:
+    where settings are missing, transformers takes those of a model of many billions of weights."""
+    import torch
+
+    from headrace.models.text_part import causal_class, whole_class
+
+    kind = causal_class(read) if type(whole) is type(read) else whole_class(path, whole)
+    assert kind is not None  # refused by its settings
+    with torch.device("meta"):
+        model = kind(copy.deepcopy(whole))
+    wanted, held = sum(each.numel() for each in model.parameters()), num_weight_bytes(model_directory(path), 1)
+    if wanted > LARGEST_RATIO * held:
+        tree = json.loads((model_directory(path) / "config.json").read_text(encoding="utf-8"))
+        missing = sorted(set(whole.sub_configs) - tree.keys())
+        said = f", because it has no {' and no '.join(missing)}" if missing else ""
+        raise ModelError(
+            f"config.json of model.path={path!r} describes a {whole.model_type} of {wanted:,} weights{said}, and the "
+            f"files hold {held:,}",
+            remedy="copy or fetch config.json and the weights again, from the same model",
         )
 
 

@@ -12,6 +12,7 @@ This is the only file that imports peft.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.hub import called, pinned
+from headrace.models.text_part import prefixes_in_base, with_prefix
 from headrace.models.weights import DEFAULT, adapter_of, of_adapter, weight_tensors, without_adapter
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -36,6 +38,9 @@ WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 _PREFIX = "base_model.model."
 """The prefix of tensors' names in peft's files."""
+_PREFIXES = "headrace_prefixes_in_base"
+"""The attribute of an adapted model that says how its names begin in the base that peft loads, which has them below
+another name if it is a multimodal checkpoint."""
 
 _MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 """The types of models in which peft adapts no ``out_proj``, because kernels of the Mamba package read its weight."""
@@ -117,6 +122,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str
     an adapter that does not fit, :class:`~headrace.base.errors.ConfigError` if peft is not installed.
     """
     peft = _peft()
+    setattr(model, _PREFIXES, prefixes_in_base(base, model))
     wanted = _peft_config(peft, model, config, base)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # about adapters that exist already
@@ -195,6 +201,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> Non
     name = name or active_adapter(model)
     tree, tensors = read_adapter(directory)
     _refuse_other(directory, tree, model.peft_config[name])
+    tensors = {_name_here(model, key): tensor for key, tensor in tensors.items()}
     held = _in_files(model, name)
     problems = [f"{key} is missing" for key in held if key not in tensors]
     problems += [f"{key} has no place" for key in tensors if key not in held]
@@ -293,7 +300,7 @@ def _peft() -> Any:
     return peft
 
 
-def _peft_config(peft: Any, model: nn.Module, config: LoraConfig, base: str) -> Any:
+def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
     """Return peft's configuration for these settings and this model."""
     wanted, names = config.target_modules, _linear_names(model)
     name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
@@ -314,6 +321,7 @@ def _peft_config(peft: Any, model: nn.Module, config: LoraConfig, base: str) -> 
 def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
     """Return the names of layers that end with one of ``ends``. Raises :class:`ModelError` for an end that matches
     none."""
+    ends = [_name_here(model, end) for end in ends]  # a file of an adapter has the names of its base
     lost = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
     if lost:
         known = sorted({name.rpartition(".")[2] for name in names})
@@ -377,9 +385,24 @@ def _is_adapted(module: nn.Module | None) -> bool:
 
 
 def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    kept = {f"{_PREFIX}{key}": tensor.contiguous() for key, tensor in tensors.items()}
+    prefixes, config = _prefixes_of(model), copy.copy(model.peft_config[name])
+    kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    model.peft_config[name].save_pretrained(str(directory))
+    if prefixes:  # ends of names would name layers of the other parts, too
+        layers = _named(model, sorted(config.target_modules), _linear_names(model))
+        config.target_modules = {with_prefix(layer, prefixes) for layer in layers}
+    config.save_pretrained(str(directory))
+
+
+def _prefixes_of(model: nn.Module) -> dict[str, str]:
+    found: dict[str, str] = getattr(model, _PREFIXES, {})
+    return found
+
+
+def _name_here(model: nn.Module, name: str) -> str:
+    """Return the name in ``model`` of what has the name ``name`` in its base; that name itself if it is one of
+    ``model`` already."""
+    return with_prefix(name, {outer: inner for inner, outer in _prefixes_of(model).items()})
 
 
 def _in_files(model: PreTrainedModel, name: str) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from headrace.base.errors import ModelError
 from headrace.models.indexed import is_indexer
 from headrace.models.kernels.fused import Fused
 from headrace.models.kernels.panels import RANK_STEP, LowRank, Product
+from headrace.models.text_part import with_prefix
 
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 """The parts of a model whose layers an adapter can have."""
@@ -339,10 +341,14 @@ def _plus_stack(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows
     return output.view(-1, output.shape[-1]).index_add_(0, rows.rows, added.to(output.dtype)).view(output.shape)
 
 
-def to_peft(lora: LoraTensors, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(
+    lora: LoraTensors, base: str, prefixes: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the settings and the tensors of ``lora`` in the format of peft's files, with which
-    ``PeftModel.from_pretrained`` computes the same. ``base`` is the name of the base model."""
-    names = sorted({key.rpartition(".")[0] for key in lora.tensors})
+    ``PeftModel.from_pretrained`` computes the same. ``base`` is the name of the base model, and ``prefixes`` are those
+    of :func:`~headrace.models.text_part.prefixes_in_base`."""
+    named = {with_prefix(key, prefixes): value for key, value in lora.tensors.items()}
+    names = sorted({key.rpartition(".")[0] for key in named})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -355,7 +361,7 @@ def to_peft(lora: LoraTensors, base: str) -> tuple[dict[str, Any], dict[str, Ten
         "use_dora": False,
         "inference_mode": True,
     }
-    tensors = {f"base_model.model.{key}.weight": value.detach().contiguous() for key, value in lora.tensors.items()}
+    tensors = {f"base_model.model.{key}.weight": value.detach().contiguous() for key, value in named.items()}
     return settings, tensors
 
 

@@ -28,6 +28,14 @@ REMEDY = (
     "a hub: OWNER/NAME"
 )
 """The remedy for a directory that does not hold a model."""
+LAYER_TYPES = frozenset(
+    {
+        *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
+        *("linear_attention", "conv", "hybrid"),
+        *("mlp", "moe"),
+    }
+)
+"""The types of layers that are supported: those that attend, those that keep a state, and those that do neither."""
 
 
 @contextmanager
@@ -68,7 +76,20 @@ def read_whole_config(path: str) -> PreTrainedConfig:
             ) from None
         raise ModelError(f"model.path={path!r} holds no config.json", remedy=REMEDY) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        if isinstance(error, StrictDataclassError):
+            _refuse_unknown_layers(path, tree)  # transformers would name types that are refused here
         raise ModelError(f"{file} cannot be used: {error}", remedy=REMEDY) from error
+
+
+def _refuse_unknown_layers(path: str, tree: dict[str, Any]) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` if the settings ``tree`` name types of layers that are not
+    supported."""
+    for part in (tree, *(each for each in tree.values() if isinstance(each, dict))):
+        if strange := sorted(set(map(str, part.get("layer_types") or ())) - LAYER_TYPES):
+            raise ModelError(
+                f"model.path={path!r} is a {part.get('model_type')}: it has layers of type {', '.join(strange)}",
+                remedy=f"use a model whose layer_types are among {', '.join(sorted(LAYER_TYPES))}",
+            )
 
 
 def text_config_of(path: str, whole: PreTrainedConfig) -> PreTrainedConfig:

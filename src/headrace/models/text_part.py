@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,7 @@ from headrace.base.errors import ModelError
 from headrace.models.config import SUPPORTED, WHOLE
 from headrace.models.hub import local_directory, pinned
 from headrace.models.settings import read_whole_config, text_config_of
+from headrace.models.weights import refuse_not_finite
 
 PROBE = 24
 """The number of tokens on which the text model is compared with the multimodal model."""
@@ -104,17 +105,20 @@ def load_text_part(path: str, config: PreTrainedConfig, **options: Any) -> tuple
     Raises :class:`~headrace.base.errors.ModelError` if there is not exactly one text part, and if it computes other
     logits than the multimodal model.
     """
-    kind = _whole_class(path, config)
+    kind = whole_class(path, config)
     whole, info = kind.from_pretrained(
         path, config=config, attn_implementation="eager", output_loading_info=True, **options
     )
+    refuse_not_finite(whole, path)
     whole.eval()
     place = TextPlace.of(path, whole)
     text = place.take(whole)
     _refuse_difference(path, whole, text)
     text.config.name_or_path = str(path)
     setattr(text.config, WHOLE, pinned(str(Path(path).absolute())))
-    return text, {**info, "missing_keys": {name for name in info["missing_keys"] if place.holds(name)}}
+    inner = {outer: inner for inner, outer in place.prefixes(text).items()}
+    unexpected = {with_prefix(name, inner) for name in info["unexpected_keys"] if place.holds(name)}
+    return text, {**info, "unexpected_keys": unexpected}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +178,33 @@ class TextPlace:
 
     def renamed(self, text: PreTrainedModel) -> dict[str, Tensor]:
         """Return the tensors of the text model by their names in the multimodal model; tied ones under each name."""
-        prefixes = {f"{_trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
-        found: dict[str, Tensor] = {}
-        for name, tensor in text.state_dict().items():
-            old, new = next((old, new) for old, new in prefixes.items() if name.startswith(old))
-            found[new + name.removeprefix(old)] = tensor
-        return found
+        prefixes = self.prefixes(text)
+        return {with_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
+
+    def prefixes(self, text: PreTrainedModel) -> dict[str, str]:
+        """Return what the names of the text model begin with, and what they begin with in the multimodal model."""
+        return {f"{_trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
+
+
+def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return ``name`` with another beginning, as ``prefixes`` says; a name with none of these beginnings as it is.
+
+    >>> with_prefix("model.norm.weight", {"model.": "model.language_model."})
+    'model.language_model.norm.weight'
+    """
+    old, new = next(((old, new) for old, new in prefixes.items() if name.startswith(old)), ("", ""))
+    return new + name.removeprefix(old)
+
+
+def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
+    """Return what the names of the model ``text`` begin with, and what they begin with in transformers' model of
+    ``base``, the directory it was loaded from; empty for a directory of text alone, whose names are the same."""
+    config = read_whole_config(base)
+    if text_config_of(base, config) is config:
+        return {}
+    with torch.device("meta"):
+        whole = whole_class(base, config)(config)
+    return TextPlace.of(base, whole).prefixes(text)
 
 
 def whole_checkpoint(config: PreTrainedConfig) -> Path | None:
@@ -197,7 +222,7 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
     """
     config = read_whole_config(str(base))
     with torch.device("meta"):
-        whole = _whole_class(str(base), config)(config)
+        whole = whole_class(str(base), config)(config)
     files = sorted(base.glob(WEIGHTS))
     shapes: dict[str, list[int]] = {}
     for path in files:
@@ -285,7 +310,7 @@ def _numbers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
             yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
 
 
-def _whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
+def whole_class(path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class of a multimodal model. Raises :class:`~headrace.base.errors.ModelError` if it has
     none."""
     if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headrace.base.errors import ModelError
 
 DEFAULT = "default"
 """The name of the policy's adapter, which is the only one in most models."""
@@ -59,6 +63,29 @@ def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         return {}
     reverted: dict[str, Any] = revert_weight_conversion(model, dict(tensors))
     return {name: tensor.contiguous() for name, tensor in reverted.items()}
+
+
+def refuse_not_finite(model: nn.Module, path: str) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError`, which names the tensors, if parameters of ``model`` are infinite
+    or not a number. ``path`` is the directory they were read from.
+
+    Each parameter is read once and not copied. Buffers are not checked, because masks in them hold -inf. Of a sharded
+    parameter, this rank's part is checked.
+    """
+    found = []
+    for name, parameter in model.named_parameters():
+        part = parameter.detach()
+        part = part.to_local() if isinstance(part, DTensor) else part
+        comparable = part.is_floating_point() and part.element_size() > 1  # no float8
+        if comparable and part.numel() and not part.is_meta and not all(map(torch.isfinite, torch.aminmax(part))):
+            found.append(f"{name} ({int((~torch.isfinite(part)).sum())} of {part.numel()} values)")
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ModelError(
+            f"the weights of model.path={path!r} are infinite or not a number: {', '.join(found[:5])}{more}",
+            remedy="copy or fetch the files again; if they were written so, take a checkpoint from before the training "
+            "that wrote them diverged",
+        )
 
 
 def model_bytes(model: nn.Module) -> int:

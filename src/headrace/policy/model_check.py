@@ -72,6 +72,8 @@ class ModelReport(msgspec.Struct, kw_only=True):
     """``works``; ``refused``, for a model that says why before anything is computed; or ``fails``."""
     reason: str = ""
     """Why it is refused or fails."""
+    remedy: str = ""
+    """What to do about a refusal; empty where only the reason is known."""
     facts: dict[str, str] = {}
     """What computes it in the engine."""
     findings: list[ModelFinding] = []
@@ -83,6 +85,7 @@ class ModelReport(msgspec.Struct, kw_only=True):
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.kind} {self.verdict}" + (f": {self.reason}" if self.reason else "")]
+        lines += [f"  remedy: {self.remedy}"] if self.remedy else []
         lines += [f"  {'ok  ' if each.ok else 'FAIL'} {each.part}: {each.detail}" for each in self.findings]
         lines += [f"  {name} = {value}" for name, value in self.facts.items()]
         return "\n".join(lines)
@@ -104,13 +107,13 @@ def check_model(
     except HeadraceError as error:
         began = any(each.part != "load" for each in report.findings)
         report.verdict = "fails" if began else "refused"
-        report.reason = error.problem.removeprefix(f"model.path={path!r} ")
+        report.reason, report.remedy = error.problem.removeprefix(f"model.path={path!r} "), error.remedy
     except Exception as error:  # noqa: BLE001 - a foreign architecture may raise anything
         last = report.findings[-1].part if report.findings else "the start"
         report.verdict, report.reason = "fails", f"after {last}: {type(error).__name__}: {error}"
     failed = next((each for each in report.findings if not each.ok), None)
     if failed is not None:
-        report.verdict, report.reason = "fails", failed.detail
+        report.verdict, report.reason, report.remedy = "fails", failed.detail, ""
     report.verdict = report.verdict or "works"
     return report
 

@@ -22,7 +22,7 @@ def compute_of(model: Path, **more) -> BaseCompute:
 
 
 def base_of(compute: BaseCompute) -> FrozenBase:
-    return FrozenBase(path=Path("base"), compute=compute, max_rank=64, max_context=256)
+    return FrozenBase(path=Path(compute.model.config.name_or_path), compute=compute, max_rank=64, max_context=256)
 
 
 class AnyName(dict[str, FrozenBase]):

@@ -16,6 +16,7 @@ from headrace.wings.supervised.session import sft
 from headrace.wings.tinker import compute as tinker_compute
 from headrace.wings.tinker.losses import LOSSES
 from headrace.wings.tinker.wire import read_train_request, write_train_result
+from tests.models.wrapped import tiny_wrapper, whole
 from tests.wings.supervised.material import settings
 from tests.wings.tinker.offline import MODEL, Offline, compute_of, step_body, train_body
 
@@ -285,3 +286,22 @@ def test_a_head_that_is_computed_in_pieces_gets_its_adapters_gradient(model, mon
         found.append({name: each.grad for name, each in lora.tensors.items()})
     for name, grad in found[0].items():
         assert torch.allclose(grad, found[1][name], rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+def test_an_external_adapter_of_a_multimodal_base_is_what_peft_loads_onto_it(tmp_path):
+    base = tiny_wrapper(tmp_path / "base", "gemma3")
+    server = Offline(compute_of(base), tmp_path / "state")
+    server.create(base=str(base), train_unembed=False)
+    server.send("forward_backward", 1, train_body([[5, 6, 7, 8]], 1))
+    server.send("optim_step", 2, step_body(2))
+    server.send("save_weights_external", 3, external_body(3, "end"))
+    trained = server.weights()
+    server.close()
+    (end,) = (tmp_path / "state").glob("runs/*/external_weights/end@3")
+    model = peft.PeftModel.from_pretrained(whole(base), end)
+    held = {name: tensor for name, tensor in model.named_parameters() if "lora_" in name}
+    assert len(held) == len(trained)
+    for name, tensor in held.items():
+        inner = name.removeprefix("base_model.model.").replace("model.language_model.", "model.")
+        assert np.array_equal(tensor.detach().numpy(), trained[inner.removesuffix(".default.weight")])

@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import reshard
-from headrace.models import attention, check, load, recurrent, settings
+from headrace.models import attention, check, load, recurrent, settings, weights
 from headrace.models.config import ModelConfig
 
 
@@ -63,6 +63,8 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
             remedy="load it on one rank to see whether the files or the cut are at fault",
         ) from error
     load.refuse_incomplete(config.path, info)
+    load.refuse_superfluous(config.path, model, info)
+    weights.refuse_not_finite(model, config.path)
     model = load.ready(model)
     if ranks.config.context > 1 and recurrent.recurrent_layers(model):
         raise ConfigError(

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,15 +60,20 @@ def checked_name(name: str) -> str:
     return name
 
 
-def write_state(directory: Path, state: WeightState, *, base: str) -> int:
-    """Write ``state`` into ``directory``, which replaces an older one of that name; return its size in bytes."""
+def write_state(
+    directory: Path, state: WeightState, *, base: str, prefixes: Mapping[str, str] = MappingProxyType({})
+) -> int:
+    """Write ``state`` into ``directory``, which replaces an older one of that name; return its size in bytes.
+
+    ``prefixes`` are those of :func:`~headrace.models.text_part.prefixes_in_base`, where peft is to load the adapter of
+    a multimodal checkpoint; :func:`read_state` reads adapters that were written without."""
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     facts: dict[str, Any] = {"spec": dict(state.spec), "version": state.version}
     if isinstance(state.weights, LoraTensors):
         facts["scale"] = state.weights.scale
-        settings, tensors = to_peft(state.weights, base)
+        settings, tensors = to_peft(state.weights, base, prefixes)
         save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
         (unfinished / CONFIG_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")
     else:

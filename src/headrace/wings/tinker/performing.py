@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError, DataError
+from headrace.models.text_part import prefixes_in_base
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import FrozenBase, TrainResult
 from headrace.wings.tinker.data import DataLimits, check_data
@@ -231,10 +232,12 @@ class Performer:
             raise DataError(f"{path} exists", remedy="take another name, or overwrite=True in save_state")
         directory = place_of(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
         state, external = tenant.state(gradients=False), kind == "external_weights"
+        base = self._bases[tenant.spec["base"]]
         if external and isinstance(state.weights, WholeTensors):
-            size = write_model(directory, state, self._bases[tenant.spec["base"]].compute.model)
+            size = write_model(directory, state, base.compute.model)
         else:
-            size = write_state(directory, state, base=str(tenant.spec["base"]))
+            prefixes = prefixes_in_base(str(base.path), base.compute.model) if external else {}
+            size = write_state(directory, state, base=str(tenant.spec["base"]), prefixes=prefixes)
 
         def write() -> None:
             now = self._clock.wall()
