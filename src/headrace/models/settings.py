@@ -62,7 +62,7 @@ def read_whole_config(path: str) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    file = model_directory(path) / "config.json"
+    file, tree = model_directory(path) / "config.json", {}
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
