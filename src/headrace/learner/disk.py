@@ -22,6 +22,8 @@ from headrace.base.errors import CheckpointError, DataError
 from headrace.models.load import refuse_damaged_weights
 
 CHECKSUMS_FILE = "checksums.xxh3"
+OPTIMIZER = "optimizer"
+"""The beginning of the names of the optimizer's files, which only a resumed run reads."""
 _HASH_DIGITS = 32
 _PIECE_BYTES = 1 << 22
 
@@ -90,7 +92,7 @@ def verify_model(directory: Path) -> bool:
     """
     found = False
     for sealed in (directory, directory.parent.parent):
-        found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith("optimizer")])
+        found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith(OPTIMIZER)])
     refuse_damaged_weights(directory)  # most models come without checksums
     return found
 

@@ -15,6 +15,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.errors import CheckpointError, ConfigError
+from headrace.control.recovery import starting_point
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint.snapshot import SnapshotState
 from headrace.learner.config import LearnerConfig
@@ -22,6 +23,8 @@ from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.run.cli import main
+from headrace.run.session import exporting
+from headrace.run.session.directory import CONFIG_FILE, run_file_of, write_sealed
 from headrace.run.session.exporting import export
 from tests.learner.builders import random_batch, tiny
 
@@ -142,3 +145,33 @@ def test_the_verb_says_what_it_wrote(base: Path, tmp_path: Path, monkeypatch: An
     assert not ended.value.code
     said = json.loads(capsys.readouterr().out)
     assert (said["kind"], said["directory"]) == ("model", str(tmp_path / "out"))
+
+
+def test_weights_are_read_where_only_the_optimizer_is_damaged(base: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "run", base)
+    moments = tmp_path / "run" / "checkpoints" / "step-000002" / "optimizer.safetensors"
+    moments.write_bytes(moments.read_bytes()[:-1] + b"?")
+    assert Path(export(tmp_path / "run", tmp_path / "out").source).name == "step-000002"
+    write_sealed(tmp_path / "run" / CONFIG_FILE, {"model": {"path": str(base)}})
+    assert run_file_of(tmp_path / "run")["model"]["path"] == str(moments.parent)
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors has changed"):
+        starting_point(tmp_path / "run")
+    moments.with_name("model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has 0 bytes"):
+        export(tmp_path / "run", tmp_path / "again")
+
+
+def test_a_snapshot_that_the_run_removes_meanwhile_is_left_for_the_newer_one(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "run", base)
+    newest, copy = tmp_path / "run" / "checkpoints" / "step-000002", exporting._copy
+
+    def while_the_run_goes_on(files: list[Path], directory: Path) -> None:
+        if newest.is_dir():
+            newest.rename(newest.with_name("step-000003"))
+        copy(files, directory)
+
+    monkeypatch.setattr(exporting, "_copy", while_the_run_goes_on)
+    assert Path(export(tmp_path / "run", tmp_path / "out").source).name == "step-000003"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

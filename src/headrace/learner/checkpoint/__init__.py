@@ -6,9 +6,10 @@ from headrace.learner.checkpoint.snapshot import (
     begin,
     commit,
     latest,
+    newest_weights,
     read_state,
     retain,
     sweep,
 )
 
-__all__ = ["SnapshotState", "abandon", "begin", "commit", "latest", "read_state", "retain", "sweep"]
+__all__ = ["SnapshotState", "abandon", "begin", "commit", "latest", "newest_weights", "read_state", "retain", "sweep"]

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import CheckpointError, DataError
-from headrace.learner.disk import CHECKSUMS_FILE, SLACK_BYTES, flush_one, seal, verify, whole_or_nothing
+from headrace.learner.disk import CHECKSUMS_FILE, OPTIMIZER, SLACK_BYTES, flush_one, seal, verify, whole_or_nothing
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -125,24 +125,41 @@ def retain(directory: Path, keep: int) -> list[Path]:
     return surplus
 
 
-def read_state(snapshot: Path) -> SnapshotState:
-    """Return the state of a snapshot after checking every file.
+def newest_weights(directory: Path) -> Path | None:
+    """Return the newest snapshot in ``directory`` after checking its files, without the optimizer's; ``None`` if there
+    is none. A snapshot that the run removes meanwhile is left for the one that took its place. Raises
+    :class:`~headrace.base.errors.CheckpointError` as :func:`read_state` does."""
+    while (snapshot := latest(directory)) is not None:
+        try:
+            read_state(snapshot, to_resume=False)
+        except CheckpointError:
+            if snapshot.is_dir():
+                raise
+            continue
+        return snapshot
+    return None
+
+
+def read_state(snapshot: Path, *, to_resume: bool = True) -> SnapshotState:
+    """Return the state of a snapshot after checking every file, or, where nothing is ``to_resume``, all but those of
+    the optimizer.
 
     Raises :class:`~headrace.base.errors.CheckpointError`, which names the file, if a file is missing, has changed, or
     has another format. For a snapshot without checksums, from an older program, only the sizes of the files are
     compared.
     """
-    problem = _defect(snapshot) or _change(snapshot)
+    problem = _problem(snapshot, to_resume=to_resume)
     if problem:
-        raise CheckpointError(f"snapshot {snapshot} cannot be used: {problem}", remedy=_remedy(snapshot))
+        remedy = _remedy(snapshot, to_resume=to_resume)
+        raise CheckpointError(f"snapshot {snapshot} cannot be used: {problem}", remedy=remedy)
     return _decode(snapshot)
 
 
-def _remedy(damaged: Path) -> str:
+def _remedy(damaged: Path, *, to_resume: bool) -> str:
     """Return the remedy for a damaged snapshot: it offers an older one, which is never used without the user's
     consent."""
     again = "copy it again from where it is whole"
-    older = next((path for path in _older(damaged) if _usable(path)), None)
+    older = next((path for path in _older(damaged) if not _problem(path, to_resume=to_resume)), None)
     if older is None:
         return f"{again}; there is no older whole snapshot beside it"
     aside = f"mv {damaged} {damaged}.damaged, and the same command again"
@@ -154,30 +171,36 @@ def _older(snapshot: Path) -> list[Path]:
     return named[named.index(snapshot) + 1 :] if snapshot in named else []
 
 
-def _usable(snapshot: Path) -> bool:
-    return not (_defect(snapshot) or _change(snapshot))
+def _problem(snapshot: Path, *, to_resume: bool) -> str:
+    """Return why a snapshot cannot be used; empty if it can."""
+    return _defect(snapshot, to_resume=to_resume) or _change(snapshot, to_resume=to_resume)
+
+
+def _read(state: SnapshotState, *, to_resume: bool) -> list[str]:
+    """Return the names of the files that are read: to resume, the optimizer's too."""
+    return [name for name in state.files if to_resume or not name.startswith(OPTIMIZER)]
 
 
 def _decode(snapshot: Path) -> SnapshotState:
     return msgspec.json.decode((snapshot / STATE_FILE).read_bytes(), type=SnapshotState)
 
 
-def _change(snapshot: Path) -> str:
+def _change(snapshot: Path, *, to_resume: bool) -> str:
     """Return a description of a file that has changed since it was written; empty if there is none."""
     state = _decode(snapshot)
     try:
-        found = verify(snapshot, [STATE_FILE, *state.files])
+        found = verify(snapshot, [STATE_FILE, *_read(state, to_resume=to_resume)])
     except DataError as error:
         return error.problem
     return f"{CHECKSUMS_FILE} is missing" if state.sealed and not found else ""
 
 
-def _defect(snapshot: Path) -> str:
+def _defect(snapshot: Path, *, to_resume: bool = True) -> str:
     """Return why a snapshot is not complete, judged without reading all of it; empty if it is."""
     try:
         verify(snapshot, [STATE_FILE])  # check the state file before reading it
         state = _decode(snapshot)
-        sizes = {name: (snapshot / name).stat().st_size for name in state.files}
+        sizes = {name: (snapshot / name).stat().st_size for name in _read(state, to_resume=to_resume)}
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(snapshot)} is missing"
     except DataError as error:

@@ -18,8 +18,10 @@ from headrace.base.config import merge
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.metrics.rewards import RewardFailures
 from headrace.control.recovery import starting_point
+from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger.opening import LOCK_FILE, SQLITE_FILE, has_ledger
 from headrace.launch.order import ComponentStatus
+from headrace.learner.checkpoint import newest_weights
 from headrace.learner.disk import CHECKSUMS_FILE, checksum, listed_checksums, verify, write_checksums
 from headrace.models import ModelConfig
 
@@ -298,7 +300,7 @@ def run_file_of(where: Path) -> dict[str, Any] | Path:
         tree = read_sealed(where / CONFIG_FILE)
     except OSError:
         raise ConfigError(f"{where} holds no run", remedy="name a run file, or the directory of a run") from None
-    snapshot = starting_point(where).snapshot
+    snapshot = newest_weights(where / CHECKPOINTS)
     if snapshot is None:
         return tree
     trained = ModelConfig.model_validate(tree["model"]).at(str(snapshot))

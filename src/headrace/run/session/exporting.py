@@ -8,6 +8,7 @@ checkpoint, or a saved policy ───────┘─ an adapter: merged int
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,6 @@ import msgspec
 from safetensors import SafetensorError
 
 from headrace.base.errors import CheckpointError, ConfigError, nearest
-from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint.snapshot import STATE_FILE
@@ -74,7 +74,19 @@ def export(
     :class:`~headrace.base.errors.CheckpointError` where ``out`` cannot be written; and
     :class:`~headrace.base.errors.ModelError` where the adapter's base model is missing.
     """
-    checkpoint_dir, out = _source(where), out.expanduser().absolute()
+    out = out.expanduser().absolute()
+    while True:
+        checkpoint_dir = _source(where)
+        try:
+            return _export(checkpoint_dir, out, adapter, dtype, agent)
+        except CheckpointError:
+            if checkpoint_dir.is_dir():  # else the run has removed it for a newer one meanwhile
+                raise
+
+
+def _export(
+    checkpoint_dir: Path, out: Path, adapter: AdapterForm | None, dtype: NumberFormat | None, agent: str
+) -> Exported:
     source = _of_agent(checkpoint_dir, agent)
     adapted = (source / ADAPTER_FILES[0]).is_file()
     _refuse_unused(source, adapted, adapter, dtype)
@@ -98,9 +110,10 @@ def export(
         unfinished.replace(out)
         flush_one(out.parent)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{out} cannot be written: {error}", remedy=f"make room at {out.parent} (df -h), or name another directory"
-        ) from error
+        remedy = f"make room at {out.parent} (df -h), or name another directory"
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"look whether {checkpoint_dir} can be read and {out.parent} be written"
+        raise CheckpointError(f"{out} cannot be written: {error}", remedy=remedy) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     kind: Literal["model", "merged adapter", "adapter"] = "model"
@@ -134,7 +147,7 @@ def _source(where: Path) -> Path:
     directory itself."""
     source = where.expanduser().absolute()
     if (source / CHECKPOINTS).is_dir():
-        snapshot = starting_point(source).snapshot
+        snapshot = checkpoint.newest_weights(source / CHECKPOINTS)
         if snapshot is None:
             raise ConfigError(f"the run {where} has no whole checkpoint yet", remedy="let it reach its first one")
         return snapshot
@@ -144,7 +157,7 @@ def _source(where: Path) -> Path:
             remedy="name the directory of a run, of one of its checkpoints, or of a saved policy",
         )
     if (source / STATE_FILE).is_file():
-        checkpoint.read_state(source)  # refuses one that is not whole
+        checkpoint.read_state(source, to_resume=False)  # refuses one that is not whole
     else:
         verify(source)
     return source
