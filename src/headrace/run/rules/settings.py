@@ -179,15 +179,14 @@ _LEARNING: Rules = (
         reason="{loss} would teach the model its own answers, right and wrong alike: a run trains what the model has "
         "just sampled, and this loss (cross-entropy) does not look at what it earned. It is not fine-tuning on "
         "demonstrations, of which a run has none",
-        remedy=f"{_TO_REWARDS}; to imitate demonstrations, use headrace.Policy with policy.demonstrations and "
-        "loss='ce' (docs/own_loop.md)",
+        remedy=f"{_TO_REWARDS}; to imitate demonstrations, use headrace sft (docs/sft.md)",
     ),
     SettingsRule(
         keys=("algo.loss", "run"),
         broken=lambda c: "pairs" in c.algo.columns and {"loss": _loss_name(c.algo)},
         reason="{loss} learns from pairs of answers, one preferred to the other, and a run has none: it samples groups "
         "of answers and gives each a reward",
-        remedy=_TO_REWARDS,
+        remedy=f"{_TO_REWARDS}; to learn from given pairs, use headrace dpo (docs/sft.md)",
     ),
     SettingsRule(
         keys=("algo.loss", "learner.reference"),
