@@ -126,6 +126,9 @@ class PartChannel:
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
         self._orders.bind(TO_SELF)
+        self._to_self = _socket(self._context, zmq.PUSH)
+        self._to_self.connect(TO_SELF)
+        self._sending_to_self = threading.Lock()
         self._reports = _socket(self._context, zmq.PUSH)
         self._far = _Connections(addresses, self._orders, self._reports, on_broken) if addresses.key else None
         self._sending = threading.Lock()
@@ -179,14 +182,16 @@ class PartChannel:
 
     def send_to_self(self, message: Any) -> None:
         """Queue ``message`` among the orders of this part, and wake its loop; any thread may call this."""
-        with _socket(self._context, zmq.PUSH) as socket:
-            socket.connect(TO_SELF)
-            socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        data = self._codec.encode(message)
+        with self._sending_to_self:
+            self._to_self.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
         """Send the queued messages, and close the sockets."""
         if self._far is not None:
             self._far.stop_watching()
+        with self._sending_to_self:
+            self._to_self.close(0)
         self._orders.close(0)
         for socket in (self._reports, *self._parts.values()):
             socket.close(DELIVERY_MS)

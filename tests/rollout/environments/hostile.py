@@ -172,20 +172,7 @@ QUICK = {
         *("leave", "forever", "wide", "cancel", "accuse", "quit", "bomb", "await", "stop_loop", "sockets"),
         *("interrupt", "cancelled", "weird"),
     ),
-    "Deeds": (
-        "fine",
-        "odd",
-        "huge",
-        "interrupt",
-        "cancelled",
-        "weird",
-        "raise@reset",
-        "raise@close",
-        "quit@close",
-        "hang",
-        "fork",
-        "eat",
-    ),
+    "Deeds": ("fine", "odd", "huge", "raise@reset", "raise@close", "quit@close", "hang", "fork", "eat"),
 }
 """Deeds that together take seconds."""
 

@@ -10,6 +10,7 @@ from tinker.types import RequestErrorCategory
 
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
+from headrace.wings.tinker import tenants
 from tests.wings.tinker.serving import NAME, client, datum, served
 
 IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
@@ -344,3 +345,29 @@ def test_a_client_that_ends_makes_room_for_the_models_of_others(model, tmp_path)
         service.close("success").result()
         assert new(other).model_id
     assert losses[0] > 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda model: model.optim_step(types.AdamParams(learning_rate=float("nan"))), id="rate"),
+        pytest.param(lambda model: model.load_state("tinker://nobody:train:0/weights/x"), id="path"),
+        pytest.param(lambda model: model.load_state(model.save_weights_for_sampler("s").result().path), id="kind"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_a_model_goes_on_after_a_request_that_means_nothing(service, call):
+    trained = new(service)
+    with pytest.raises(RequestFailedError):
+        call(trained).result()
+    assert step(trained).metrics["loss:sum"] > 0
+
+
+def test_a_request_that_its_client_never_sent_is_given_up(service, monkeypatch):
+    monkeypatch.setattr(tenants, "MISSING_S", 0.5)
+    trained = new(service)
+    image = types.ImageAssetPointerChunk(location="tinker://x", format="png", expected_tokens=4)
+    unsent = types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs=datum(IDS).loss_fn_inputs)
+    with pytest.raises(ValueError, match="Unsupported"):
+        trained.forward_backward([unsent], "cross_entropy").result()
+    assert trained.forward_backward([datum(IDS)], "cross_entropy").result(timeout=60).metrics["loss:sum"] > 0

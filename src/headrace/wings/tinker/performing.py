@@ -29,7 +29,7 @@ from headrace.wings.tinker.schema import (
     parse,
 )
 from headrace.wings.tinker.tenant import Tenant
-from headrace.wings.tinker.tenants import Answer, answer_of, place_of
+from headrace.wings.tinker.tenants import MISSING, MISSING_S, Answer, answer_of, place_of
 from headrace.wings.tinker.weights import WholeTensors
 
 KINDS = {
@@ -75,6 +75,7 @@ class Performer:
             "save_weights_for_sampler": self._save_for_sampler,
             "save_weights_external": self._save_external,
             "load_weights": self._load,
+            MISSING: self._missing,
         }
 
     def __call__(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
@@ -182,7 +183,14 @@ class Performer:
                 f"there is no training checkpoint {body.path[:200]!r}", remedy="give a path that save_state returned"
             )
         directory = Path(row["directory"])
-        base = self._base_of(facts_of_state(directory)["spec"])
+        spec = facts_of_state(directory)["spec"]
+        base = self._base_of(spec)
+        if body.base_model is not None and self._bases.get(body.base_model) is not base:
+            raise DataError(
+                f"base_model={body.base_model[:80]!r}: {body.path} is of {spec['base']}", remedy="leave base_model out"
+            )
+        if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
+            raise ConfigError(f"optimizer_config.type={body.optimizer_config.type[:40]!r}", remedy="take 'adamw'")
         found = read_state(directory, base.compute.model.device, trained=True, moments=body.optimizer)
         loaded = Tenant.restored(found, gradients=False)
         if tenant is not None and not self._fits(loaded.spec, tenant.spec):
@@ -192,12 +200,19 @@ class Performer:
             )
         yield loaded
         answer = {"path": body.path, "model_id": entry.model, "type": "load_weights"}
-        spec = json.dumps(loaded.spec)
+        written = json.dumps(loaded.spec)
 
         def write() -> None:
-            self._journal.run("UPDATE models SET spec = ? WHERE id = ?", spec, entry.model)
+            self._journal.run("UPDATE models SET spec = ? WHERE id = ?", written, entry.model)
 
         yield answer_of(answer, write=write, copy=True)
+
+    def _missing(self, _: Tenant | None, entry: JournalEntry) -> Step:
+        """Fail in the place of a request that its client has counted and never sent."""
+        raise DataError(
+            f"request {entry.seq} of {entry.model} has not arrived for {MISSING_S:.0f} s, and later ones waited for it",
+            remedy="look at the error of the call that sent it, and repeat that call",
+        )
 
     def _base_of(self, spec: Mapping[str, Any]) -> FrozenBase:
         """Return the base of a model's settings. Raises :class:`~headrace.base.errors.DataError` if it is not

@@ -26,6 +26,22 @@ def parse(body: bytes, kind: type[S]) -> S:
         ) from None
 
 
+class ModelRequest(TinkerBody, frozen=True, forbid_unknown_fields=False):
+    """What all requests of a model have: whose they are, and their place among those of the model."""
+
+    model_id: str
+    seq_id: int
+    """Its place, from 1."""
+
+
+class NewModel(TinkerBody, frozen=True, forbid_unknown_fields=False):
+    """What a request that makes a model has: its session, and the model's place in it; ``None`` where there is a
+    model already."""
+
+    session_id: str | None = None
+    model_seq_id: int | None = None
+
+
 class ClientConfigBody(TinkerBody, frozen=True):
     """The body of client/config and client/dynamic_config."""
 

@@ -127,6 +127,7 @@ class TinkerService:
         for session, beat in list(self._beats.items()):
             if now - beat > self._config.session_s:
                 self._park(session)
+        self._parts.tenants.give_up_missing()
         for name, job in list(self._samples.items()):
             if job.task.done() and job.ended_s is not None and now - job.ended_s > KEPT_S:
                 del self._samples[name]
@@ -164,22 +165,18 @@ class TinkerService:
         return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
+        new = schema.parse(body, schema.NewModel)
+        if new.session_id is None or new.model_seq_id is None:
+            return self.of_model("load_weights")(body)
         given = schema.parse(body, schema.LoadWeightsBody)
         spec = self.catalog.spec(self.catalog.checkpoint(given.path, "weights"))
-        base = self._base(spec["base"])
-        if given.base_model is not None and self._base(given.base_model) is not base:
+        if self._base(given.base_model or spec["base"]) is not self._base(spec["base"]):
             raise Refusal(
-                f"base_model={shown(given.base_model)}: {shown(given.path, 200)} is of {spec['base']}",
+                f"base_model={shown(given.base_model or '')}: {shown(given.path, 200)} is of {spec['base']}",
                 remedy="leave base_model out",
             )
-        if given.optimizer_config is not None and given.optimizer_config.type != "adamw":
-            raise Refusal(f"optimizer_config.type={shown(given.optimizer_config.type)}", remedy="take 'adamw'")
-        if given.session_id is None or given.model_seq_id is None:
-            if given.model_id is None or given.seq_id is None:
-                raise Refusal("load_weights names no model", remedy="give model_id and seq_id")
-            return self._accept(given.model_id, given.seq_id, "load_weights", body)
-        self._session(given.session_id)
-        return self._new_model(given.session_id, given.model_seq_id, "load_weights", body, spec)
+        self._session(new.session_id)
+        return self._new_model(new.session_id, new.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
         """Record a new model and the request that creates it. Raises :class:`Refusal` if the server holds as many as it
@@ -242,20 +239,15 @@ class TinkerService:
         }
 
     def train(self, body: bytes) -> dict[str, Any]:
-        given = wire.read_train_request(body)
-        return self._accept(given.model_id, given.seq_id, "forward_backward", body)
+        model, seq = wire.place_of(body)
+        return self._accept(model, seq, "forward_backward", body)
 
     def of_model(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
-        """Return the endpoint of a request of a model whose body is JSON."""
-        record: type[Any] = {
-            "optim_step": schema.OptimStepBody,
-            "save_weights": schema.SaveWeightsBody,
-            "save_weights_for_sampler": schema.SaveForSamplerBody,
-            "save_weights_external": schema.SaveExternalBody,
-        }[kind]
+        """Return the endpoint of a request of a model whose body is JSON. What is wrong with it is said in its result:
+        a request that was not taken would be missing in the order of the model."""
 
         def endpoint(body: bytes) -> dict[str, Any]:
-            given = schema.parse(body, record)
+            given = schema.parse(body, schema.ModelRequest)
             return self._accept(given.model_id, given.seq_id, kind, body)
 
         return endpoint

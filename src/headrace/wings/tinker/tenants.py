@@ -29,6 +29,9 @@ from headrace.wings.tinker.turns import Turns
 
 RESULT_S = 600.0
 """Seconds for which a result that was fetched can be fetched again."""
+MISSING, MISSING_S = "missing", 120.0
+"""The kind of a request that has not arrived although later ones of its model have, and the seconds after which it is
+given up: a client counts a request before it checks it, and one that it does not send would be waited for for ever."""
 COPY_S = 10.0
 """A model is copied to the disk at the first step after this many seconds of computing, which a restart repeats."""
 
@@ -43,6 +46,8 @@ class Order:
     """The request that is computed next, when it has arrived."""
     waiting: set[int] = field(default_factory=set)
     """The requests that have arrived and whose turn has not come."""
+    missing_s: float | None = None
+    """Since when, by the clock, requests wait for one that has not arrived; ``None`` if none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,20 @@ class Tenants:
             order.waiting.add(entry.seq)
             self._submit_ready(entry.model, order)
 
+    def give_up_missing(self) -> None:
+        """Let requests fail that have not arrived for :data:`MISSING_S` although later ones of their model wait for
+        them. If one arrives after all, it is answered with that failure."""
+        now_s = self._clock.now()
+        with self._lock:
+            late = [
+                (model, seq)
+                for model, order in self._orders.items()
+                if order.missing_s is not None and now_s - order.missing_s > MISSING_S
+                for seq in range(order.next_seq, min(order.waiting))
+            ]
+        for model, seq in late:
+            self.accept(JournalEntry(model=model, seq=seq, kind=MISSING, body=b"", status=WAITING))
+
     def park(self, model: str) -> None:
         """Move a model to the disk, after the requests that are ready."""
 
@@ -141,11 +160,16 @@ class Tenants:
         return self._orders[model]
 
     def _submit_ready(self, model: str, order: Order) -> None:
+        first = order.next_seq
         while order.next_seq in order.waiting:
             order.waiting.discard(order.next_seq)
             seq = order.next_seq
             order.next_seq += 1
             self._turns.submit(self._key(model), partial(self._job, model, seq))
+        if not order.waiting:
+            order.missing_s = None
+        elif order.missing_s is None or order.next_seq > first:
+            order.missing_s = self._clock.now()
 
     def _key(self, model: str) -> str:
         """Return the key of a model's turns. Models of which only one may be in memory have one together, so that none

@@ -26,6 +26,21 @@ client, which skips it."""
 _REMEDY = "use a client of the protocol that docs/tinker.md names"
 
 
+def place_of(body: bytes) -> tuple[str, int]:
+    """Return the model and the place of the request in ``body``, whatever else is wrong with it. Raises
+    :class:`~headrace.base.errors.DataError` where they cannot be read."""
+    model, seq_id = "", 0
+    try:
+        for number, value in _fields(body):
+            if number == 1:
+                model = bytes(value).decode()
+            elif number == 2:
+                seq_id = int(value)
+    except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise DataError(f"the body is no forward_backward request: {error}", remedy=_REMEDY) from None
+    return model, seq_id
+
+
 def read_train_request(body: bytes) -> TrainRequest:
     """Return the request in ``body``. Raises :class:`~headrace.base.errors.DataError` for bytes that are none."""
     try:
