@@ -29,7 +29,7 @@ async def step(completion, history, turn):
     return len(completion) / 4
 
 def broken(completion):
-    if completion[:1] < "7":
+    if completion[:1] < "4":
         raise ValueError("small")
     return 0.0
 """
