@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,33 +112,32 @@ def test_several_text_parts_are_refused_by_name(wrapper: Path, tmp_path: Path) -
         load_model(ModelConfig(path=str(tmp_path)))
 
 
+def copy_with(tensors: dict[str, torch.Tensor], wrapper: Path, directory: Path) -> None:
+    """Copy a checkpoint with ``tensors`` in place of its own."""
+    shutil.copytree(wrapper, directory, dirs_exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 @one
 def test_checkpoint_without_a_text_weight_is_refused_by_its_name(wrapper: Path, tmp_path: Path) -> None:
-    for path in wrapper.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(wrapper / "model.safetensors")
-    lost = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
-    del tensors[lost]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    del tensors[next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))]
+    copy_with(tensors, wrapper, tmp_path)
     with pytest.raises(ModelError, match=r"lack.*layers\.1\.mlp\.up_proj\.weight"):
         load_model(ModelConfig(path=str(tmp_path)))
 
 
 @one
 def test_checkpoint_without_other_parts_is_refused_by_what_it_lacks(wrapper: Path, tmp_path: Path) -> None:
-    for path in wrapper.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(wrapper / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "vision" not in name}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    copy_with({name: tensor for name, tensor in tensors.items() if "vision" not in name}, wrapper, tmp_path)
     with pytest.raises(ModelError, match=r"lack.*model\.vision_tower"):
         load_model(ModelConfig(path=str(tmp_path)))
 
 
 @one
 def test_checkpoint_without_settings_of_the_text_is_refused_by_their_name(wrapper: Path, tmp_path: Path) -> None:
-    for path in wrapper.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    copy_with(load_file(wrapper / "model.safetensors"), wrapper, tmp_path)
     tree = json.loads((wrapper / "config.json").read_text())
     del tree["text_config"]
     (tmp_path / "config.json").write_text(json.dumps(tree))
@@ -147,12 +147,9 @@ def test_checkpoint_without_settings_of_the_text_is_refused_by_their_name(wrappe
 
 @each
 def test_superfluous_weight_of_a_text_layer_is_refused(wrapper: Path, tmp_path: Path) -> None:
-    for path in wrapper.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(wrapper / "model.safetensors")
     like = next(name for name in tensors if name.endswith("layers.1.input_layernorm.weight") and "vis" not in name)
-    more = like.replace("layers.1.", "layers.9.")
-    save_file({**tensors, more: tensors[like].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    copy_with({**tensors, like.replace("layers.1.", "layers.9."): tensors[like].clone()}, wrapper, tmp_path)
     with pytest.raises(ModelError, match=r"does not ask for: model\.layers\.9\.input_layernorm\.weight"):
         load_model(ModelConfig(path=str(tmp_path)))
 
@@ -194,8 +191,8 @@ def test_adapter_of_the_text_part_is_what_peft_loads_onto_the_whole(wrapper: Pat
 def test_adapter_that_names_the_layers_of_the_text_part_is_read(wrapper: Path, tmp_path: Path) -> None:
     model = changed(wrapper, lora=LoraConfig(rank=2))
     save_adapter(model, tmp_path)
-    for file in (tmp_path / "adapter_config.json",):
-        file.write_text(file.read_text().replace("model.language_model.", "model."))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace("model.language_model.", "model."))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     inner = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
     save_file(inner, tmp_path / "adapter_model.safetensors")

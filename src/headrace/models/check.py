@@ -162,7 +162,7 @@ def _mask_limits(model: PreTrainedModel) -> dict[int, int]:
     ids_N = torch.arange(FIRST + SECOND, device=model.device) % model.config.vocab_size
     try:
         forward(model, ids_N, PackedPlan([len(ids_N)], model.device))
-    except Exception:  # noqa: BLE001 - a model that works otherwise may compute with its masks what no size survives
+    except Exception:  # noqa: BLE001 - a model may compute with its masks what fails here; then they tell nothing
         found.clear()
     finally:
         model.set_attn_implementation(NAME)

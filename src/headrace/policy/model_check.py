@@ -276,7 +276,8 @@ class PlainModel:
 
     model: PreTrainedModel
     exact: PreTrainedModel | None
-    """The same in float64; ``None`` for a large model, for other formats, and where a part computes in no float64."""
+    """The model in float64. ``None`` for a large model, for a model in another number format than float32, and for one
+    with a part that cannot compute in float64."""
 
     @torch.no_grad()
     def logprobs(self, ids_T: Any) -> Span:

@@ -19,7 +19,7 @@ from headrace.run.observe import evaluations, load_run
 from headrace.run.session import evaluate
 from headrace.run.session.exporting import export
 from headrace.wings.supervised import measuring
-from headrace.wings.supervised.measuring import Measurements
+from headrace.wings.supervised.measuring import Measurements, VersionRewards
 from headrace.wings.supervised.session import sft
 from tests.learner.builders import assert_same_bits
 from tests.wings.supervised.material import chat_model, conversations, settings, write_rows
@@ -148,3 +148,30 @@ def test_training_waits_for_measurements_that_pile_up(model, tmp_path, monkeypat
     assert [each.version for each in found.take()] == [0]
     found.finish()
     assert [each.version for each in found.take()] == [1, 2, 3]
+
+
+def test_versions_that_an_earlier_life_left_are_measured_once_and_first(model, tmp_path, monkeypatch):
+    class Recorded:
+        has_ended = True
+
+        def __init__(self, tree, place, version):
+            self.version = version
+            assert tree["model"]["path"] == (str(place / f"step-{version}") if version else str(model))
+
+        def result(self):
+            return VersionRewards(version=self.version, mean_reward=0.5, pass_at={})
+
+    def exported(run: Path, out: Path) -> None:
+        assert not out.exists()
+        out.mkdir(parents=True)
+
+    monkeypatch.setattr(measuring, "_Process", Recorded)
+    monkeypatch.setattr(measuring, "export", exported)
+    for version in (0, 3):
+        (tmp_path / "measured" / f"step-{version}").mkdir(parents=True)
+    found = Measurements({}, tmp_path, str(model))
+    for version in (0, 3, 6):
+        found.begin(version)
+    found.finish()
+    assert [each.version for each in found.take()] == [0, 3, 6]
+    assert not list((tmp_path / "measured").iterdir())

@@ -245,7 +245,12 @@ def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [({"base_model": "other/model"}, "there is no model"), ({"rank": 0}, "rank=0"), ({"rank": 9999}, "rank=9999")],
+    [
+        ({"base_model": "other/model"}, "there is no model"),
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 9999}, "rank=9999"),
+        ({"seed": 2**64}, "seed=1844"),
+    ],
 )
 def test_a_model_that_cannot_be_made_is_refused(service, how, words):
     with pytest.raises(APIStatusError, match=words) as refused:

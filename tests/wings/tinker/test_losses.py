@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.base.errors import DataError
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models.multilora import to_peft
 from headrace.wings.supervised.session import sft
 from headrace.wings.tinker import compute as tinker_compute
+from headrace.wings.tinker import wire
 from headrace.wings.tinker.losses import LOSSES
 from headrace.wings.tinker.wire import read_train_request, write_train_result
 from tests.models.wrapped import tiny_wrapper, whole
@@ -149,6 +151,45 @@ def test_sparse_targets_and_weights_mean_the_dense_ones():
     read = read_train_request(forward_backward_request_to_proto(request).SerializeToString())
     assert (read.seq_id, read.model_id) == (9, "m")
     assert np.array_equal(read.data[0].targets, dense.numpy())
+
+
+def sparse_body(rows, columns, shape, count=1):
+    """Return a request with ``count`` data whose targets are a sparse tensor with these indices."""
+    from tinker.proto import tinker_public_pb2 as messages
+
+    request = messages.ForwardBackwardRequest(model_id="m", seq_id=1)
+    for _ in range(count):
+        tensor = request.data.add().loss_fn_inputs["target_tokens"]
+        tensor.dtype = messages.DTYPE_INT64
+        tensor.shape.extend(shape)
+        for name, values in (("crow_indices", rows), ("col_indices", columns), ("values", [7] * len(columns))):
+            setattr(tensor.sparse_csr, name, np.array(values, np.int64).tobytes())
+    return request.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "shape"),
+    [
+        pytest.param([0, 1], [0], [3, 4], id="rows"),
+        pytest.param([0, 10**12, 1, 1], [0], [3, 4], id="order"),
+        pytest.param([0, 1, 1, 1], [-1], [3, 4], id="below"),
+        pytest.param([0, 1, 1, 1], [4], [3, 4], id="above"),
+        pytest.param([0, 1, 1, 2], [0], [3, 4], id="count"),
+        pytest.param([0, 1, 1, 1], [0], [3, 10**9], id="size"),
+        pytest.param([0, 1], [0], [1], id="dimensions"),
+    ],
+)
+def test_a_sparse_tensor_whose_indices_do_not_fit_is_refused_before_memory_is_taken(rows, columns, shape):
+    with pytest.raises(DataError, match="a sparse tensor of shape"):
+        read_train_request(sparse_body(rows, columns, shape))
+
+
+def test_many_sparse_tensors_that_stand_for_too_much_are_refused(monkeypatch):
+    body = sparse_body([0, 1], [0], [1, 100], count=12)
+    assert len(read_train_request(body).data) == 12
+    monkeypatch.setattr(wire, "MOST_NUMBERS", 1000)
+    with pytest.raises(DataError, match="over 1,000 numbers"):
+        read_train_request(body)
 
 
 def test_results_of_mixed_shapes_are_what_the_client_reads():

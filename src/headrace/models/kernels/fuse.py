@@ -74,7 +74,7 @@ class _ProbePlan(PackedPlan):
 
 
 class _SampleRecorder(_ProbePlan):
-    """The same, which records the attention inputs of every layer."""
+    """The plan of the probe, which also records the attention inputs of every layer."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -49,8 +49,8 @@ class TinkerSizes:
     tenants: int = TENANTS
     """The number of adapters that train at once."""
     turns: int = 16
-    """The number of requests of each of them. Whoever takes turns has the last of ``n`` rounds begun when the first
-    ends, so that the first is up to ``1/n`` of the time before the last."""
+    """The number of requests of each of these adapters, n. With turns of one request each, the last of n rounds has
+    just begun when the first adapter ends, so that it ends up to 1/n of the whole time before the last one."""
 
 
 FULL_SIZES = TinkerSizes(models=(("1M", SMALL), ("28M", LARGE)))

@@ -67,18 +67,21 @@ class Measurements:
         """``base`` is the model with which the run begins. Versions that an earlier life left are measured first."""
         self._settings, self._run_dir, self._base = settings, run_dir, base
         self._place = run_dir / MEASURED
-        left = sorted(int(path.name.removeprefix("step-")) for path in self._place.glob("step-*"))
-        self._waiting = deque(left)
+        self._waiting = deque(sorted(int(path.name.removeprefix("step-")) for path in self._place.glob("step-*")))
         self._ended: list[VersionRewards] = []
         self._running: _Process | None = None
         self._next()
 
     def begin(self, version: int) -> None:
         """Measure the weights of the newest snapshot, which is of ``version``, as soon as those before it are; of
-        version 0, those with which the run begins. Waits if many versions wait already."""
-        if version and version not in self._waiting:
-            shutil.rmtree(self._weights(version), ignore_errors=True)
+        version 0, those with which the run begins. A version that an earlier life left is measured once. Waits if many
+        versions wait already."""
+        if self._weights(version).exists():
+            return
+        if version:
             export(self._run_dir, self._weights(version))
+        else:
+            self._weights(version).mkdir(parents=True)  # empty: what is left after a kill is told by these directories
         self._waiting.append(version)
         self._next()
         while len(self._waiting) > MOST_WAITING:
@@ -118,8 +121,7 @@ class Measurements:
         running, self._running = self._running, None
         assert running is not None
         self._ended.append(running.result())
-        if running.version:
-            shutil.rmtree(self._weights(running.version), ignore_errors=True)
+        shutil.rmtree(self._weights(running.version), ignore_errors=True)
         self._next()
 
 

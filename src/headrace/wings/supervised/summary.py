@@ -48,7 +48,7 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     rewards_first: dict[str, float] = {}
     """The mean reward and pass@k of the first version that this life has measured by ``[eval]``; empty without."""
     rewards_last: dict[str, float] = {}
-    """The same of the last version."""
+    """The mean reward and pass@k of the last version that this life has measured; empty without ``[eval]``."""
     tokens: int
     """Number of tokens of the rows that were trained, prompts included."""
     tokens_trained: int

@@ -12,7 +12,7 @@ from headrace.base.clock import Clock
 from headrace.base.net.refusal import Refusal, shown
 from headrace.models.multilora import ATTENTION, HEAD, MLP
 from headrace.wings.tinker import schema
-from headrace.wings.tinker.files import FACTS_FILE, STATE_FILE
+from headrace.wings.tinker.files import FACTS_FILE, STATE_FILE, checked_ttl
 from headrace.wings.tinker.journal import Journal, facts_of
 
 FLAGS = {"train_unembed": HEAD, "train_mlp": MLP, "train_attn": ATTENTION}
@@ -107,7 +107,7 @@ class Catalog:
 
     def set_ttl(self, model: str, name: str, body: bytes) -> None:
         row = self.checkpoint(f"tinker://{model}/{name}")
-        ttl_s = schema.parse(body, schema.TtlBody).ttl_seconds
+        ttl_s = checked_ttl(schema.parse(body, schema.TtlBody).ttl_seconds)
         expires = None if ttl_s is None else self._clock.wall() + ttl_s
         self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
 

@@ -34,6 +34,9 @@ STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
 WHOLE_FILE = "model.safetensors"
 """The file of whole weights."""
 
+SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 366 * 86400
+"""The shortest and the longest time to live of a checkpoint."""
+
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 
@@ -58,6 +61,14 @@ def checked_name(name: str) -> str:
             f"the name {name[:80]!r} of a checkpoint", remedy="take letters, digits, and . _ = - (at most 128)"
         )
     return name
+
+
+def checked_ttl(ttl_s: int | None) -> int | None:
+    """Return the time to live of a checkpoint; ``None``: it stays. Raises
+    :class:`~headrace.base.errors.DataError` for one that the protocol does not have."""
+    if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
+        raise DataError(f"ttl_seconds={ttl_s}", remedy=f"set {SHORTEST_TTL_S} to {LONGEST_TTL_S}, or None")
+    return ttl_s
 
 
 def write_state(

@@ -16,7 +16,7 @@ from headrace.models.text_part import prefixes_in_base
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import FrozenBase, TrainResult
 from headrace.wings.tinker.data import DataLimits, check_data
-from headrace.wings.tinker.files import checked_name, facts_of_state, read_state, write_model, write_state
+from headrace.wings.tinker.files import checked_name, checked_ttl, facts_of_state, read_state, write_model, write_state
 from headrace.wings.tinker.journal import Journal, JournalEntry
 from headrace.wings.tinker.losses import loss_of
 from headrace.wings.tinker.schema import (
@@ -38,7 +38,6 @@ KINDS = {
     "save_weights_external": "external_weights",
 }
 """The part of a checkpoint's name that each way of saving gives."""
-SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 366 * 86400
 
 Step = Iterator[Answer | Tenant | None]
 
@@ -240,8 +239,7 @@ class Performer:
         """Write the checkpoint ``name``; return its path, and what writes its record."""
         kind = KINDS[entry.kind]
         path = f"tinker://{entry.model}/{kind}/{checked_name(name)}"
-        if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
-            raise ConfigError(f"ttl_seconds={ttl_s}", remedy=f"set {SHORTEST_TTL_S} to {LONGEST_TTL_S}, or None")
+        checked_ttl(ttl_s)
         old = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
         if old is not None and not overwrite:
             raise DataError(f"{path} exists", remedy="take another name, or overwrite=True in save_state")

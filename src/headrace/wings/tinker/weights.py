@@ -74,6 +74,8 @@ class AdapterKind:
             )
         if not 1 <= lora.rank <= max_rank:
             raise ConfigError(f"lora_config.rank={lora.rank}", remedy=f"set 1 to {max_rank} (--max-rank)")
+        if lora.seed is not None and not -(2**63) <= lora.seed < 2**63:
+            raise ConfigError(f"lora_config.seed={lora.seed}", remedy="set a number of 64 bits, or leave it out")
         flags = {ATTENTION: lora.train_attn, MLP: lora.train_mlp, HEAD: lora.train_unembed}
         parts = [part for part, wanted in flags.items() if wanted]
         if not parts:

@@ -6,6 +6,7 @@ Field numbers are those of ``tinker_public.proto`` (Apache-2.0). Numbers of the 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ VERSIONS_FIELD = 1001
 """The field of a sampled sequence that holds the version of each token, as int32: it is of Headrace, and unknown to the
 client, which skips it."""
 
+MOST_NUMBERS = 2**25
+"""The most numbers of all tensors of a request. A sparse tensor of a few bytes can stand for more than fit the
+memory."""
 _REMEDY = "use a client of the protocol that docs/tinker.md names"
 
 
@@ -51,7 +55,7 @@ def read_train_request(body: bytes) -> TrainRequest:
 
 def _train_request(body: bytes) -> TrainRequest:
     texts, data, config = {1: "", 4: ""}, list[Datum](), dict[str, float | str]()
-    seq_id, forward_only = 0, False
+    seq_id, forward_only, num_numbers = 0, False, 0
     for number, value in _fields(body):
         if number in texts:
             texts[number] = bytes(value).decode()
@@ -59,6 +63,9 @@ def _train_request(body: bytes) -> TrainRequest:
             seq_id = int(value)
         elif number == 3:
             data.append(_datum(value))
+            num_numbers += sum(values.size for values in data[-1].inputs.values())
+            if num_numbers > MOST_NUMBERS:
+                raise ValueError(f"its tensors have over {MOST_NUMBERS:,} numbers")
         elif number == 5:
             key, number_ = _entry(value)
             config.setdefault(key, float(number_))
@@ -117,9 +124,16 @@ def _tensor(body: memoryview) -> Array:
     parts = dict(_fields(found[2]))
     rows = np.frombuffer(parts.get(2, b""), np.int64)
     columns = np.frombuffer(parts.get(3, b""), np.int64)
-    dense = np.zeros(shape, dtype)
     values = np.frombuffer(parts.get(1, b""), dtype)
-    dense[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = values
+    if len(shape) != 2 or math.prod(shape) > MOST_NUMBERS:
+        raise ValueError(f"a sparse tensor of shape {shape}")
+    counts = np.diff(rows)
+    ordered = len(rows) == shape[0] + 1 and rows[0] == 0 and (counts >= 0).all()
+    inside = ((columns >= 0) & (columns < shape[1])).all()
+    if not (ordered and inside and rows[-1] == len(columns) == len(values)):
+        raise ValueError(f"a sparse tensor of shape {shape} whose indices do not fit it")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense
 
 
