@@ -1,11 +1,16 @@
 """The unmodified client of the protocol against a server."""
 
+import itertools
+import re
+import socket
+
 import httpx
 import numpy as np
 import pytest
 import torch
 from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
+from tinker.proto import tinker_public_pb2 as messages
 from tinker.types import RequestErrorCategory
 
 from headrace.models import ModelConfig, load_model
@@ -15,6 +20,7 @@ from tests.wings.tinker.serving import NAME, client, datum, served
 
 IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
 ONES = np.ones(11, np.float32)
+NUMBERS = itertools.count(900)
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
@@ -162,6 +168,57 @@ def test_top_entries_and_targets_are_those_of_the_model(service, base_logprobs):
     assert found.target_prompt_logprobs.data[1::2] == [0.0] * (len(IDS) - 1)
 
 
+def test_sparse_targets_are_scored_in_their_layout(service, base_logprobs):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    targets = np.full((len(IDS) - 1, 3), -1)
+    targets[[0, 0, 4, 10], [0, 2, 1, 2]] = listed = [7, 0, 3, 9]
+    given = types.TensorData.from_torch_sparse(torch.from_numpy(targets), pad_value=-1)
+    assert given.sparse_crow_indices is not None
+    params = types.SamplingParams(max_tokens=1)
+    prompt = types.ModelInput.from_ints(IDS)
+    asked = {"prompt": prompt, "num_samples": 1, "sampling_params": params}
+    found = sampler.sample(target_prompt_logprobs=given, **asked).result().target_prompt_logprobs
+    assert (found.sparse_crow_indices, found.sparse_col_indices) == (given.sparse_crow_indices, [0, 2, 1, 2])
+    assert np.allclose(found.data, base_logprobs(IDS)[[0, 0, 4, 10], listed], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"data": [1.5, 7]}, "holds 1.5"),
+        ({"data": [1e30, 7]}, "holds 1e\\+30"),
+        ({"data": [7]}, "has 1 ids"),
+        ({"sparse_crow_indices": [0, 2, 1], "sparse_col_indices": [0, 0]}, "do not fit"),
+        ({"sparse_crow_indices": [0, 1, 2]}, "do not fit"),
+        ({"sparse_crow_indices": [], "sparse_col_indices": [0, 0]}, "do not fit"),
+        ({"shape": [2, 10**9], "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 0]}, "a sparse tensor"),
+    ],
+)
+def test_targets_that_cannot_be_scored_are_refused_by_name(service, server, how, words):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    tensor = {"data": [7, 7], "dtype": "int64", "shape": [2, 1], **how}
+    body = {
+        "sampling_session_id": sampler._sampling_session_id, "seq_id": next(NUMBERS), "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS[:3]}]}, "sampling_params": {"max_tokens": 1},
+        "target_prompt_logprobs": tensor,
+    }  # fmt: skip
+    ask = {"headers": {"x-api-key": server[1]}}
+    url = f"{server[0]}/api/v1"
+    name = httpx.post(f"{url}/asample", json=body, **ask).json()["request_id"]
+    found = httpx.post(f"{url}/retrieve_future", json={"request_id": name}, **ask).json()
+    assert re.search(words, found["error"])
+    assert found["category"] == "user"
+
+
+def test_a_prompt_that_fills_the_context_is_scored(service, base_logprobs):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    ids = (IDS * 22)[:256]
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints(ids)).result()
+    assert np.allclose(scores[1:], base_logprobs(ids)[np.arange(255), ids[1:]], atol=1e-4)
+    with pytest.raises(RequestFailedError, match="exceed the context of 256"):
+        sampled(sampler, ids, max_tokens=1)
+
+
 def test_seeds_repeat_and_stops_end(service):
     sampler = service.create_sampling_client(base_model=NAME).result()
     first = sampled(sampler, n=2, max_tokens=12)
@@ -244,6 +301,21 @@ def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how
 
 
 @pytest.mark.parametrize(
+    ("loss", "options", "words"),
+    [
+        ("ppo", {"clip_low_threshold": 1.3}, "clip_low_threshold=1.3, clip_high_threshold=1.2"),
+        ("cispo", {"clip_low_threshold": -0.1}, "clip_low_threshold=-0.1"),
+        ("gspo", {"clip_high_threshold": 0.5}, "clip_high_threshold=0.5"),
+        ("dro", {"beta": -1.0}, "beta=-1"),
+    ],
+)
+def test_options_of_a_loss_that_mean_nothing_are_refused(service, loss, options, words):
+    data = [datum(IDS, logprobs=ONES, advantages=ONES)]
+    with pytest.raises(RequestFailedError, match=words):
+        new(service).forward_backward(data, loss, options).result()
+
+
+@pytest.mark.parametrize(
     ("how", "words"),
     [
         ({"base_model": "other/model"}, "there is no model"),
@@ -285,6 +357,12 @@ def test_a_foreign_path_is_refused(service, path):
         ("asample", [1], "Expected `object`"),
         ("forward_backward", {}, "no forward_backward request"),
         ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": NAME}, "there is no session"),
+        (
+            "create_model",
+            {"session_id": "s", "model_seq_id": -1, "base_model": NAME},
+            ">= 0 - at `$.model_seq_id`",
+        ),
+        ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": -1}, "`int` >= 0"),
         ("create_custom_loss", {}, "forward_backward_custom"),
         ("no/such/thing", {}, "is not served"),
     ],
@@ -314,6 +392,31 @@ def test_a_prompt_that_does_not_fit_fails_by_name(service):
         sampled(sampler, max_tokens=300)
     assert failed.value.category is RequestErrorCategory.User
     assert sampled(sampler).sequences
+
+
+def test_a_body_that_is_too_long_or_cut_fails_in_its_place(model, tmp_path):
+    with served(model, tmp_path / "state", max_body_bytes=2000) as (url, key), client(url, key) as service:
+        trained = new(service)
+        futures = [trained.forward_backward([datum(ids)], "cross_entropy") for ids in (IDS * 20, IDS)]
+        with pytest.raises(APIStatusError, match="more than 2000 bytes"):
+            futures[0].result()
+        assert futures[1].result(timeout=30).metrics["loss:sum"] > 0  # and not after the wait for what is missing
+        whole = messages.ForwardBackwardRequest(model_id=trained.model_id, seq_id=3, loss_fn="cross_entropy")
+        cut = whole.SerializeToString()[:-3]
+        found = httpx.post(f"{url}/api/v1/forward_backward", content=cut, headers={"x-api-key": key}).json()
+        result = {"json": {"request_id": found["request_id"]}, "headers": {"x-api-key": key}}
+        assert "no forward_backward request" in httpx.post(f"{url}/api/v1/retrieve_future", **result).json()["error"]
+
+
+def test_a_client_that_leaves_within_its_body_leaves_no_trace(server, caplog):
+    url, key = server
+    host, port = url.removeprefix("http://").split(":")
+    head = f"POST /api/v1/forward_backward HTTP/1.1\r\nhost: {host}\r\nx-api-key: {key}\r\ncontent-length: 9000\r\n\r\n"
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + b"x" * 100)
+    assert httpx.get(f"{url}/healthz", headers={"x-api-key": key}).status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_wrong_key_is_refused(server):

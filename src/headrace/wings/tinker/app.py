@@ -12,7 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,6 +27,9 @@ from headrace.wings.tinker.service import Found, TinkerService
 PREFIX = "/api/v1"
 URLS_S = 3600.0
 """Seconds for which the client may take the URLs of files for valid; they stay valid while the checkpoint is there."""
+
+BEGINNING_BYTES = 4096
+"""The bytes of a body that is too long which are looked at, to find whose it is."""
 
 REFUSED = {
     "auth/token": "this server takes its key as it is",
@@ -83,10 +86,20 @@ def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Cloc
         exception_handlers={
             HeadraceError: _refused,
             HTTPException: _not_found,
+            ClientDisconnect: _gone,
             Exception: _broken,
         },
     )
     return KeyAuth(app, key)
+
+
+class LongBody(Refusal):
+    """A body is longer than bodies may be."""
+
+    def __init__(self, max_bytes: int, beginning: bytes) -> None:
+        super().__init__(f"the body has more than {max_bytes} bytes", remedy="send less in each request", status=413)
+        self.beginning = beginning
+        """Its first :data:`BEGINNING_BYTES`."""
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -172,7 +185,12 @@ class _Routes:
         return self._posted(lambda service, body: service.of_model(kind)(body))
 
     async def _train(self, request: Request) -> Response:
-        service, body = self._holder.ready(), await self._body(request)
+        service = self._holder.ready()
+        try:
+            body = await self._body(request)
+        except LongBody as error:
+            service.refuse_train(error.beginning, error)
+            raise
         return JSONResponse(service.train(body))
 
     async def _sample(self, request: Request) -> Response:
@@ -222,7 +240,7 @@ class _Routes:
         async for part in request.stream():
             size += len(part)
             if size > self._max_body_bytes:
-                raise Refusal(f"the body has more than {self._max_body_bytes} bytes", remedy="send less", status=413)
+                raise LongBody(self._max_body_bytes, b"".join([*parts, part])[:BEGINNING_BYTES])
             parts.append(part)
         return b"".join(parts)
 
@@ -249,6 +267,11 @@ def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path.removeprefix(f"{PREFIX}/")
     why = next((why for name, why in REFUSED.items() if path.startswith(name)), "docs/tinker.md lists what is served")
     return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=error.status_code))
+
+
+def _gone(_: Request, __: Exception) -> Response:
+    """Return an answer that no one reads: the client has closed the connection within its body."""
+    return Response(status_code=400)
 
 
 def _broken(_: Request, error: Exception) -> Response:

@@ -110,4 +110,12 @@ def loss_of(name: str, given: Mapping[str, float | str]) -> tuple[TokenLossFn, O
     missing = [key for key, value in options.items() if value is None]
     if missing:
         raise ConfigError(f"loss_fn={name!r} needs {missing[0]}", remedy=f"give loss_fn_config={{'{missing[0]}': ...}}")
-    return loss, {key: value for key, value in options.items() if value is not None}
+    numbers = {key: value for key, value in options.items() if value is not None}
+    if not 0.0 <= numbers.get("clip_low_threshold", 0.0) <= numbers.get("clip_high_threshold", 0.0):
+        raise ConfigError(
+            f"loss_fn_config: {', '.join(f'{key}={value:g}' for key, value in numbers.items())}",
+            remedy="give 0 <= clip_low_threshold <= clip_high_threshold: the bounds of the ratio, such as .8 and 1.2",
+        )
+    if numbers.get("beta", 0.0) < 0.0:
+        raise ConfigError(f"loss_fn_config: beta={numbers['beta']:g}", remedy="give 0 or more")
+    return loss, numbers

@@ -207,7 +207,10 @@ class Performer:
         yield answer_of(answer, write=write, copy=True)
 
     def _missing(self, _: Tenant | None, entry: JournalEntry) -> Step:
-        """Fail in the place of a request that its client has counted and never sent."""
+        """Fail in the place of a request that its client has counted, and that is not here."""
+        if entry.body:
+            problem, remedy = entry.body.decode().split("\n", 1)
+            raise DataError(problem, remedy=remedy)
         raise DataError(
             f"request {entry.seq} of {entry.model} has not arrived for {MISSING_S:.0f} s, and later ones waited for it",
             remedy="look at the error of the call that sent it, and repeat that call",

@@ -20,7 +20,7 @@ from headrace.base.errors import DataError
 from headrace.base.types.episode import StopReason
 from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.tokens import Tokens
+from headrace.base.types.tokens import NO_TOKENS, Tokens
 from headrace.engine.base import TokenSource
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import PromptScores
@@ -49,15 +49,17 @@ class SamplePlan:
     """A checked request for samples."""
 
     prompt_N: Array
-    samplings: tuple[Sampling, ...]
-    """The settings of each sample."""
+    samplings: tuple[Sampling | None, ...]
+    """The settings of each sample; ``None`` for one that can have no token, as the prompt fills the context."""
     wants_prompt: bool
     top_prompt: int
     """The number of likeliest entries wanted at each token of the prompt."""
     top_sample: int
     """The number of likeliest entries wanted at each sampled token."""
     targets_NK: Array | None
-    """Other tokens to score in the place of each but the first; ``None`` for none."""
+    """Other tokens to score in the place of each but the first, and −1 for nothing; ``None`` for none."""
+    target_cells: wire.SparseCells | None
+    """The cells of :attr:`targets_NK` that the caller listed; ``None`` if it gave the whole matrix."""
     last_n: int | None
     """How many of the prompt's tokens are scored; ``None`` for all."""
 
@@ -74,16 +76,24 @@ def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePl
     problem = _refused(body, len(prompt_N))
     if problem:
         raise DataError(problem[0], remedy=problem[1])
-    targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs, prompt_N, limits)
+    targets, cells = None, None
+    if body.target_prompt_logprobs is not None:
+        targets, cells = _targets(body.target_prompt_logprobs, prompt_N, limits)
     seed = fresh_seed if body.sampling_params.seed is None else body.sampling_params.seed
-    sampling = _sampling(body.sampling_params, len(prompt_N), limits)
+    scores = bool(body.prompt_logprobs or body.topk_prompt_logprobs or targets is not None)
+    if scores and len(prompt_N) == limits.max_context and body.sampling_params.max_tokens == 1:
+        samplings: tuple[Sampling | None, ...] = (None,) * body.num_samples  # the client's way to ask for scores alone
+    else:
+        sampling = _sampling(body.sampling_params, len(prompt_N), limits)
+        samplings = tuple(_seeded(sampling, seed, place) for place in range(body.num_samples))
     return SamplePlan(
         prompt_N=prompt_N,
-        samplings=tuple(_seeded(sampling, seed, place) for place in range(body.num_samples)),
+        samplings=samplings,
         wants_prompt=bool(body.prompt_logprobs),
         top_prompt=body.topk_prompt_logprobs,
         top_sample=body.topk_sample_logprobs,
         targets_NK=targets,
+        target_cells=cells,
         last_n=body.prompt_logprobs_last_n,
     )
 
@@ -154,23 +164,35 @@ def _seeded(sampling: Sampling, seed: int, place: int) -> Sampling:
     return msgspec.structs.replace(sampling, seed=own)
 
 
-def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> Array:
-    """Return the targets ``[N - 1, K]``, with −1 where nothing is asked for."""
+def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[Array, wire.SparseCells | None]:
+    """Return the targets ``[N - 1, K]``, with −1 where nothing is asked for, and the cells that a sparse tensor lists;
+    ``None`` for a dense one."""
     shape = given.shape or []
     if given.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt_N) - 1 or shape[1] < 1:
         raise DataError(
             f"target_prompt_logprobs has dtype {given.dtype} and shape {shape}",
             remedy=f"give int64 of shape [{len(prompt_N) - 1}, K]",
         )
-    values = np.array(given.data, np.int64)
-    if given.sparse_crow_indices is not None:
-        raise DataError("target_prompt_logprobs is sparse", remedy="give a dense tensor, with -1 for nothing")
-    if values.size != shape[0] * shape[1] or values.max(initial=-1) >= limits.vocab_size or values.min(initial=0) < -1:
+    values = np.array(given.data, np.float64)
+    whole = (values == np.round(values)) & (values >= -1) & (values < limits.vocab_size)
+    if not whole.all():
         raise DataError(
-            "target_prompt_logprobs holds ids outside the vocabulary, or too few",
+            f"target_prompt_logprobs holds {values[~whole][0]:g}, outside the vocabulary of {limits.vocab_size}",
             remedy="give ids of the model's tokenizer, and -1 for nothing",
         )
-    return values.reshape(shape)
+    ids = values.astype(np.int64)
+    if given.sparse_crow_indices is None:
+        if ids.size != shape[0] * shape[1]:
+            raise DataError(f"target_prompt_logprobs of shape {shape} has {ids.size} ids", remedy="give one for each")
+        return ids.reshape(shape), None
+    try:
+        starts, columns = (
+            np.array(part or [], np.int64) for part in (given.sparse_crow_indices, given.sparse_col_indices)
+        )
+        cells = wire.SparseCells(row_starts=starts, columns=columns)
+        return cells.dense(ids, shape, elsewhere=-1), cells
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"target_prompt_logprobs: {error}", remedy="give a tensor of TensorData") from None
 
 
 async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Score, keep: Keep) -> bytes:
@@ -182,7 +204,8 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     sampled = [task.result() for task in tasks]
-    keep(sampled)
+    if any(len(tokens) for tokens, _ in sampled):
+        keep(sampled)
     sequences = [await _sequence(plan, tokens, reason, score) for tokens, reason in sampled]
     logprobs_N, top, targets = None, None, None
     if plan.wants_prompt or plan.top_prompt or plan.targets_NK is not None:
@@ -192,11 +215,15 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
         found.top_ids_NK[:unscored], found.top_logprobs_NK[:unscored] = 0, NO_LOGPROB
         logprobs_N = found.logprobs_N if plan.wants_prompt else None
         top = wire.write_top(found.top_ids_NK, found.top_logprobs_NK) if plan.top_prompt else None
-        targets = None if found.targets_NK is None else wire.write_tensor(found.targets_NK)
+        targets = None if found.targets_NK is None else wire.write_tensor(found.targets_NK, plan.target_cells)
     return wire.write_samples(sequences, prompt_logprobs_T=logprobs_N, top=top, targets=targets)
 
 
-async def _one(prompt_N: Array, sampling: Sampling, engine: TokenSource, adapter: str) -> tuple[Tokens, StopReason]:
+async def _one(
+    prompt_N: Array, sampling: Sampling | None, engine: TokenSource, adapter: str
+) -> tuple[Tokens, StopReason]:
+    if sampling is None:
+        return NO_TOKENS, StopReason.LENGTH
     parts, reason = list[Tokens](), StopReason.LENGTH
     chunks = engine.generate(prompt_N, sampling, RequestOptions(agent=adapter))
     async with aclosing(chunks):  # type: ignore[type-var]

@@ -3,13 +3,15 @@ protocol of another version, and ignoring it would change what the caller gets."
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from headrace.base.errors import DataError
 
 S = TypeVar("S", bound="TinkerBody")
+Place = Annotated[int, msgspec.Meta(ge=0)]
+"""The number that a client gives to what it makes in a session."""
 
 
 class TinkerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +41,7 @@ class NewModel(TinkerBody, frozen=True, forbid_unknown_fields=False):
     model already."""
 
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Place | None = None
 
 
 class ClientConfigBody(TinkerBody, frozen=True):
@@ -88,7 +90,7 @@ class CreateModelBody(TinkerBody, frozen=True):
     """The body of create_model."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Place
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraBody | None = None
@@ -142,7 +144,7 @@ class SaveForSamplerBody(TinkerBody, frozen=True):
     model_id: str
     seq_id: int
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Place | None = None
     kind: str = "snapshot"
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
@@ -168,7 +170,7 @@ class LoadWeightsBody(TinkerBody, frozen=True):
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Place | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerBody | None = None
@@ -180,7 +182,7 @@ class CreateSamplingSessionBody(TinkerBody, frozen=True):
     """The body of create_sampling_session."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Place
     base_model: str | None = None
     model_path: str | None = None
     type: str = "create_sampling_session"

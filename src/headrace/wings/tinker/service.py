@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace.base.clock import Clock
-from headrace.base.errors import DataError, EngineFull
+from headrace.base.errors import DataError, EngineFull, HeadraceError
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.episode import StopReason
 from headrace.base.types.tokens import Tokens
@@ -30,7 +30,7 @@ from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, Journa
 from headrace.wings.tinker.performing import spec_of
 from headrace.wings.tinker.samplers import SamplerRecord
 from headrace.wings.tinker.sampling import Array, answer, plan_of
-from headrace.wings.tinker.tenants import Tenants, failure
+from headrace.wings.tinker.tenants import MISSING, Tenants, failure
 from headrace.wings.tinker.turns import Turns
 
 KEPT_S = 600.0
@@ -86,7 +86,7 @@ class TinkerService:
         self._samples: dict[str, SampleJob] = {}
         self._beats: dict[str, float] = {}
         self._trains_alone: dict[str, str] = {}  # the model that trains, by the directory of a base for one
-        parts.tenants.ended = lambda entry: self._loop.call_soon_threadsafe(self._ended, entry)
+        parts.tenants.ended = self._end_in_thread
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -242,6 +242,15 @@ class TinkerService:
         model, seq = wire.place_of(body)
         return self._accept(model, seq, "forward_backward", body)
 
+    def refuse_train(self, beginning: bytes, error: Refusal) -> None:
+        """Let a forward_backward of which only the beginning was read fail in its place, so that later requests of its
+        model do not wait for it."""
+        try:
+            model, seq = wire.place_of(beginning)
+            self._accept(model, seq, MISSING, f"{error.problem}\n{error.remedy}".encode())
+        except HeadraceError:
+            return  # no place is known, or no such model
+
     def of_model(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
         """Return the endpoint of a request of a model whose body is JSON. What is wrong with it is said in its result:
         a request that was not taken would be missing in the order of the model."""
@@ -265,14 +274,18 @@ class TinkerService:
         self._parts.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))
         return {"request_id": f"{model}:{seq}", "model_id": model}
 
+    def _end_in_thread(self, entry: JournalEntry) -> None:
+        """Give samplers what a request has made for them, in the thread that computed it, and tell the loop."""
+        if entry.kind == "save_weights_for_sampler":
+            self._publish(entry.model)
+        self._loop.call_soon_threadsafe(self._ended, entry)
+
     def _ended(self, entry: JournalEntry) -> None:
         event = self._arrivals.pop((entry.model, entry.seq), None)
         if event is not None:
             event.set()
         if entry.seq == 0 and self._was_never_made(entry.model):
             self._free_base(entry.model)
-        if entry.kind == "save_weights_for_sampler":
-            self._publish(entry.model)
 
     def _publish(self, model: str) -> None:
         """Give the in-flight samplers of a model their new weights."""

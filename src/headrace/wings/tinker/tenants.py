@@ -30,8 +30,9 @@ from headrace.wings.tinker.turns import Turns
 RESULT_S = 600.0
 """Seconds for which a result that was fetched can be fetched again."""
 MISSING, MISSING_S = "missing", 120.0
-"""The kind of a request that has not arrived although later ones of its model have, and the seconds after which it is
-given up: a client counts a request before it checks it, and one that it does not send would be waited for for ever."""
+"""The kind of a request that is not here although its client has counted it, with the reason as its body if it is
+known, and the seconds after which one that has not arrived is given up: a client counts a request before it checks it,
+and one that it does not send would be waited for for ever."""
 COPY_S = 10.0
 """A model is copied to the disk at the first step after this many seconds of computing, which a restart repeats."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,41 @@ memory."""
 _REMEDY = "use a client of the protocol that docs/tinker.md names"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SparseCells:
+    """The cells that a sparse matrix lists, in the compressed format by rows (CSR)."""
+
+    row_starts: Array
+    """Where each row begins in :attr:`columns`, and at the end the number of cells."""
+    columns: Array
+    """The column of each cell."""
+
+    def dense(self, values: Array, shape: Sequence[int], *, elsewhere: float) -> Array:
+        """Return the matrix with ``values`` in these cells, and ``elsewhere`` in all others. Raises ``ValueError`` if
+        the cells do not fit the shape, before memory is taken for it."""
+        if len(shape) != 2 or math.prod(shape) > MOST_NUMBERS:
+            raise ValueError(f"a sparse tensor of shape {[*shape]}")
+        counts = np.diff(self.row_starts)
+        ordered = len(self.row_starts) == shape[0] + 1 and self.row_starts[0] == 0 and (counts >= 0).all()
+        inside = ((self.columns >= 0) & (self.columns < shape[1])).all()
+        if not (ordered and inside and self.row_starts[-1] == len(self.columns) == len(values)):
+            raise ValueError(f"a sparse tensor of shape {[*shape]} whose indices do not fit it")
+        dense = np.full(shape, elsewhere, values.dtype)
+        dense[self._rows(), self.columns] = values
+        return dense
+
+    def listed(self, dense: Array) -> Array:
+        """Return the values that a matrix has in these cells, in their order."""
+        listed: Array = dense[self._rows(), self.columns]
+        return listed
+
+    def _rows(self) -> Array:
+        return np.repeat(np.arange(len(self.row_starts) - 1), np.diff(self.row_starts))
+
+
 def place_of(body: bytes) -> tuple[str, int]:
-    """Return the model and the place of the request in ``body``, whatever else is wrong with it. Raises
-    :class:`~headrace.base.errors.DataError` where they cannot be read."""
+    """Return the model and the place of the request in ``body``, whatever else is wrong with it; of a body that is cut,
+    its beginning suffices. Raises :class:`~headrace.base.errors.DataError` where they cannot be read."""
     model, seq_id = "", 0
     try:
         for number, value in _fields(body):
@@ -41,7 +74,8 @@ def place_of(body: bytes) -> tuple[str, int]:
             elif number == 2:
                 seq_id = int(value)
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise DataError(f"the body is no forward_backward request: {error}", remedy=_REMEDY) from None
+        if not (model and seq_id):
+            raise DataError(f"the body is no forward_backward request: {error}", remedy=_REMEDY) from None
     return model, seq_id
 
 
@@ -122,19 +156,10 @@ def _tensor(body: memoryview) -> Array:
         flat = np.frombuffer(found.get(1, b""), dtype)
         return flat.reshape(shape) if shape else flat
     parts = dict(_fields(found[2]))
-    rows = np.frombuffer(parts.get(2, b""), np.int64)
-    columns = np.frombuffer(parts.get(3, b""), np.int64)
-    values = np.frombuffer(parts.get(1, b""), dtype)
-    if len(shape) != 2 or math.prod(shape) > MOST_NUMBERS:
-        raise ValueError(f"a sparse tensor of shape {shape}")
-    counts = np.diff(rows)
-    ordered = len(rows) == shape[0] + 1 and rows[0] == 0 and (counts >= 0).all()
-    inside = ((columns >= 0) & (columns < shape[1])).all()
-    if not (ordered and inside and rows[-1] == len(columns) == len(values)):
-        raise ValueError(f"a sparse tensor of shape {shape} whose indices do not fit it")
-    dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return dense
+    cells = SparseCells(
+        row_starts=np.frombuffer(parts.get(2, b""), np.int64), columns=np.frombuffer(parts.get(3, b""), np.int64)
+    )
+    return cells.dense(np.frombuffer(parts.get(1, b""), dtype), shape, elsewhere=0)
 
 
 def _entry(body: memoryview) -> tuple[str, Any]:
@@ -230,12 +255,16 @@ def read_metrics(result: bytes) -> dict[str, float]:
     return {key: float(value) for number, part in _fields(result) if number == 3 for key, value in [_entry(part)]}
 
 
-def write_tensor(values: Array) -> bytes:
-    """Return a dense Tensor of int64 or float32."""
+def write_tensor(values: Array, cells: SparseCells | None = None) -> bytes:
+    """Return a Tensor of int64 or float32, dense, or sparse with the values of ``cells`` alone."""
     whole = np.issubdtype(values.dtype, np.integer)
     given = np.ascontiguousarray(values, np.int64 if whole else np.float32)
-    dims = b"".join(_number(4, size) for size in given.shape)
-    return _bytes(1, given.tobytes()) + _number(3, INT64 if whole else FLOAT32) + dims
+    dims = _number(3, INT64 if whole else FLOAT32) + b"".join(_number(4, size) for size in given.shape)
+    if cells is None:
+        return _bytes(1, given.tobytes()) + dims
+    indices = [part.astype(np.int64).tobytes() for part in (cells.row_starts, cells.columns)]
+    parts = (cells.listed(given).tobytes(), *indices)
+    return _bytes(2, b"".join(_bytes(number, part) for number, part in enumerate(parts, start=1))) + dims
 
 
 def write_top(ids_TK: Array, logprobs_TK: Array) -> bytes:
