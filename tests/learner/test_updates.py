@@ -127,3 +127,9 @@ def test_what_has_no_meaning_for_several_updates_is_refused(algo, words):
 def test_a_loop_of_ones_own_makes_its_updates_itself():
     with pytest.raises(ConfigError, match="are settings of whole runs"):
         algo_of({"loss": "dapo", "epochs": 2})
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "add"])
+def test_one_gradient_in_place_of_several_updates_is_refused(setup, call):
+    with pytest.raises(ConfigError, match="makes 4 updates of a batch"):
+        getattr(setup.learner(), call)(batch_of())

@@ -241,9 +241,10 @@ class LearnerCore:
         """Add the gradient of the batch's objective to the gradient that :meth:`optim_step` will use.
 
         If it fails, the whole gradient is discarded. Raises :class:`~headrace.base.errors.RunError` for a batch that
-        cannot be trained.
+        cannot be trained, and :class:`~headrace.base.errors.ConfigError` if the objective makes several updates of it.
         """
         start_s = self._context.clock.now()
+        self._refuse_several()
         self._refuse(batch)
         if self._parts is not None:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before forward_backward")
@@ -269,8 +270,8 @@ class LearnerCore:
 
         A part consists of whole groups. After the last one, :meth:`finish` returns the same as :meth:`forward_backward`
         for the whole batch. Raises :class:`~headrace.base.errors.RunError` before any change for a part that cannot be
-        trained, and :class:`~headrace.base.errors.ConfigError` if the objective needs the whole batch first. If it
-        fails later, the gradient of all parts is discarded.
+        trained, and :class:`~headrace.base.errors.ConfigError` if the objective needs the whole batch first, or makes
+        several updates of it. If it fails later, the gradient of all parts is discarded.
         """
         start_s = self._context.clock.now()
         self._refuse(part)
@@ -279,6 +280,7 @@ class LearnerCore:
                 "learner.mixture.balance_coef counts the choices of the whole batch first: give no part",
                 remedy="leave learner.mixture.balance_coef out, or give the batch as one",
             )
+        self._refuse_several()
         needs_all = self._objective.selects or "baseline" in self._objective.columns
         if needs_all or self._objective.critic is not None:
             raise ConfigError(
@@ -296,6 +298,14 @@ class LearnerCore:
         parts.loss_tokens += part.num_loss_tokens
         parts.dropped.update(dropped)
         parts.seconds += self._ended("forward_backward", start_s)
+
+    def _refuse_several(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the objective makes several updates of a batch."""
+        if self._objective.num_updates > 1:
+            raise ConfigError(
+                f"the objective makes {self._objective.num_updates} updates of a batch, and one gradient is one update",
+                remedy="call train, or set algo.epochs and algo.minibatches to 1",
+            )
 
     def finish(self) -> Gradient:
         """Normalise the gradient after the last part was added. Raises :class:`~headrace.base.errors.RunError` if no
