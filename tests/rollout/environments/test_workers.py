@@ -153,6 +153,43 @@ def test_a_crash_is_laid_to_the_episode_that_crashes_alone_too(tmp_path: Path) -
     asyncio.run(main())
 
 
+def test_an_episode_that_uses_up_the_threads_of_a_worker_costs_no_other(tmp_path: Path) -> None:
+    full, told = tmp_path / "full", tmp_path / "told"
+    os.mkfifo(told)
+    code = f"""
+        import threading, time
+        from pathlib import Path
+
+        import headrace
+
+        class Threads(headrace.Env):
+            def reset(self, task):
+                end = threading.Event()
+                try:
+                    while task["deed"] == "start" and not Path({str(full)!r}).exists():
+                        threading.Thread(target=end.wait, args=(20.0,), daemon=True).start()
+                except RuntimeError:
+                    Path({str(full)!r}).touch()
+                    Path({str(told)!r}).write_text("full")
+                    time.sleep(10.0)
+                end.set()
+                return "hello"
+
+            def step(self, message):
+                return headrace.StepResult(reward=1.0, done=True)
+    """
+
+    async def main() -> None:
+        keep = ResourceLimits(memory_bytes=1 << 30, processes=16)
+        async with running_pool(tmp_path, code, "Threads", keep=keep, concurrency=4) as at:
+            starting = asyncio.create_task(at.run("start"))
+            await asyncio.to_thread(told.read_text)  # waits for the one who writes
+            assert await at.run("rest") == [1.0]
+            assert await starting == [1.0]
+
+    asyncio.run(main())
+
+
 def test_an_episode_that_nobody_waits_for_ends_and_so_do_its_processes(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_pool(tmp_path, DEEDS, "rollout") as at:

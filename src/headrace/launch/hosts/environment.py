@@ -12,7 +12,6 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from headrace.base.types.messages import environment as orders
 from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery
 from headrace.base.types.tokens import IntColumn
 from headrace.launch.channel import PartChannel
-from headrace.launch.hosts.worker import end_now, serve
+from headrace.launch.hosts.worker import CallThreads, end_now, serve
 from headrace.launch.starts import EnvironmentStart
 from headrace.rollout.environments.base import AS_THE_RUN
 from headrace.rollout.environments.bridges import load_environment
@@ -48,7 +47,7 @@ def run_environment(start: EnvironmentStart, channel: PartChannel) -> None:
 
 
 async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
-    threads = ThreadPoolExecutor(max_workers=start.concurrency, thread_name_prefix="environment")
+    threads = CallThreads(max_workers=start.concurrency, thread_name_prefix="environment")
     watch = _LoopWatchdog(asyncio.get_running_loop(), channel, RealClock(), block_s=start.block_s)
     rollout = load_environment(start.kind, start.entry, start.options, threads, own_namespace=start.own_namespace)
     source = start.entry.rpartition(":")[0]
@@ -63,7 +62,7 @@ class _RequestDispatcher:
 
     channel: PartChannel
     rollout: Rollout
-    threads: ThreadPoolExecutor
+    threads: CallThreads
     source: str
     """The path of the user's file."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)

@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Never
 
 from headrace.base.environ import forget_token, run_token
 from headrace.base.types.messages.codec import Shutdown
@@ -46,6 +47,21 @@ async def _orders(channel: PartChannel) -> AsyncIterator[Any]:
             yield order
 
 
-def end_now() -> None:
+class CallThreads(ThreadPoolExecutor):
+    """The threads in which a worker calls plain functions of the user. If the system refuses a thread, because code
+    that runs here has started as many as it may, the worker ends: all calls are made again, and the code that does this
+    is found alone. To fail the call that wanted the thread would blame another."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call ``fn`` in one of the threads."""
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            sys.stderr.write(f"this worker ends, for it can make no more calls: {error}\n")
+            end_now()
+
+
+def end_now() -> Never:
     """Kill this process and everything it has started. User code that never returns must not keep it alive."""
     os.killpg(0, signal.SIGKILL)
+    raise AssertionError("a killed process continues")
