@@ -142,7 +142,8 @@ class AlgoConfig(Section):
         return self.advantage(self.shaped(outcomes))
 
     def shaped(self, outcomes: Outcomes) -> Outcomes:
-        """Return the outcomes with the terms of ``shaping`` added to the rewards."""
+        """Return ``outcomes`` with the shaped reward of each episode in ``rewards_E``: every shaping of the
+        configuration is applied in order, each to the rewards that the previous one returned."""
         for shaping in self.shaping:
             outcomes = replace(outcomes, rewards_E=shaping(outcomes))
         return outcomes

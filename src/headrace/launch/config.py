@@ -93,14 +93,17 @@ class ClusterLaunch:
     """The functions that a launcher adds where parts of a run may be on other machines than the controller."""
 
     refuse: Callable[[LaunchConfig, FleetConfig, LearnerConfig, SyncConfig], None]
-    """Raises :class:`~headrace.base.errors.ConfigError` for settings that cannot be used on such machines."""
+    """Checks the settings, and raises :class:`~headrace.base.errors.ConfigError` for those that cannot be used when
+    parts run on other machines."""
     devices: Callable[[LaunchConfig, int, int], Devices]
-    """Returns the devices of a number of engines and of ranks of the learner. Raises
-    :class:`~headrace.base.errors.ConfigError` if something that the launcher needs is not installed."""
+    """Returns the devices that the engines and the ranks of the learner compute on, given the number of engines and the
+    number of ranks. Raises :class:`~headrace.base.errors.ConfigError` if something that the launcher needs is not
+    installed."""
     threads: Callable[[LaunchConfig, str], int]
-    """Returns the number of cores that each part of a role (``engine``, ``learner``) computes with."""
+    """Returns the number of cores that each part of a role (``engine`` or ``learner``) computes with."""
     sentence: Callable[[LaunchConfig, int, int], str]
-    """Returns a sentence that says what a number of engines and ranks request."""
+    """Returns a sentence for the user that describes the resources which the parts request from the cluster, given the
+    number of engines and the number of ranks of the learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

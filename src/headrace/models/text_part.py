@@ -187,7 +187,8 @@ class TextPlace:
 
 
 def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return ``name`` with another beginning, as ``prefixes`` says; a name with none of these beginnings as it is.
+    """Return ``name`` with its first matching prefix replaced. ``prefixes`` maps each old prefix to its new one; a name
+    that begins with none of them is returned unchanged.
 
     >>> with_prefix("model.norm.weight", {"model.": "model.language_model."})
     'model.language_model.norm.weight'

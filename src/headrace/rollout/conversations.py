@@ -295,7 +295,8 @@ def _distribution_key(sampling: Sampling) -> tuple[float, float, int]:
 
 
 def _author(messages: Sequence[Message], *, first: bool) -> str:
-    """Return the author of a turn that was not sampled."""
+    """Return who wrote a turn that the policy did not sample: the task, if the turn is the ``first`` of its
+    conversation; a tool, if all its messages are results of tools; otherwise the user."""
     if first:
         return "task"
     return "tool" if messages and all(message.role == "tool" for message in messages) else "user"

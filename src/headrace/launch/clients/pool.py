@@ -403,7 +403,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return found
 
     async def some_group(self) -> WorkerGroup:
-        """Wait for a machine on which workers can be started. It is this machine if it may have workers."""
+        """Wait until there is a machine on which workers can be started, and return its group of workers: that of this
+        machine if it may have workers, otherwise that of the first machine which has joined."""
         if self.keeps_some_here:
             return self._own
         while not self._slots:

@@ -100,7 +100,8 @@ class Snapshot:
         self._finish(directory, [msgspec.json.decode(one, type=_Written) for one in said])
 
     def restore_weights(self, directory: Path) -> None:
-        """Copy the saved weights into the model, in place.
+        """Copy the weights saved in ``directory`` into the model, in place, and from there into the optimizer's float32
+        masters.
 
         Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
         """
@@ -131,7 +132,8 @@ class Snapshot:
             local(tensor.detach()).copy_(local(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
-        """Restore moments, float32 copies and random state, sharded for these ranks, and return the step.
+        """Restore the optimizer's moments, the float32 masters and the random state, each rank its own shard, and
+        return the number of the training step at which they were saved.
 
         Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
         model.

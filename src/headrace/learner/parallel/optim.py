@@ -137,7 +137,8 @@ class ShardOptimizer:
         return {"": norm}
 
     def _with_gradients(self) -> dict[str, list[Parameter]]:
-        """Return the parameters that are clipped together, by agent, without those that have no gradient."""
+        """Return the master weights that have a gradient, grouped by the agent whose adapter they belong to. The
+        gradients of one agent are clipped to one common norm."""
         found: dict[str, list[Parameter]] = {}
         for one in self.trained:
             if one.master.grad is not None:

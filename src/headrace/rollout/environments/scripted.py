@@ -98,14 +98,15 @@ def example(schema: Mapping[str, Any]) -> Any:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScriptedEpisode:
-    """An :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt with a script; it records the
-    requests."""
+    """An :class:`~headrace.rollout.environments.base.OpenEpisode` for one attempt, whose answers come from a script
+    instead of a model. It records the requests of the environment."""
 
     row: Mapping[str, Any]
     script: Script
     seed: int
     max_answers: int
-    """The most answers; the next request finds its budget spent."""
+    """The largest number of answers; a request after the last one raises
+    :class:`~headrace.base.errors.BudgetSpent`."""
     clock: Clock
     key: EpisodeKey = _KEY
     requests: list[tuple[Message, ...]] = field(default_factory=list)
@@ -115,10 +116,11 @@ class ScriptedEpisode:
     reports: list[str] = field(default_factory=list)
     """The reports of the check's own code."""
     own_s: list[float] = field(default_factory=list)
-    """The seconds that the environment took between two answers."""
+    """The time that the environment's own code took before each request but the first, in seconds."""
     was_spent: bool = False
-    """Whether it requested more answers than allowed."""
+    """Whether the environment requested more answers than ``max_answers``."""
     _answered_s: float = -1.0
+    """The clock's time when the last answer was given; -1 before the first."""
 
     async def reply(
         self,
@@ -143,7 +145,7 @@ class ScriptedEpisode:
         return sum(len(message.content) for message in messages)
 
     def spell(self, token: int) -> str:
-        """Return the character with this code."""
+        """Return the text of a token: the character whose code point it is."""
         return chr(token)
 
     def restart(self) -> None:

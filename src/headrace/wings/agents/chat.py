@@ -229,6 +229,8 @@ def _finish(reply: Reply) -> str:
 
 
 def _usage(replies: Sequence[Reply]) -> Json:
+    """Return the token counts of an answer in OpenAI's format. The prompt, which all ``replies`` share, is counted
+    once."""
     num_prompt, num_sampled = replies[0].num_prompt_tokens, sum(reply.num_tokens for reply in replies)
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled

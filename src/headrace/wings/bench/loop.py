@@ -81,8 +81,9 @@ def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
 
 
 def _paired(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> tuple[list[float], list[Row]]:
-    """Return the ratio of wall time per trained token at ``max_age=1`` to that at ``max_age=0`` for each pair, and the
-    rows."""
+    """Train the demo :data:`PAIRS` times with ``max_age=1`` and with ``max_age=0``, under a slow reward. Return, for
+    each pair, the wall time per trained token at ``max_age=1`` divided by that at ``max_age=0``; and the rows of the
+    report, one for each run."""
     ratios: list[float] = []
     rows: list[Row] = []
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:

@@ -418,7 +418,8 @@ def _common_prompt(row: Mapping[str, Any]) -> Messages:
 
 
 def _refuse_other_turns(answer: Messages, name: str) -> None:
-    """Refuse an answer that is not the assistant's: its first and its last turn are."""
+    """Raise :class:`RowProblem` for an answer that is empty, or whose first or last turn is not the assistant's.
+    ``name`` is the column of the answer (``chosen`` or ``rejected``)."""
     role = next((turn["role"] for turn in (*answer[:1], *answer[-1:]) if turn["role"] != "assistant"), None)
     if not answer or role is not None:
         what = "ends with the prompt" if role is None else f"begins or ends with a turn of {role!r}"

@@ -356,6 +356,8 @@ class TinkerService:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
     async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
+        """Return the outcome of a sampling request, whose job is recorded under ``name``: the answer, or the failure as
+        a body that the client understands. No error of one request is raised, so that it cannot end the others."""
         try:
             return await self._sample(given, record, name)
         except EngineFull as error:

@@ -255,7 +255,10 @@ class Tenants:
             yield from self._replay(model, entry)
 
     def _replay(self, model: str, entry: JournalEntry) -> Iterator[object]:
-        """Compute again what a request did to the state. A failed one did nothing."""
+        """Repeat the effect that the finished request ``entry`` had on the state of ``model``; the iterator yields
+        between micro-batches, so that other models get their turns. Requests that only read the state are skipped, and
+        so are failed ones, which left the state unchanged; but a failed optimizer step is repeated, because it
+        discarded the gradient."""
         changes = entry.kind in (
             "create_model",
             "forward_backward",

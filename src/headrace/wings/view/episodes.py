@@ -362,8 +362,8 @@ class TeacherColumns:
         return cls(gaps=learned.gaps(episode), teacher_scores={**learned.teacher_scores(episode), **served})
 
     def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
-        """Return log ν − log μ of each token of a turn; NaN where the teacher computed nothing; ``None`` without a
-        record."""
+        """Return log ν − log μ of each token of turn number ``turn``, NaN for a token that the teacher did not score;
+        ``None`` if no teacher's scores of that turn were recorded."""
         teacher_scores = self.teacher_scores.get(turn)
         return None if teacher_scores is None else teacher_scores.logprobs_T - episode.turns[turn].tokens.logprobs_T
 

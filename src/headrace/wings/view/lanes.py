@@ -46,6 +46,7 @@ class _Kind:
     """Starts and ends of the disjoint intervals that the spans cover; ``None`` after spans were added."""
 
     def add(self, span: Span, moved_s: float) -> None:
+        """Add a span. ``moved_s`` is the offset, in seconds, from the span's clock to the time axis of the index."""
         self.starts.append(span.start_s + moved_s)
         self.ends.append(span.end_s + moved_s)
         self.steps.append(span.step)
@@ -169,8 +170,9 @@ class LaneIndex:
         return {"lane": lane, "parts": parts}
 
     def _part(self, lane: str, name: str, inside: Places, few: bool, edges_B: Column) -> dict[str, Any]:
-        """Return one kind of span of a lane in a window: each span if there are ``few``, otherwise the filled share of
-        each bin."""
+        """Return the JSON object of those spans of ``lane`` that are called ``name`` and lie in a window. ``inside``
+        has their places in the order of start. If ``few``, each span is listed; otherwise the fraction of each of the B
+        bins, given by its edges in seconds, that the spans cover."""
         kind = self._kinds[lane, name]
         part: dict[str, Any] = {"name": name, "wait": kind.waits, "count": len(inside)}
         if few:
