@@ -79,6 +79,7 @@ class RayConfig(Section):
 
     @model_validator(mode="after")
     def _permanent_parts_request_resources(self) -> Self:
+        """Refuse an engine or a learner that requests no resources of the cluster."""
         for role, share in (("engine", self.engine), ("learner", self.learner)):
             if not (share.cpus or share.gpus or share.memory_gb or share.resources):
                 raise ConfigError(
@@ -171,6 +172,7 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _others_can_join(self) -> Self:
+        """Refuse a ``join`` that is not an address of this machine at which others can join."""
         if not self.join:
             return self
         if self.remote:
@@ -202,6 +204,7 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
+        """Refuse settings that the chosen launcher does not use."""
         if self.kind != "ray" and self.ray != RayConfig():
             changed = [name for name, value in self.ray if value != RayConfig.model_fields[name].default]
             raise ConfigError(

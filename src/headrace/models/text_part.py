@@ -304,6 +304,7 @@ def _plain_ids(config: PreTrainedConfig, vocab_size: int) -> Iterable[int]:
 
 
 def _numbers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
+    """Yield the whole numbers in a nested configuration whose keys have one of these endings."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, ends)

@@ -81,6 +81,8 @@ class AdapterPasses:
         self._multi = multi
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+        """Give each row of the pass the adapter of its session, within this context; rows of the base model get
+        none."""
         places, of_R = np.unique(rows.adapter_R, return_inverse=True)
         loras, numbers = list[LoraTensors](), np.full(len(places), -1, np.int32)
         for index, place in enumerate(places.tolist()):
@@ -160,6 +162,7 @@ class SamplerWeights:
         return self._by_place[place].weights if place else None
 
     def _set(self, name: str, weights: Weights | None, version: int) -> None:
+        """Give the session ``name`` new weights, and a new number, under which its next requests run."""
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = SamplerSlot(place=0, weights=weights, version=version)

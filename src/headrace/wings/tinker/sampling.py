@@ -222,6 +222,8 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
 async def _one(
     prompt_N: Array, sampling: Sampling | None, engine: TokenSource, adapter: str
 ) -> tuple[Tokens, StopReason]:
+    """Sample one answer to the prompt, and return its tokens and why it ended. Without ``sampling`` there is nothing to
+    sample, and the answer is empty."""
     if sampling is None:
         return NO_TOKENS, StopReason.LENGTH
     parts, reason = list[Tokens](), StopReason.LENGTH
@@ -234,6 +236,7 @@ async def _one(
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
+    """Return consecutive parts of an answer as one."""
     whole = parts[0]
     for part in parts[1:]:
         whole = whole + part
@@ -241,6 +244,8 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 async def _sequence(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
+    """Return a sampled answer in the format of the protocol, with the likeliest tokens at each position if the plan
+    wants them."""
     top = None
     if plan.top_sample and len(tokens):
         start = len(plan.prompt_N)
