@@ -255,7 +255,7 @@ class PackedPlan:
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of all sequences of the pass by one layer's ``rule``; each token sees only its own
-        sequence. Sequences of equal padded length are computed together."""
+        sequence. Sequences of similar length are computed together, padded."""
         tensors = query_NHD, key_NKD, value_NKD
         chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
         return self._join(

@@ -149,8 +149,8 @@ def _decode(  # type: ignore[no-untyped-def]
     E: tl.constexpr, EP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one row's newest token over one share of its context, for the query heads of one
-    key-value head; a Triton kernel. It stores the unnormalised result and its sums, which another kernel combines over
-    the shares."""
+    key-value head; a Triton kernel. It stores the weighted mean of the values of that share and the logarithm of the
+    sum of their weights, by which :func:`_join` combines the shares."""
     row, head, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     first = tl.maximum(position - window + 1, position // chunk * chunk)

@@ -72,6 +72,8 @@ def measure(on_progress: Callable[[str], None]) -> Report:
 
 
 def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
+    """Return the targets for what was learned: accuracy before and after training, and that it does not move at a
+    learning rate of 0."""
     moves = [abs((s.eval_after or 0.0) - (s.eval_before or 0.0)) for s in frozen]
     return [
         at_most("held-out accuracy before, highest seed", max(s.eval_before or 0.0 for s in learned), 0.55, "fraction"),

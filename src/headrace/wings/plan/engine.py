@@ -241,6 +241,7 @@ class SimulatedEngine:
             self._by_arrival = [each for each in self._by_arrival if each.running and each.engine is self]
 
     def _by_version(self, begin: float, end: float) -> Iterator[tuple[int, float]]:
+        """Yield each version in use between two step counts, with the number of steps that it was in use."""
         place = bisect_right(self._version_starts, begin) - 1
         while begin < end:
             until = self._version_starts[place + 1] if place + 1 < len(self._version_starts) else end

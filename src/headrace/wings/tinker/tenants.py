@@ -154,8 +154,8 @@ class Tenants:
                 self._evict(model)
 
     def _order(self, model: str) -> Order:
-        """Return the order of a model's requests, which begins with the first request if none has arrived in this life
-        of the server."""
+        """Return the order of a model's requests; for a model that this life of the server has not met, one that begins
+        with its first request."""
         if model not in self._orders:
             row = self._journal.one("SELECT spec FROM models WHERE id = ?", model)
             assert row is not None, "requests of unknown models are refused"
@@ -183,8 +183,9 @@ class Tenants:
         return f"{base.path}" if base.compute.kind.alone else model
 
     def _job(self, model: str, seq: int) -> Iterator[object]:
-        """Compute one request of ``model``, as an iterator that yields between its parts; afterwards, evict the models
-        that were used longest ago if too many are in memory."""
+        """Compute one request of ``model``, as an iterator that yields between its parts. Before it, the other models
+        of a base that trains one at a time are evicted; after it, those that were used longest ago if too many are in
+        memory."""
         base = self._orders[model].base
         if base.compute.kind.alone:
             for each in [one for one in self._live if one != model and self._orders[one].base is base]:

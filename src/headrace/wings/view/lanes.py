@@ -54,6 +54,7 @@ class _Kind:
         self.columns = self.covered = None
 
     def sorted(self) -> tuple[Column, Column, Places]:
+        """Return the starts and ends of the spans in the order of their starts, and the permutation that sorts them."""
         if self.columns is None:
             starts_S, ends_S = np.array(self.starts), np.array(self.ends)
             order = np.argsort(starts_S, kind="stable")
@@ -61,6 +62,7 @@ class _Kind:
         return self.columns
 
     def union(self) -> tuple[Column, Column]:
+        """Return the starts and ends of the disjoint intervals that the spans cover."""
         if self.covered is None:
             starts_S, ends_S, _ = self.sorted()
             self.covered = merge_intervals(starts_S, ends_S)
@@ -162,6 +164,7 @@ class LaneIndex:
         return [self._lane(lane, edges_B) for lane in self.lanes()]
 
     def _lane(self, lane: str, edges_B: Column) -> dict[str, Any]:
+        """Return the JSON object of what a lane did between the first and the last of the bins' edges."""
         within = float(edges_B[0]), float(edges_B[-1])
         names = sorted(name for owner, name in self._kinds if owner == lane)
         inside = {name: _overlapping(self._kinds[lane, name], within) for name in names}
@@ -186,6 +189,7 @@ class LaneIndex:
         return part
 
     def _busy_of(self, lane: str) -> tuple[Column, Column]:
+        """Return the starts and ends of the disjoint intervals in which a lane worked."""
         if lane not in self._busy_union:
             parts = [kind.sorted() for (owner, _), kind in self._kinds.items() if owner == lane and not kind.waits]
             starts, ends = _concatenated([part[0] for part in parts]), _concatenated([part[1] for part in parts])

@@ -202,6 +202,8 @@ class Carrier:
         return Path(path)
 
     async def _wait_until_received(self, attempt: str) -> list[_ReceiveStatus]:
+        """Return the status of each worker once all have received the version sent as ``attempt``. Raises
+        ``ValueError`` if that takes longer than ``deadline_s`` seconds."""
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 return await self._poll_until_received(attempt)
