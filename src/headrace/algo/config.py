@@ -159,6 +159,8 @@ class AlgoConfig(Section):
 
 
 def _fill(tree: dict[str, Any]) -> dict[str, Any]:
+    """Add the reduction and the correction that go with the loss to the table ``[algo]``, where it does not set
+    them."""
     try:
         loss: AnyLoss = _LOSS.validate_python(tree.get("loss", Dapo()))
     except pydantic.ValidationError:

@@ -159,6 +159,7 @@ class TimeLimit:
         self._timer = loop.call_at(due_s, self._check, due_s, nap_s)
 
     def _check(self, due_s: float, nap_s: float) -> None:
+        """Count one check, unless it came late or ``held`` says not to; end the body when no checks are left."""
         now_s = asyncio.get_running_loop().time()
         stood_still = now_s - due_s > OWN_STANDSTILL_S
         self._checks_left -= not (stood_still or self._held())

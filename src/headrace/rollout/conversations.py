@@ -105,6 +105,7 @@ class Conversations:
         self._begin()
 
     def _begin(self) -> None:
+        """Begin without any turn, as at the start of an episode."""
         self._history = History(self._sampler.turns)
         self._num_turns = 0
         self._num_tokens = 0

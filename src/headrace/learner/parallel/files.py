@@ -204,6 +204,8 @@ class Snapshot:
         return {self._file(one.name): self._kept(iter(one.state())) for one in self._auxiliary if one.has_state}
 
     def _moments(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors that this rank writes, by ``weight|moment``; the first rank adds the random
+        state."""
         states = (
             (f"{one.name}|{key}", tensor)
             for one in self._optimizer.trained
@@ -225,6 +227,7 @@ class Snapshot:
         return kept
 
     def _small_files(self, directory: Path, model_dir: Path) -> None:
+        """Write the model's configuration, and copy the tokenizer's files from ``model_dir``."""
         self._model.config.save_pretrained(directory)
         if self._model.can_generate():
             self._model.generation_config.save_pretrained(directory)

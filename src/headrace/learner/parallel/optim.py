@@ -231,6 +231,7 @@ class ShardOptimizer:
         return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)
 
     def _held(self, one: TrainedWeight) -> dict[str, Tensor]:
+        """Return the optimizer's state of a weight: its momentum under Muon, its moments under AdamW."""
         if one.muon:
             return self._momenta.setdefault(one.name, {})
         assert self.adamw is not None

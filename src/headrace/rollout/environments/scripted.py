@@ -41,6 +41,7 @@ def _answer_column(row: Mapping[str, Any]) -> str | None:
 
 
 def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
+    """Call each tool once, with arguments that fit it, then give the right answer; a script."""
     if index >= len(tools):
         return Message(role="assistant", content=right_answer(row))
     tool = tools[index]
@@ -49,6 +50,7 @@ def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -
 
 
 def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
+    """Call a tool that does not exist, and one with wrong arguments, then answer; a script."""
     if index or not tools:
         return Message(role="assistant", content="ok")
     calls = (
