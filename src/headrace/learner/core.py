@@ -464,7 +464,8 @@ class LearnerCore:
                 self._optimizer.collect()
 
     def _count_choices(self, work: StepWork, packed: list[MicroBatch]) -> None:
-        """Let the balance of a mixture know the choices of the whole step, where its loss needs them."""
+        """Count which experts the routers choose for the tokens of the whole step, in a forward pass without gradients,
+        if the loss has a term that balances the load of experts."""
         mixture = self._forward.mixture
         mixture.begin(packed)
         if not mixture.config.balance_coef:

@@ -271,7 +271,8 @@ class NativeEngine:
         )
 
     def _run(self, schedule: Schedule) -> list[_Drawn]:
-        """Run one pass for each set of weights that the scheduled rows use; almost always there is one set."""
+        """Run one forward pass for each set of weights that the scheduled rows use, and return the sampled tokens.
+        Almost always there is one set; rows pinned to an older version need another."""
         for sequence in schedule.joined:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)

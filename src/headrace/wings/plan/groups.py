@@ -74,7 +74,7 @@ class SimulatedGroup:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedBatch(SimulatedWork):
-    """The batch of one step."""
+    """The simulated batch of one step, with the groups that were taken for it."""
 
     taken: TakenBatch
     groups: list[SimulatedGroup]

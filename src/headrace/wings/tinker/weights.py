@@ -58,7 +58,7 @@ class WeightKind(Protocol):
 
 
 class AdapterKind:
-    """Adapters of low rank, as many as there are tenants."""
+    """The kind of weights that are adapters of low rank; every tenant has one, and they share the base."""
 
     alone = False
 

@@ -133,7 +133,7 @@ def bind(path: str, target: str) -> None:
 
 
 def give_input(data: bytes) -> None:
-    """Make ``data`` the standard input."""
+    """Make ``data`` the standard input of this process, and so of the command that it executes."""
     descriptor = os.memfd_create("stdin")
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
