@@ -377,6 +377,8 @@ def _copy(value: Any) -> Any:
 
 
 def _same(ours: Tensor, theirs: Tensor, what: str, tolerance: float = TOLERANCE) -> str:
+    """Return a sentence that says how closely two tensors agree, relative to the largest entry of the second if that is
+    above 1. Raises :class:`ClauseBroken` if they differ by more than ``tolerance``."""
     scale = theirs.abs().max().clamp(min=1.0) if theirs.numel() else theirs.new_ones(())
     gap = ((ours - theirs).abs().max() / scale).item() if theirs.numel() else 0.0
     if not gap <= tolerance:

@@ -142,7 +142,8 @@ class AlgoConfig(Section):
         return self.advantage(self.shaped(outcomes))
 
     def shaped(self, outcomes: Outcomes) -> Outcomes:
-        """Return the outcomes with the terms of ``shaping`` added to the rewards."""
+        """Return ``outcomes`` with the shaped reward of each episode in ``rewards_E``: every shaping of the
+        configuration is applied in order, each to the rewards that the previous one returned."""
         for shaping in self.shaping:
             outcomes = replace(outcomes, rewards_E=shaping(outcomes))
         return outcomes
@@ -158,6 +159,8 @@ class AlgoConfig(Section):
 
 
 def _fill(tree: dict[str, Any]) -> dict[str, Any]:
+    """Add the reduction and the correction that go with the loss to the table ``[algo]``, where it does not set
+    them."""
     try:
         loss: AnyLoss = _LOSS.validate_python(tree.get("loss", Dapo()))
     except pydantic.ValidationError:

@@ -74,6 +74,7 @@ def document() -> str:
 
 
 def _chapters() -> Iterator[str]:
+    """Yield the chapters of the document: a heading for each kind of formula, and an entry for each of its rows."""
     for title, note, union in CHAPTERS:
         yield f"## {title}\n\n{note}\n"
         for name, kind in rows(union).items():
@@ -122,6 +123,7 @@ def _prose(function: Callable[..., Any]) -> str:
 
 
 def _bundles() -> Iterator[str]:
+    """Yield the chapter about the bundles, as a table."""
     yield (
         "## Bundles\n\n`algo.bundle = ...`; keys that are set beside it replace the bundle's. A run refuses `sft` and\n"
         "`dpo`, which need demonstrations and pairs: it has only what the model has sampled.\n"
@@ -133,6 +135,7 @@ def _bundles() -> Iterator[str]:
 
 
 def _settings(value: Any) -> str:
+    """Return a setting as text: its kind, and its options in parentheses."""
     if isinstance(value, list):
         return " and ".join(_settings(part) for part in value)
     options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "kind")

@@ -107,6 +107,8 @@ def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
 
 
 def _log_pi(given: Any) -> Tensor:
+    """Return ``log_pi`` as a floating-point tensor. Raises :class:`~headrace.base.errors.ConfigError` unless it is [B,
+    T] or [T]."""
     log_pi = tensor_of("log_pi", given)
     if log_pi.ndim not in (1, 2):
         raise ConfigError(f"log_pi has shape {tuple(log_pi.shape)}", remedy="give it [B, T], or [T] for one sequence")
@@ -172,6 +174,8 @@ def _owner(key: str, having: list[tuple[str, set[str], set[str], dict[str, Any]]
 
 
 def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
+    """Return the class that a choice names, and its options, of the registry ``union``. ``what`` names the kind of
+    formula in errors."""
     if isinstance(choice, Section):
         return type(choice), choice.model_dump()
     if not isinstance(choice, str | Mapping):
@@ -192,6 +196,8 @@ def _refuse_unknown(
 
 
 def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if a column that the objective reads is not given. ``log_old``
+    stands in for ``log_mu`` unless a correction reads that."""
     for name in ("advantages", "mask"):
         if given[name] is None:
             raise ConfigError(f"{name} is missing", remedy=f"give {name}; what a loss does not look at may be 0")
@@ -214,6 +220,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
     def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
+        """Return the given column, flat; one advantage for each sequence is repeated for its tokens."""
         if given[name] is None:
             return default
         value = tensor_of(name, given[name]).to(log_pi.device)

@@ -211,6 +211,7 @@ def _clean(inputs: LossInputs) -> LossInputs:
     outside_N = ~inputs.mask_N
 
     def column(x_N: Tensor | None) -> Tensor | None:
+        """Return a column in at least float32, with 0 at the tokens that carry no loss; ``None`` stays."""
         if x_N is None:
             return None
         wide = x_N if x_N.element_size() >= 4 else x_N.float()

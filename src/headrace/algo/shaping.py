@@ -35,6 +35,7 @@ class Overlong(Section):
 
     @pydantic.model_validator(mode="after")
     def _begins_above_zero(self) -> Overlong:
+        """Refuse a buffer that is longer than the answers may be."""
         if self.buffer > self.max_tokens:
             raise ConfigError(
                 f"shaping 'overlong' has buffer={self.buffer} above max_tokens={self.max_tokens}: an empty answer is "

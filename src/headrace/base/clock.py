@@ -120,10 +120,10 @@ async def off_loop(blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 
 class TimeLimit:
-    """Limits the time of the body of ``async with``, as :func:`asyncio.timeout` does, without the time in which this
-    process stood still, for then it could not receive what it waits for.
+    """Limits how long the body of ``async with`` may run, like :func:`asyncio.timeout`, but does not count time in
+    which this process was suspended and so could not receive what it waits for.
 
-    The time is counted in :data:`NUM_CHECKS` checks. A check that comes late because this process was stopped does not
+    The time is counted in :data:`NUM_CHECKS` checks. A check that comes late because the process was suspended does not
     count, and neither does one at which ``held`` returns true.
 
     >>> async def wait_for_ever() -> None:
@@ -159,6 +159,7 @@ class TimeLimit:
         self._timer = loop.call_at(due_s, self._check, due_s, nap_s)
 
     def _check(self, due_s: float, nap_s: float) -> None:
+        """Count one check, unless it came late or ``held`` says not to; end the body when no checks are left."""
         now_s = asyncio.get_running_loop().time()
         stood_still = now_s - due_s > OWN_STANDSTILL_S
         self._checks_left -= not (stood_still or self._held())

@@ -53,6 +53,7 @@ class LossTolerantStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        """Write text, or discard it if the stream is lost."""
         if not self.lost:
             try:
                 self._stream.write(text)
@@ -61,6 +62,7 @@ class LossTolerantStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream, unless it is lost."""
         if not self.lost:
             try:
                 self._stream.flush()

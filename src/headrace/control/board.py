@@ -197,6 +197,7 @@ class ActivityBoard:
 
 
 def _pending_words(pending: dict[int, _PendingRequest], now: float) -> str:
+    """Return text that says how many requests are pending, and for how long the oldest."""
     if not pending:
         return ""
     oldest = next(iter(pending.values()))

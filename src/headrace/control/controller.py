@@ -190,6 +190,7 @@ class Controller:
         )
 
     async def _publish_first(self, version: int) -> None:
+        """Publish the weights that the run starts with, and wait until the engines have committed them."""
         self.state.phase = "publishing the first weights"
         self.state.board.working("sync", f"version {version}")
         publication = await self.state.parts.learner.snapshot(version, await self._sync.free_slot())

@@ -122,6 +122,8 @@ class Evaluator:
         return [[episode.reward or 0.0 for episode in row] for row in episodes]
 
     def _warn_of(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
+        """Warn of attempts that failed, with the most frequent cause. Raises :class:`~headrace.base.errors.EnvError` if
+        all of them failed."""
         if not failures:
             return
         cause, times = failures.most_common(1)[0]
@@ -180,6 +182,7 @@ class Evaluator:
         return episode
 
     async def _score(self, run: _EvaluationRun, episodes: Sequence[EpisodeGraph]) -> None:
+        """Score attempts at one task, and grade each of them."""
         texts = tuple(completion_text(self._parts, episode) for episode in episodes)
         ids = tuple(completion_ids(episode) for episode in episodes)
         context = ScoringContext(completion_ids=ids, trainer=self._now())
@@ -191,6 +194,7 @@ class Evaluator:
         return self._trainer(max(0, self._parts.engine.stats().version))
 
     async def _grade(self, run: _EvaluationRun, episode: EpisodeGraph, graded: Graded) -> None:
+        """Give an attempt its reward, with the rewards of its turns if there are such, and keep it."""
         if run.turns is not None:
             graded = await run.turns.add(episode, graded)
         if graded.reward is not None:  # a component's failure that fails the attempt is reported as the attempt's
@@ -199,6 +203,7 @@ class Evaluator:
         await self._keep(run, episode)
 
     async def _keep(self, run: _EvaluationRun, episode: EpisodeGraph) -> None:
+        """Pass an attempt that is graded on to the listener, and free the memory of its turns."""
         run.listener.on_tokens(0)  # a reward is progress too
         if run.listener.keep is not None:
             await run.listener.keep(episode)

@@ -169,12 +169,14 @@ class ZeroSignalCounter:
         return f"filters dropped {self.length} groups in a row and kept none: {reasons}; {self._rewards()}"
 
     def _rewards(self) -> str:
+        """Return a clause that describes the rewards seen: equal, or their range and mean."""
         if self.lowest == self.highest:
             return f"all {self.num_rewards} rewards were {self.lowest:g}"
         mean = self.reward_sum / self.num_rewards
         return f"{self.num_rewards} rewards between {self.lowest:g} and {self.highest:g}, {mean:.3g} on average"
 
     def _remedy(self) -> str:
+        """Return what the user can do about groups without a signal, by the most frequent reason."""
         (reason, _), *_ = self.reasons.most_common(1)
         first = "look at completions and reward; "
         if self.lowest == self.highest:

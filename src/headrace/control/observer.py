@@ -122,6 +122,7 @@ class BusyLane:
             self.__enter__()
 
     def _spans_so_far(self) -> list[Span]:
+        """Return the span of the work since the last call, up to now; none if the lane is idle."""
         if not self._num_working:
             return []
         since_s, self._since_s = self._since_s, self._clock.now()

@@ -123,7 +123,8 @@ class PivotResampler:
         self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
 
     def ended(self, episode: EpisodeGraph) -> None:
-        """Note an episode that has ended, with its branches."""
+        """Record the outcomes of the pivots of an episode that has ended, from its branches, until its group is trained
+        or dropped."""
         self.sampled_turns.pop(episode.key)
         if outcomes := outcomes_of(episode, self._config.threshold):
             self._outcomes.setdefault(episode.key.group, []).extend(outcomes)

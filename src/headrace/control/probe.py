@@ -58,8 +58,9 @@ def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
 
 
 async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: int, run_seed: int) -> Mismatch | None:
-    """Sample a few short answers, by each adapter in turn, and let the learner compute their logprobs. Return ``None``
-    if no task fits the context."""
+    """Compare the engine with the learner at equal weights: sample up to :data:`NUM_PROBES` short answers, with each
+    adapter in turn, let the learner compute the logprobs of the same tokens, and return the gap. Return ``None`` if no
+    task fits the context."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
     sampling = msgspec.structs.replace(parts.sampling, max_new_tokens=length)
     if (

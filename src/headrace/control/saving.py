@@ -111,6 +111,7 @@ class Saver:
         state.event(f"checkpoint {final.name}")
 
     def _memory(self) -> ControllerMemory:
+        """Return what the controller has to remember over a restart."""
         state = self._state
         return ControllerMemory(
             eval_before=state.metrics.totals.eval_before,

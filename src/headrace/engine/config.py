@@ -230,6 +230,7 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _settings_act(self) -> Self:
+        """Refuse settings that the chosen engine does not read, so that no setting is without effect."""
         fields = type(self).model_fields
         for name in sorted(ENGINES.load(self.kind).unread):
             given = self.__dict__[name]
@@ -243,6 +244,7 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _one_device_unless_it_can_span_more(self) -> Self:
+        """Refuse tensor and pipeline parallelism for an engine that computes on one device."""
         if self.width > 1 and not self.can.gangs:
             name, value = ("tensor", self.tensor) if self.tensor > 1 else ("pipeline", self.pipeline)
             raise ConfigError(
@@ -289,6 +291,7 @@ class StructureConfig(Section):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
+        """Refuse a structure that is not given in exactly one of the three ways."""
         given = [name for name in type(self).model_fields if self.__dict__[name] not in (None, "", ())]
         if len(given) != 1:
             raise ConfigError(

@@ -160,6 +160,7 @@ class RemoteEngine:
         }
 
     def _count(self, **by: int) -> None:
+        """Add to counts of the statistics, by their names."""
         changed: dict[str, Any] = {
             name: msgspec.structs.asdict(self._stats)[name] + change for name, change in by.items()
         }
@@ -220,6 +221,8 @@ _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 def _refused(status: int, text: str) -> RequestError:
+    """Return the error for a response with an HTTP status that is a failure. :class:`~headrace.base.errors.EngineFull`
+    means that a later attempt may succeed."""
     problem = f"the engine answered {status}: {text}"
     if status in (429, 503):
         return EngineFull(problem, remedy="ask for less at once")

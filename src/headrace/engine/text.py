@@ -60,6 +60,7 @@ class Detokenizer:
         return self._decode([*self._context, *self._held[:end]])[len(before) :]
 
     def _show(self, text: str, end: int) -> str:
+        """Remove the first ``end`` of the tokens that were held back, and return ``text``, which they decode to."""
         if text:  # else they are special tokens, which change nothing of what follows
             self._context = self._held[:end]
         del self._held[:end]

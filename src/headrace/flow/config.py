@@ -124,6 +124,8 @@ class FlowConfig(Section):
 
     @model_validator(mode="after")
     def _policy_fits(self) -> Self:
+        """Refuse settings that the chosen policy fixes at another value, and a lead that the staleness bound never
+        allows."""
         for key, value in self.policy.fixes.items():
             given = getattr(self, key)
             if given != value:
@@ -143,6 +145,8 @@ class FlowConfig(Section):
 
     @model_validator(mode="after")
     def _tuning_acts(self) -> Self:
+        """Refuse settings of tuning that would have no effect, and tuning where a step could not be repeated
+        exactly."""
         if self.max_age != "auto" and self.age_tuning != AgeTuning():
             raise ConfigError(
                 f"flow.age_tuning has no effect with flow.max_age={self.max_age}",
@@ -164,6 +168,7 @@ class FlowConfig(Section):
 
     @model_validator(mode="after")
     def _ledger_can_be_found(self) -> Self:
+        """Refuse the address of a Redis server without a ledger of that kind, and the other way round."""
         if bool(self.ledger_url) != (self.ledger == "redis"):
             raise ConfigError(
                 f"flow.ledger={self.ledger!r} with flow.ledger_url={self.ledger_url!r}",
@@ -181,6 +186,7 @@ class FlowConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_can_work(self) -> Self:
+        """Refuse sizes under which no step could start or every group would be dropped."""
         if isinstance(self.capacity, int) and self.capacity < self.groups_per_step:
             raise ConfigError(
                 f"flow.capacity={self.capacity} is smaller than one batch (flow.groups_per_step="

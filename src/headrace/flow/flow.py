@@ -133,6 +133,8 @@ class Flow:
         return rows
 
     def _admission(self, number: int, fresh_row: int | None) -> Admission:
+        """Return the admission of a group: one with a new row, or one that was in flight when the run was interrupted,
+        with what is recorded of it."""
         if fresh_row is not None:
             return Admission(number=number, row=fresh_row)
         resumed = self._resumed.pop(number)

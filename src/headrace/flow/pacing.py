@@ -287,6 +287,8 @@ class JustInTimePacer(Pacer):
         """When the answer may change though nothing does; ``None``: it may have changed already."""
 
     def left(self, number: int, now_s: float, *, ready: bool) -> None:
+        """Note that a group has left the running ones, and how long it took; a group that was dropped counts as one
+        that never became ready."""
         started = self._started.get(number)
         super().left(number, now_s, ready=ready)
         if started is not None:
@@ -299,6 +301,8 @@ class JustInTimePacer(Pacer):
         self._asked_again_s = None
 
     def trained(self, step: int, now_s: float) -> None:
+        """Note that a step has been trained: update the times of steps and groups, and how much time the learner has
+        waited more than it should."""
         ordered_s = self._open[step].ordered_s
         over_s = max(0.0, ordered_s - self._free_s) - self.learner_waits * self.step_s
         self._steps_s.append(now_s - max(self._free_s, ordered_s))
@@ -339,6 +343,8 @@ class JustInTimePacer(Pacer):
         return self.experienced and self._debt_s < EAGER_DEBT * self.step_s
 
     def num_now(self, count: int, groups: OpenGroups, now_s: float) -> tuple[int, float | None]:
+        """Return how many of ``count`` groups to start now, and the time at which to ask again (``None``: only after an
+        event)."""
         next_ones = (groups.version + 2 - groups.step) * groups.batch_size - groups.num_started
         num = min(count, max(0, next_ones)) if self._holds_back else count
         if num == count:

@@ -54,6 +54,7 @@ class PivotConfig(Section):
 
     @model_validator(mode="after")
     def _depth_counts(self) -> Self:
+        """Refuse a bias by depth where pivots are not chosen by utility."""
         if self.choose != "utility" and self.depth_bias != type(self).model_fields["depth_bias"].default:
             raise ConfigError(
                 f"flow.pivots.depth_bias={self.depth_bias:g} has no effect with choose={self.choose!r}",

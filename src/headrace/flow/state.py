@@ -278,6 +278,7 @@ def _update_counter(counter: Counter[int], version: int, by: int) -> None:
 
 
 def _update_plan(plan: dict[int, set[int]], step: int, number: int, by: int) -> None:
+    """Add group ``number`` to the set of ``step``, or remove it if ``by`` is negative."""
     if by > 0:
         plan.setdefault(step, set()).add(number)
         return
@@ -287,6 +288,7 @@ def _update_plan(plan: dict[int, set[int]], step: int, number: int, by: int) -> 
 
 
 def _update_index(index: dict[int, dict[int, None]], version: int, number: int, by: int) -> None:
+    """Add group ``number`` to the entry of ``version``, or remove it if ``by`` is negative."""
     if by > 0:
         index.setdefault(version, {})[number] = None
         return

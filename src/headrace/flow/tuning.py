@@ -80,6 +80,8 @@ class Concurrency:
         return now._with_capacity(2 * now.capacity if self.searching else now.capacity + step, limit, why)
 
     def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
+        """Return this with a capacity within its limits, and a sentence that says what has changed and ``why``; an
+        empty one if nothing has."""
         new = min(limit, max(self.floor, capacity))
         if new == self.capacity:
             return self, ""
@@ -103,6 +105,7 @@ class AgeTuning(Section):
 
     @model_validator(mode="after")
     def _start_is_allowed(self) -> AgeTuning:
+        """Refuse a first bound above the limit."""
         if self.start > self.limit:
             raise ConfigError(
                 f"flow.age_tuning.start={self.start} is more than flow.age_tuning.limit={self.limit}",
@@ -150,6 +153,8 @@ class AgeTuner:
         return tuner._with_bound(1, why)
 
     def _with_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
+        """Return this with the bound changed ``by`` a number of versions within its limits, and a sentence that says
+        ``why``; an empty one if nothing has changed."""
         new = min(self.settings.limit, max(1, self.max_age + by))
         if new == self.max_age:
             return replace(self, good=0), ""

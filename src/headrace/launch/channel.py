@@ -265,6 +265,7 @@ class ControllerChannel:
         self._context.term()
 
     def _open_local(self, directory: Path) -> ChannelAddresses:
+        """Open sockets in ``directory`` for a part on this machine, and return their addresses."""
         # Each life of a part has sockets of its own, so that messages to an earlier life do not reach it.
         addresses = local_addresses(directory, f"{self._part}.{next(_LIVES)}")
         self._orders.connect(addresses.orders)
@@ -272,6 +273,8 @@ class ControllerChannel:
         return addresses
 
     def _open_remote(self, host: str) -> ChannelAddresses:
+        """Open encrypted TCP sockets on the interface ``host`` of this machine, at free ports, for a part on another
+        machine, and return their addresses."""
         key = require_key(self._orders, self._reports)
         anywhere = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
         bound: list[str] = []
@@ -282,6 +285,7 @@ class ControllerChannel:
         return ChannelAddresses(orders=bound[0], reports=bound[1], key=key)
 
     def _flush(self) -> None:
+        """Send the queued orders that the socket accepts without blocking."""
         while self._unsent:
             try:
                 self._orders.send(self._unsent[0], zmq.NOBLOCK)
@@ -290,6 +294,7 @@ class ControllerChannel:
             self._unsent.popleft()
 
     def _decoded(self, data: bytes) -> Any:
+        """Decode a message of the part. Raises :class:`~headrace.base.errors.RunError` if it is not one."""
         try:
             return self._codec.decode(data)
         except msgspec.DecodeError as error:
@@ -369,6 +374,8 @@ class _Connections:
         return False
 
     def _watch(self) -> None:
+        """Wait for the first event of the monitored connections, and call ``on_broken`` unless the monitors were
+        stopped. This is the body of a thread."""
         poller = zmq.Poller()
         for monitor in self._monitors:
             poller.register(monitor, zmq.POLLIN)
@@ -388,6 +395,7 @@ def _end_process_group() -> None:
 
 
 def _socket(context: Any, kind: int) -> Any:
+    """Return a new socket of this kind, with a bounded queue, which discards unsent messages when it is closed."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
@@ -396,6 +404,8 @@ def _socket(context: Any, kind: int) -> Any:
 
 
 def _between_machines(socket: Any, max_bytes: int) -> None:
+    """Set the longest message, in bytes, that a socket accepts from another machine, and the heartbeats that detect a
+    lost connection."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_S * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_S * 1000)

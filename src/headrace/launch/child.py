@@ -224,6 +224,7 @@ class Child:
         return f"{self.role} (pid {self.pid}{where}) {self._process.ending()}{quoted}"
 
     def _retire_log(self) -> None:
+        """Keep the log of the process that has ended, and delete the oldest if there are more than :data:`OLD_LOGS`."""
         if self._old_logs is None:
             return
         self._old_logs.append(self._log)

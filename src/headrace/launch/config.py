@@ -79,6 +79,7 @@ class RayConfig(Section):
 
     @model_validator(mode="after")
     def _permanent_parts_request_resources(self) -> Self:
+        """Refuse an engine or a learner that requests no resources of the cluster."""
         for role, share in (("engine", self.engine), ("learner", self.learner)):
             if not (share.cpus or share.gpus or share.memory_gb or share.resources):
                 raise ConfigError(
@@ -93,14 +94,17 @@ class ClusterLaunch:
     """The functions that a launcher adds where parts of a run may be on other machines than the controller."""
 
     refuse: Callable[[LaunchConfig, FleetConfig, LearnerConfig, SyncConfig], None]
-    """Raises :class:`~headrace.base.errors.ConfigError` for settings that cannot be used on such machines."""
+    """Checks the settings, and raises :class:`~headrace.base.errors.ConfigError` for those that cannot be used when
+    parts run on other machines."""
     devices: Callable[[LaunchConfig, int, int], Devices]
-    """Returns the devices of a number of engines and of ranks of the learner. Raises
-    :class:`~headrace.base.errors.ConfigError` if something that the launcher needs is not installed."""
+    """Returns the devices that the engines and the ranks of the learner compute on, given the number of engines and the
+    number of ranks. Raises :class:`~headrace.base.errors.ConfigError` if something that the launcher needs is not
+    installed."""
     threads: Callable[[LaunchConfig, str], int]
-    """Returns the number of cores that each part of a role (``engine``, ``learner``) computes with."""
+    """Returns the number of cores that each part of a role (``engine`` or ``learner``) computes with."""
     sentence: Callable[[LaunchConfig, int, int], str]
-    """Returns a sentence that says what a number of engines and ranks request."""
+    """Returns a sentence for the user that describes the resources which the parts request from the cluster, given the
+    number of engines and the number of ranks of the learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,7 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _others_can_join(self) -> Self:
+        """Refuse a ``join`` that is not an address of this machine at which others can join."""
         if not self.join:
             return self
         if self.remote:
@@ -199,6 +204,7 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
+        """Refuse settings that the chosen launcher does not use."""
         if self.kind != "ray" and self.ray != RayConfig():
             changed = [name for name, value in self.ray if value != RayConfig.model_fields[name].default]
             raise ConfigError(

@@ -128,6 +128,7 @@ class Engines:
         child.peer.waits_while_halted = len(self._names) == 1 or not self._config.restarts
 
     async def _keep_running(self, name: str) -> None:
+        """Wait until the engine ends, and start it again, for ever."""
         outage: _Outage | None = None
         while True:
             child = self._children[name]

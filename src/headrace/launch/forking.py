@@ -229,6 +229,7 @@ class ForkServer:
                     ended.ended(code)
 
     def _mark_lost(self) -> None:
+        """Note that the fork server has ended, with a warning, and let every pending request to it fail."""
         if not self.lost:
             self.lost = True
             asyncio.get_running_loop().remove_reader(self._control)
@@ -238,6 +239,8 @@ class ForkServer:
                 answer.set_exception(ForkServerLost())
 
     def _ending(self) -> str:
+        """End the process of the fork server, and return a warning that says how it ended, with the last lines of its
+        log."""
         self._process.kill()  # it may hang
         code = self._process.wait()
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))

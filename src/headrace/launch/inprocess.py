@@ -171,6 +171,8 @@ class LocalEngine(EngineClient):
         self.send(Abort(request_ids=tuple(self._streams)))
 
     def _serve(self) -> None:
+        """Run the step loop of the engine until it is closed; this is the body of its thread. If it fails, callers get
+        :class:`~headrace.base.errors.ComponentDied`."""
         try:
             EngineHost(self._core, self._memory, self._stager, EngineHostConfig(clock=self._clock)).serve()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the callers that wait must hear of it

@@ -81,6 +81,7 @@ def _locked(path: Path, *, new: bool = True) -> int:
 
 
 def _remove(path: Path) -> None:
+    """Delete a file or a directory, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -216,6 +216,7 @@ def _send_warnings(pool: ScoringStage, envs: EnvPool | None, warn: Callable[[str
 
 
 def _scorers(processes: Processes) -> ScoringStage:
+    """Return the scoring stage of a run, whose workers are started as processes."""
     order = processes.order
     return ScoringStage(
         order.env.components,

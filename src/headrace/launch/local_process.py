@@ -141,6 +141,8 @@ class LocalProcess:
 
     @property
     def working_pid(self) -> int:
+        """Return the pid of the process that does the work. Under a supervisor it is a grandchild of the process that
+        was started; until that exists, it is the started one."""
         if not self._kept:
             return self.pid
         if not self._working_pid:
@@ -160,6 +162,7 @@ class LocalProcess:
         return await self._process.wait()
 
     async def kill(self) -> None:
+        """Kill the process and its whole group, and wait until it has ended."""
         if self._kept and self.returncode is None:
             await self._ask_supervisor()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group has ended
@@ -220,6 +223,7 @@ async def _spawn(
     with resources.log.open("ab") as output:
 
         async def new(lifeline: int) -> SpawnedProcess:
+            """Start the interpreter of the part, which ends when the other end of the pipe ``lifeline`` is closed."""
             environment = {**child_environment(resources.num_threads), **extra_environment(start)}
             return await asyncio.create_subprocess_exec(
                 *_program(resources.directory, name, _keep(start), lifeline),

@@ -262,6 +262,7 @@ class Processes:
         return EngineClient(name, channel, token=self.site.token, on_spans=on_spans, deadline_s=deadline_s)
 
     def _learner_client(self, channel: ControllerChannel) -> LearnerClient:
+        """Return the controller's side of a learner that is connected by ``channel``."""
         deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         return LearnerClient(
             "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
@@ -278,6 +279,7 @@ def teacher_role(name: str) -> str:
 
 
 def _version(peer: Peer) -> int | None:
+    """Return the version of the weights that a part holds; ``None`` for a part without weights."""
     match peer:
         case EngineClient():
             return peer.stats().version

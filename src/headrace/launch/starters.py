@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def _here(order: LaunchOrder) -> AsyncIterator[Starter]:
+    """Open the starter of processes on this machine. If the order has a fork server, processes are forked from it."""
     from headrace.launch.local_process import LocalStarter
 
     if order.forks is None:

@@ -34,6 +34,7 @@ async def trial_pool(
         numbers = itertools.count()
 
         async def start_worker() -> Child:
+            """Start one worker process of the environment."""
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
             spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)

@@ -269,6 +269,8 @@ class Vitals:
             )
 
     def _report_resumed(self, child: Child, work: _WorkRecord) -> None:
+        """Tell the user that a part which had been reported as standing still continues, and how long it stood
+        still."""
         if work.warned:
             took_s = self.clock.now() - work.unit_started_s
             self.warn(f"{child.role} (pid {child.pid}) continues: {work.warned} took {took_s:.0f} s")

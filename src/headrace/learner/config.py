@@ -148,6 +148,7 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_has_a_teacher(self) -> LearnerConfig:
+        """Refuse a number of entries of the teacher without a teacher."""
         if not self.teachers and self.top_k != type(self).model_fields["top_k"].default:
             raise ConfigError(
                 f"learner.top_k={self.top_k} has no effect without learner.teachers",
@@ -157,6 +158,7 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _rows_can_name_their_teachers(self) -> LearnerConfig:
+        """Refuse several teachers that rows could not tell apart by name, and a column of names for a single one."""
         several = len(self.teachers) > 1
         if several and self.own_teacher is not None:
             raise ConfigError(
@@ -179,6 +181,7 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _floor_has_a_decay(self) -> LearnerConfig:
+        """Refuse a least learning rate for a schedule that does not decay."""
         if self.min_lr_frac and self.schedule == "constant":
             raise ConfigError(
                 f"learner.min_lr_frac={self.min_lr_frac} has no effect with learner.schedule='constant'",
@@ -188,6 +191,7 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _context_ranks_share_no_prefixes(self) -> LearnerConfig:
+        """Refuse shared prefixes together with context parallelism."""
         if self.share_prefixes is True and self.parallel.context > 1:
             raise ConfigError(
                 f"learner.share_prefixes=true with learner.parallel.context={self.parallel.context}: tokens that "

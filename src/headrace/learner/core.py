@@ -474,7 +474,8 @@ class LearnerCore:
                 self._optimizer.collect()
 
     def _count_choices(self, work: StepWork, packed: list[MicroBatch]) -> None:
-        """Let the balance of a mixture know the choices of the whole step, where its loss needs them."""
+        """Count which experts the routers choose for the tokens of the whole step, in a forward pass without gradients,
+        if the loss has a term that balances the load of experts."""
         mixture = self._forward.mixture
         mixture.begin(packed)
         if not mixture.config.balance_coef:
@@ -508,6 +509,7 @@ class LearnerCore:
             return self._forward.logprobs(batch, mask_N)
 
     def _discard_gradients(self) -> None:
+        """Discard the gradients of the step that is being made, those of the auxiliary models included."""
         self._optimizer.zero_grad()
         self._forward.mixture.forget_choices()
         for model in self._auxiliary:
@@ -520,6 +522,7 @@ class LearnerCore:
         return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))
 
     def _ended(self, name: str, start_s: float) -> float:
+        """Record the span of work that began at ``start_s`` and ends now, and return how many seconds it took."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         end_s = self._context.clock.now()

@@ -206,6 +206,8 @@ class Forward:
                 yield micro
 
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:
+        """Yield the likeliest entries, and their logprobs, at the masked tokens of a micro-batch, gathered from all
+        ranks."""
         view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan)
         with self._replaying(batch, view):
             before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
@@ -213,6 +215,7 @@ class Forward:
         return (view.join(column_PK) for column_PK in found)
 
     def _replaying(self, batch: Batch, view: RankView) -> AbstractContextManager[RoutingPass | None]:
+        """Let the model send tokens to the recorded experts within this context, if the batch has recorded routing."""
         if batch.routing is None or not len(view.rows_R):
             return nullcontext()
         assert self._replay is not None  # refused at intake

@@ -156,6 +156,8 @@ class _RunningSums:
         self.dot_C = torch.zeros_like(self.most_C)
 
     def add(self, logits_CB: Tensor) -> None:
+        """Add a tile of logits [C, B] to the sums of exponentials and to those of the entropy, which are rescaled to
+        the new largest logit."""
         most_C = torch.maximum(self.most_C, logits_CB.amax(1))
         lag_C = self.most_C - most_C
         shifted_CB = logits_CB - most_C[:, None]
@@ -194,6 +196,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute logprobs, entropy and the requested entries of each position, tile by tile, without all logits in
+        memory at once."""
         head = _Head(hidden_PD, weight_VD, bias_V, request.temperature)
         top_PK = hidden_PD.new_empty(request.further_ids(slice(None)).shape, dtype=head.wide)
         picked_P, log_sum_P, entropy_P = hidden_PD.new_empty(3, len(hidden_PD), dtype=head.wide)
@@ -229,6 +233,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob_P: Tensor, grad_entropy_P: Tensor, grad_top_PK: Tensor
     ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the hidden states, the weights and the bias, tile by tile; logits that were not kept
+        are computed again."""
         hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E = ctx.saved_tensors
         request: HeadRequest = ctx.request
         head = _Head(hidden_PD, weight_VD, bias_V, request.temperature)
@@ -297,6 +303,7 @@ class _GradientSums:
         self._block: Tensor | None = None
 
     def add(self, tokens: slice, entries: slice, grad_CB: Tensor) -> None:
+        """Add a tile's gradient of the logits [C, B] to those of the hidden states, the weights and the bias."""
         if self._bias is not None:
             self._bias[entries] += grad_CB.sum(0)
         narrow_CB = grad_CB.to(self._head.weight_VD.dtype)
@@ -323,6 +330,7 @@ class _GradientSums:
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add the matrix product ``one @ other`` to ``total``, in the number format of ``total``."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
     else:

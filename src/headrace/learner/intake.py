@@ -117,6 +117,7 @@ def _invalid_kept(batch: Batch, vocab_size: int) -> str:
 
 
 def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:
+    """Return why the batch's recorded routing cannot be replayed; an empty string if it can."""
     if batch.routing is None:
         return ""
     if routed is None:
@@ -125,6 +126,7 @@ def _invalid_routing(batch: Batch, routed: RoutedModel | None) -> str:
 
 
 def _invalid_teaching(batch: Batch, vocab_size: int) -> str:
+    """Return why the batch's scores of a teacher cannot be used; an empty string if they can."""
     if batch.teacher_scores is None:
         return ""
     if problem := batch.teacher_scores.problem(batch.num_tokens):

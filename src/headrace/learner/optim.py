@@ -95,6 +95,8 @@ def update_rules(named: Mapping[str, Tensor], config: LearnerConfig, **ends: Ten
 
 
 def _rule(weight: Tensor, config: LearnerConfig, group: ParameterGroup | None = None) -> UpdateRule:
+    """Return the update rule of a weight: the learner's, changed by its parameter group. Vectors have no weight decay
+    unless their group sets it."""
     decay = config.weight_decay if weight.ndim >= 2 else 0.0
     if group is None:
         return UpdateRule(1.0, decay, config.betas)

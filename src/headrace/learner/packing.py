@@ -237,6 +237,8 @@ def pack(
 
 
 def _first_fit(rows_U: Index, capacity: int) -> Index:
+    """Return the bin of each unit, by first fit in order of falling size. ``rows_U`` holds the sizes; a bin holds
+    ``capacity``."""
     room = np.full(len(rows_U), capacity, np.int64)
     bins_U = np.zeros(len(rows_U), np.int64)
     for unit in np.argsort(-rows_U, kind="stable"):

@@ -254,6 +254,8 @@ class PackedPlan:
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Compute the attention of all sequences of the pass by one layer's ``rule``; each token sees only its own
+        sequence. Sequences of similar length are computed together, padded."""
         tensors = query_NHD, key_NKD, value_NKD
         chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
         return self._join(
@@ -276,6 +278,8 @@ class PackedPlan:
     def _attend(
         self, bucket: _Bucket, tensors: tuple[Tensor, Tensor, Tensor], rule: Rule, chosen_BLL: Tensor | None
     ) -> Tensor:
+        """Compute the attention of the sequences of one bucket. ``chosen_BLL`` is true where an indexer lets a token
+        see another; ``None`` without one."""
         query, key, value = (_rows(tensor, bucket) for tensor in tensors)
         masked = rule.limits(bucket.length) or not rule.plain
         mask = self._mask(bucket.length, rule, query.device) if masked else None
@@ -295,6 +299,7 @@ class PackedPlan:
         return recurrence.chunk(inputs_BL, bucket.lengths_B, None)[0].flatten(0, 1)
 
     def _mask(self, length: int, rule: Rule, device: torch.device) -> Tensor:
+        """Return which tokens see which in a sequence of ``length`` tokens; masks are cached."""
         key = length, rule.window, rule.chunk
         if key not in self._masks:
             places = torch.arange(length, device=device)

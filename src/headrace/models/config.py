@@ -57,6 +57,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _agents_can_be_told_apart(self) -> Self:
+        """Refuse names of agents that are given twice, or that peft uses for itself."""
         twice = next((name for name in self.agents if self.agents.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"model.lora.agents names {twice!r} twice", remedy="name each agent once")
@@ -69,6 +70,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _is_a_function_of_the_weights(self) -> Self:
+        """Refuse dropout, under which the model would be no function of its weights."""
         if self.dropout:
             raise ConfigError(
                 f"model.lora.dropout={self.dropout} would make log π random: no ratio of two of them means anything",
@@ -78,6 +80,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _adapts_something(self) -> Self:
+        """Refuse an adapter without layers."""
         if self.target_modules == [] and not self.experts:
             raise ConfigError(
                 "model.lora.target_modules=[] adapts nothing",
@@ -87,6 +90,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _experts_have_no_dora(self) -> Self:
+        """Refuse DoRA for experts, which peft does not have."""
         if self.experts and self.use_dora:
             raise ConfigError(
                 "model.lora.experts=true with use_dora=true: peft has no DoRA for the weights of experts",
@@ -140,6 +144,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _deterministic_in_float32(self) -> Self:
+        """Refuse deterministic kernels for number formats other than float32."""
         if self.deterministic and self.dtype != "float32":
             raise ConfigError(
                 f"model.deterministic=true with model.dtype={self.dtype!r}: the kernels compute float32",

@@ -33,6 +33,7 @@ DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/
 
 
 def _known(name: str) -> str:
+    """Return the name of a device, or raise ``ValueError`` if it is not one."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*)?", name):
         raise ValueError(
             "a device is 'auto', 'cpu', 'cuda' or 'cuda:' and the number of one, or of several: 'cuda:2,3'"
@@ -164,6 +165,9 @@ def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) ->
 
 
 def _one(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> str:
+    """Return the one device that ``setting``, whose value is ``name``, selects on a machine with ``gpus`` GPUs.
+    ``auto`` and ``cuda`` select GPU number ``usual``, or the CPU if there is no GPU. Raises
+    :class:`~headrace.base.errors.ConfigError` for several GPUs and for one that does not exist."""
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return CPU
     number, *more = gpu_numbers(name) or (usual,)

@@ -91,6 +91,7 @@ def with_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _table_at(tree: dict[str, Any], sections: list[str]) -> dict[str, Any]:
+    """Return the table of a run file below these section names; empty if it is absent."""
     for section in sections:
         inner = tree.get(section)
         tree = inner if isinstance(inner, dict) else {}
@@ -160,6 +161,7 @@ def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fet
 
 
 def _cached(repo: str, revision: str | None, patterns: tuple[str, ...]) -> str | None:
+    """Return the directory of a repository in the local cache of the hub; ``None`` if it is not there."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:

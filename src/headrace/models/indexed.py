@@ -63,7 +63,8 @@ def keys_of(choose: Choose, inputs_N: tuple[Tensor, ...]) -> Tensor:
 
 
 class IndexerForward:
-    """The forward of an indexer: over the rows of the plan in a call with a plan, else its own."""
+    """A replacement for the forward of an indexer. In a call with a plan, it lets the plan choose tokens within each
+    packed sequence; in other calls, it runs the module's own forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self.layer: int = module.layer_idx  # type: ignore[assignment]

@@ -366,6 +366,7 @@ def _expert_parameters(model: nn.Module) -> list[str]:
 
 
 def _expert_names(model: nn.Module) -> list[str]:
+    """Return the names of the weights of experts: parameters with one matrix for each expert."""
     return [
         name.replace(".base_layer", "")
         for name, parameter in model.named_parameters()
@@ -385,6 +386,8 @@ def _is_adapted(module: nn.Module | None) -> bool:
 
 
 def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Write one adapter to ``directory`` in the format of peft, with the names that its tensors have in the base
+    model."""
     prefixes, config = _prefixes_of(model), copy.copy(model.peft_config[name])
     kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})

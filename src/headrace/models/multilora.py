@@ -280,6 +280,7 @@ class MultiLora:
         """Return the forward hook of a module, which adds the adapters of all segments to its output."""
 
         def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            """Return the output of a layer with the products of the adapters added, each for the rows that use it."""
             if self._stack is not None:
                 products = self._stack.stack.pairs.get(name)
                 if products is None or _on_kernels(module):  # the kernels have added it

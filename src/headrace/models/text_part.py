@@ -187,7 +187,8 @@ class TextPlace:
 
 
 def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return ``name`` with another beginning, as ``prefixes`` says; a name with none of these beginnings as it is.
+    """Return ``name`` with its first matching prefix replaced. ``prefixes`` maps each old prefix to its new one; a name
+    that begins with none of them is returned unchanged.
 
     >>> with_prefix("model.norm.weight", {"model.": "model.language_model."})
     'model.language_model.norm.weight'
@@ -303,6 +304,7 @@ def _plain_ids(config: PreTrainedConfig, vocab_size: int) -> Iterable[int]:
 
 
 def _numbers(tree: dict[str, Any], ends: tuple[str, ...]) -> Iterable[int]:
+    """Yield the whole numbers in a nested configuration whose keys have one of these endings."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, ends)

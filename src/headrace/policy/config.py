@@ -43,6 +43,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_ends(self) -> Self:
+        """Refuse a schedule that decays without a number of steps to decay over."""
         if self.learner.schedule != "constant" and self.total_steps is None:
             raise ConfigError(
                 f"learner.schedule={self.learner.schedule!r} decays, and total_steps does not say until when",
@@ -52,6 +53,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_device(self) -> Self:
+        """Refuse an engine that is a server, and devices of engine and learner apart from that of the policy."""
         self.engine.refuse_server("a policy of a loop of its own")
         for name, given in (("engine", self.engine.device), ("learner", self.learner.device)):
             if given != AUTO:
@@ -63,6 +65,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _has_its_callers_advantages(self) -> Self:
+        """Refuse advantages and teachers that only a run can compute."""
         if self.algo.advantage.by_teacher:
             raise ConfigError(
                 f"a policy of a loop of its own takes the advantages that it is given: algo.advantage="
@@ -78,6 +81,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_agents(self) -> Self:
+        """Refuse adapters of agents."""
         agents = list(self.model.adapter_agents)
         if agents:
             raise ConfigError(
@@ -88,6 +92,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_critic(self) -> Self:
+        """Refuse a critic."""
         if self.algo.advantage.by_critic or self.learner.critic != CriticConfig():
             raise ConfigError(
                 "a policy of a loop of its own has no critic: algo.advantage='gae' and learner.critic are for runs",

@@ -134,6 +134,7 @@ class _Check:
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
 
     def run(self, *, whole: bool) -> None:
+        """Make all checks of the model, in order; with ``whole``, the longer ones too."""
         model, self._model = self._model, None
         assert model is not None
         self._note("load", f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} weights")
@@ -151,6 +152,7 @@ class _Check:
         self._compare("pack", packed, [(each, each) for each in alone])
 
     def _packed(self, model: PreTrainedModel, sequences: list[Any]) -> list[FloatColumn]:
+        """Return the logprobs of the sequences, computed in one packed pass."""
         lengths = [len(ids_T) for ids_T in sequences]
         with torch.no_grad():
             logits_NV = forward(model, torch.from_numpy(np.concatenate(sequences)).long(), PackedPlan(lengths))
@@ -302,6 +304,8 @@ def plain(config: ModelConfig) -> Iterator[PlainModel]:
 
 @torch.no_grad()
 def _in_float64(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a copy of the model in float64; ``None`` if it is too large, is not in float32, or cannot compute in
+    float64."""
     if model.dtype != torch.float32 or model.num_parameters() > MOST_IN_FLOAT64:
         return None
     exact = copy.deepcopy(model).double()

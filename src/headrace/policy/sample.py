@@ -148,6 +148,7 @@ def _flat_advantages(samples: Sequence[Any], advantages: Any) -> list[Any]:
 
 
 def _listed(values: Any, name: str) -> list[Any]:
+    """Return values as a list. Raises :class:`~headrace.base.errors.DataError` if they are not one."""
     try:
         return list(values)
     except TypeError:
@@ -157,6 +158,7 @@ def _listed(values: Any, name: str) -> list[Any]:
 
 
 def _refuse_length(what: str, expected: int, found: int) -> None:
+    """Raise :class:`~headrace.base.errors.DataError` if the number of advantages is not the expected one."""
     if expected != found:
         raise DataError(
             f"there are {expected} {what} and {found} advantages for them",

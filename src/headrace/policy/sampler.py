@@ -176,6 +176,7 @@ class PolicySampler:
         )
 
     def _text(self, tokens: Tokens) -> str:
+        """Return the text of sampled tokens, without special tokens."""
         tokenizer: Any = self._tokenizer  # without clean-up, so that the text is what was sampled
         return str(
             tokenizer.decode(tokens.ids_T.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -105,6 +105,7 @@ class Conversations:
         self._begin()
 
     def _begin(self) -> None:
+        """Begin without any turn, as at the start of an episode."""
         self._history = History(self._sampler.turns)
         self._num_turns = 0
         self._num_tokens = 0
@@ -295,7 +296,8 @@ def _distribution_key(sampling: Sampling) -> tuple[float, float, int]:
 
 
 def _author(messages: Sequence[Message], *, first: bool) -> str:
-    """Return the author of a turn that was not sampled."""
+    """Return who wrote a turn that the policy did not sample: the task, if the turn is the ``first`` of its
+    conversation; a tool, if all its messages are results of tools; otherwise the user."""
     if first:
         return "task"
     return "tool" if messages and all(message.role == "tool" for message in messages) else "user"

@@ -150,6 +150,7 @@ def num_chars(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
 
 
 def _canonical_json(arguments: str) -> str:
+    """Return JSON with sorted keys, so that equal arguments are equal as text; other text is returned unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

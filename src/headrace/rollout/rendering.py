@@ -189,6 +189,7 @@ def spec(tool: Tool) -> dict[str, Any]:
 
 
 def _call(name: str, function: str = "f", arguments: str = "{}") -> dict[str, Any]:
+    """Return a call of a tool as a chat template takes it: with its arguments as an object if they are JSON."""
     try:
         converted: Any = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -197,6 +198,7 @@ def _call(name: str, function: str = "f", arguments: str = "{}") -> dict[str, An
 
 
 def _refused(text: str) -> EpisodeError:
+    """Return the error for a conversation that the chat template refuses."""
     return EpisodeError(
         f"the chat template refuses the conversation: {text}",
         remedy="send messages that it knows, or fix the template of the model directory",

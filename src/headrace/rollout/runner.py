@@ -321,6 +321,7 @@ def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]
 
 
 def _refuse_unrewarded(episode: EpisodeGraph) -> None:
+    """Raise :class:`~headrace.base.errors.EpisodeError` if an agent whose answers carry loss has no reward."""
     trained = {turn.author for turn in episode.turns if turn.stop_reason is not None and not turn.untrained}
     lacking = sorted(trained - episode.agent_rewards.keys())
     if lacking:

@@ -32,6 +32,7 @@ class AnswerStream:
         self._begin()
 
     def _begin(self) -> None:
+        """Begin an answer with no text, as at the first chunk or after a restart."""
         self._detokenizer = Detokenizer(partial(self._chat.tokenizer.decode, skip_special_tokens=False))
         self._stops = StopFinder(self._reading.stop)
         self._text = ""

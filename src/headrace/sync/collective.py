@@ -45,6 +45,8 @@ class CollectiveOutbox:
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
+        """Begin to broadcast a version to its receivers. They join a new process group if they have changed or the last
+        broadcast failed."""
         if not request.to:
             raise WeightsError(
                 f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
@@ -103,6 +105,8 @@ class CollectiveInbox:
         return None
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        """Receive a version by broadcast. Raises :class:`~headrace.base.errors.NeedsFull` if it does not arrive in
+        time."""
         try:
             self._receive(update, into)
         except RuntimeError as error:

@@ -101,6 +101,7 @@ class Transport:
 
 
 def _unread(sync: SyncConfig, name: str) -> ConfigError:
+    """Return the error for a setting that belongs to another transport than the chosen one."""
     owner = next(each for each in TRANSPORTS.rows if name in TRANSPORTS.load(each).settings)
     settings = TRANSPORTS.load(owner).settings
     unread = " and ".join(f"sync.{each}" for each in sync.changed if each in settings)

@@ -50,6 +50,8 @@ class FilesOutbox:
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
+        """Write a version to a file in the shared folder, under its final name only when it is whole, and remove old
+        ones."""
         name = f"v{request.version:08d}-{secrets.token_hex(4)}.{'safetensors' if request.whole else 'delta'}"
         path, unfinished = f"{self._folder}/{name}", f"{self._folder}/.{name}.part"
         try:
@@ -95,6 +97,8 @@ class FilesInbox:
         return None
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        """Read a version from its file in the shared folder. Raises :class:`~headrace.base.errors.NeedsFull` if it
+        cannot be read."""
         if "/" in update.path or "\\" in update.path or update.path.startswith("."):
             raise WeightsError(
                 f"version {update.version} names the file {update.path!r}, which is not one of {self._folder}",
@@ -154,6 +158,7 @@ def _buckets(payload: memoryview, whole: Manifest | None) -> Iterator[memoryview
 
 
 def _fill(file: Any, bucket: memoryview) -> int:
+    """Read until the buffer is full or the file ends; return the number of bytes read."""
     done = 0
     while done < len(bucket) and (count := file.readinto(bucket[done:])):
         done += count

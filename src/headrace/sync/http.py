@@ -62,6 +62,8 @@ class HttpOutbox:
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
+        """Upload a version to all receivers at once, and report those that it did not reach. Raises
+        :class:`~headrace.base.errors.WeightsError` if it reached none."""
         key = f"{request.version}-{secrets.token_hex(8)}"
         receivers = [url for url in request.to if self._is_reachable(url)] or request.to
         with ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="upload") as uploads:
@@ -143,6 +145,7 @@ class HttpOutbox:
             connection.close()
 
     def _connection(self, url: str, timeout_s: float) -> http.client.HTTPConnection:
+        """Return an unopened connection to a receiver."""
         parts = urlsplit(url)
         host = parts.hostname or ""
         if self._tls is None:
@@ -235,6 +238,7 @@ class HttpInbox:
             self._changed.notify_all()
 
     def _whole(self, update: WeightUpdate) -> bool:
+        """Return whether the update has arrived completely."""
         upload = self._upload
         return (
             upload is not None
@@ -303,6 +307,7 @@ class _UploadHandler(BaseHTTPRequestHandler):
     _authenticated = False
 
     def setup(self) -> None:
+        """Prepare a new connection: it is closed unless it gives the token within the deadline."""
         inbox = self.server.inbox
         self.request.settimeout(inbox.deadline_s)
         self._token_timer = threading.Timer(inbox.deadline_s, lambda: _disconnect(self.request))
@@ -329,6 +334,7 @@ class _UploadHandler(BaseHTTPRequestHandler):
         self.request.close()
 
     def do_PUT(self) -> None:
+        """Receive one bucket of an update, after the token and the sizes are checked."""
         inbox = self.server.inbox
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {inbox.token}".encode()):
@@ -416,6 +422,7 @@ def _open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:
 
 
 def _check(sync: SyncConfig) -> None:
+    """Refuse TLS settings that are incomplete, and an address that the learner could not reach."""
     refuse_incomplete_tls("sync", sync.tls_certificate, sync.tls_key)
     if sync.host in EVERYWHERE:
         raise ConfigError(

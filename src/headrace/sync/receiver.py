@@ -238,12 +238,14 @@ class Receiver:
         return image
 
     def _image_buffer(self, index: int, update: WeightUpdate) -> memoryview:
+        """Return the memory of buffer ``index``, which is allocated at its first use."""
         buffer = self._buffers[index]
         if buffer.image is None:
             buffer.image = private_memory(update.manifest.total_bytes)
         return buffer.image
 
     def _verify(self, update: WeightUpdate, image: memoryview) -> None:
+        """Raise :class:`~headrace.base.errors.NeedsFull` if the hash of a tensor is not the announced one."""
         found = checksums(image, update.manifest)
         for entry, expected, actual in zip(update.manifest.entries, update.checksums, found, strict=True):
             if expected != actual:

@@ -26,6 +26,8 @@ class ShmOutbox:
         self._made = False
 
     def memory(self, num_bytes: int) -> memoryview:
+        """Create the shared buffer, and return its ``num_bytes`` bytes. Raises
+        :class:`~headrace.base.errors.WeightsError` if there is no room or the buffer is that of another learner."""
         what = f"{NUM_SLOTS} copies of the weights need {num_bytes} bytes of shared memory"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +51,7 @@ class ShmOutbox:
             os.close(descriptor)
 
     def send(self, request: SendRequest) -> Sent:
+        """Write an update's payload to shared memory; a whole version is there already."""
         if not request.whole:
             try:
                 self._write(request)
@@ -86,6 +89,7 @@ class ShmInbox:
         self._mapped_file: tuple[str, int, int] | None = None
 
     def view(self, update: WeightUpdate) -> memoryview:
+        """Return the bytes of an update in shared memory, without a copy."""
         image_bytes = update.manifest.total_bytes
         file = self._mapped(update.path, image_bytes)
         if update.base is None:
@@ -140,6 +144,7 @@ def _file_bytes(image_bytes: int) -> int:
 
 
 def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
+    """Return the error for shared memory that is too small."""
     return WeightsError(
         f"{what} at {path.parent}: {error}",
         remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",

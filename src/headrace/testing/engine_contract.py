@@ -82,6 +82,7 @@ def run_clause(clause: Clause, rig: Rig) -> str:
 
 
 def _of(mode: Interrupt) -> Clause:
+    """Return the clause about commits with this way to treat running sequences."""
     return Clause(
         name=f"commits with `{mode.value}`, and each token has its version",
         check=lambda rig: checks.interrupted(rig, mode),

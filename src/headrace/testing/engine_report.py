@@ -110,6 +110,7 @@ def _interpreted(python: str, required: ServeRequirements, scratch: Path) -> Abs
 
 @contextmanager
 def _faked(kind: str, required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
+    """Open a rig over a fake server of this kind."""
     with (
         fake_server(kind, required) as (url, _),
         served_rig(kind, ServerConfig(urls=(url,), any_version=True), required, scratch) as rig,
@@ -133,6 +134,7 @@ def _column(kind: str, how: str, make: Make, can: Capabilities | None = None) ->
 
 @contextmanager
 def _made(suite: Suite, make: Make, can: Capabilities) -> Iterator[Rig]:
+    """Open a rig for an engine, with a tiny model in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="headrace-contract-") as folder:
         scratch = Path(folder) / "scratch"
         scratch.mkdir()
@@ -141,6 +143,7 @@ def _made(suite: Suite, make: Make, can: Capabilities) -> Iterator[Rig]:
 
 
 def _kept(clause: Clause, rig: Rig) -> str:
+    """Return whether the engine keeps a clause, or why it is not checked; print what breaks it."""
     try:
         return run_clause(clause, rig)
     except (AssertionError, HeadraceError) as error:

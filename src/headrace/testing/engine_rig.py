@@ -241,6 +241,7 @@ def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scr
 
 @contextmanager
 def _learner(required: ServeRequirements, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
+    """Open a model and a publisher of its weights."""
     model = load_model(ModelConfig(path=required.path, lora=required.lora))
     model.set_attn_implementation("sdpa")
     with closing(make_publisher(Route(address=str(scratch / "buffer")), weight_tensors(model))) as publisher:

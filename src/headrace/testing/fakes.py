@@ -51,6 +51,7 @@ class FakeEngine:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
+        """Yield an answer in chunks, each after the time that its tokens take on the virtual clock."""
         if self._stats.version < 0:
             raise RequestError("no weights are committed", remedy="publish before the first rollout")
         drawn_length = self._length(sampling.seed)
@@ -70,6 +71,8 @@ class FakeEngine:
             self._count(running=-1)
 
     async def stage(self, update: WeightUpdate) -> float:
+        """Stage a version, which takes the time of one token. Raises :class:`~headrace.base.errors.WeightsError` for an
+        old version."""
         if update.version <= self._stats.version:
             raise WeightsError(f"version {update.version} is old", remedy="publish versions in order")
         await asyncio.sleep(self._token_s)
@@ -90,6 +93,8 @@ class FakeEngine:
         self._going.set()
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        """Commit the staged version, and record that. Raises :class:`~headrace.base.errors.WeightsError` for another
+        version."""
         if version != self._staged:
             raise WeightsError(f"version {version} is not staged", remedy="stage it first")
         await asyncio.sleep(0)
@@ -108,6 +113,7 @@ class FakeEngine:
 
 
 def _tokens(version: int, size: int) -> Tokens:
+    """Return ``size`` sampled tokens of a version."""
     return Tokens(
         ids_T=np.full(size, version % 1000, np.int32),
         logprobs_T=np.full(size, -1.0, np.float32),
@@ -142,6 +148,7 @@ class FakeLearner:
         return len(self.batches) + (0 if begun_s is None else int(VirtualClock().now() - begun_s))
 
     async def train(self, batch: Batch) -> StepReport:
+        """Train on a batch, which takes ``token_s`` seconds for each token on the virtual clock."""
         seconds = batch.num_tokens * self._token_s
         async with self._turn:
             self._busy_from_s = VirtualClock().now()
@@ -158,6 +165,7 @@ class FakeLearner:
         )
 
     def _learn(self, batch: Batch) -> None:
+        """Record a batch, and let the weights become a hash of the old ones and the batch."""
         self.batches.append(batch)
         digest = hashlib.blake2b(self.weights.encode(), digest_size=16)
         for column in (batch.ids_N, batch.logprobs_N, batch.versions_N, batch.advantages_N):
@@ -168,12 +176,14 @@ class FakeLearner:
         return batch.logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
+        """Copy the weights to the buffer ``slot``, between two steps."""
         async with self._turn:
             await asyncio.sleep(self._snapshot_s)
             self._slots[slot] = self.weights
         return Publication(version=version, slot=slot, exposed_s=self._snapshot_s)
 
     async def published(self, publication: Publication) -> WeightUpdate:
+        """Return the update of a snapshot, with the hash of its weights as checksum."""
         await asyncio.sleep(self._snapshot_s)
         return WeightUpdate(
             version=publication.version,
@@ -247,6 +257,7 @@ def fake_parts(
 
 
 def _centred(groups: Sequence[ScoredGroup]) -> list[float]:
+    """Return the reward of each counted episode minus the mean of its group."""
     advantages: list[float] = []
     for group in groups:
         rewards = [episode.reward or 0.0 for episode in group.counted]

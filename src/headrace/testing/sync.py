@@ -76,6 +76,7 @@ class FaultyInbox:
         self._inbox.close()
 
     def _flip(self, update: WeightUpdate, payload: memoryview) -> None:
+        """Change one random bit of a payload, which the receiver has to notice."""
         self.flip_next = False
         place = int(self._rng.integers(len(payload)))
         if update.base is None:  # not in the padding between tensors, where it has no effect
@@ -362,6 +363,7 @@ def _refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
 
 
 def _refused_commit(pair: Pair, version: int, words: str) -> None:
+    """Assert that the commit of ``version`` is refused with ``words`` in the problem."""
     problem = None
     try:
         pair.receiver.commit(version)

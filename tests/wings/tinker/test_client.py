@@ -419,6 +419,24 @@ def test_a_client_that_leaves_within_its_body_leaves_no_trace(server, caplog):
     assert not [record for record in caplog.records if record.exc_info]
 
 
+def test_one_request_cannot_end_or_block_the_server(service, server):
+    url, ask = f"{server[0]}/api/v1", {"headers": {"x-api-key": server[1]}}
+    sampler, trained = service.create_sampling_client(base_model=NAME).result(), new(service)
+    prompt = types.ModelInput.from_ints(IDS)
+    for how in ({"topk_prompt_logprobs": 90}, {"topk_sample_logprobs": 90}):
+        asked = {"prompt": prompt, "num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=2), **how}
+        with pytest.raises(RequestFailedError, match=r"logprobs=90; set 0 to 4"):
+            sampler.sample(**asked).result()
+    far = {"model_id": trained.model_id, "seq_id": 10**6, "adam_params": {}}
+    assert "is next" in httpx.post(f"{url}/optim_step", json=far, **ask).json()["error"]
+    assert httpx.post(f"{url}/optim_step", json={**far, "seq_id": 2**63}, **ask).status_code == 400
+    number = b"\x08" + b"\xff\xff\xff\xff\x07"  # the model's name as a number of two thousand millions
+    assert httpx.post(f"{url}/forward_backward", content=number, **ask).status_code == 400
+    for name in ("x:\u00b2", f"x:{10**30}"):
+        assert httpx.post(f"{url}/retrieve_future", json={"request_id": name}, **ask).status_code == 404
+    assert step(trained).metrics["loss:sum"] > 0
+
+
 def test_a_wrong_key_is_refused(server):
     with pytest.raises(APIStatusError, match="TINKER_API_KEY"):
         new(client(server[0], "tml-wrong"))

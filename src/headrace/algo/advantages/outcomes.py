@@ -171,6 +171,8 @@ def labels(values: Sequence[Any]) -> Ints:
 
 
 def _whole_numbers(values: Sequence[Any]) -> Ints:
+    """Return lengths as an array of whole numbers. Raises :class:`~headrace.base.errors.DataError` if they are not
+    whole."""
     numbers = _floats(values)
     if not np.array_equal(numbers, np.round(numbers)):
         raise DataError(f"lengths {values!r} are not whole numbers", remedy="give how many tokens each episode has")
@@ -178,6 +180,8 @@ def _whole_numbers(values: Sequence[Any]) -> Ints:
 
 
 def _floats(values: Sequence[float | None]) -> Floats:
+    """Return numbers as an array, with NaN for ``None``. Raises :class:`~headrace.base.errors.DataError` for other
+    values."""
     try:
         if any(isinstance(value, str) for value in values):
             raise TypeError("text is not a number")

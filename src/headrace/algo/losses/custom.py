@@ -46,6 +46,7 @@ class Custom(AnchoredLoss):
     @pydantic.field_validator("ref")
     @classmethod
     def _names_a_file(cls, ref: str) -> str:
+        """Refuse a reference that does not name a function in a Python file that exists."""
         path, colon, name = ref.rpartition(":")
         if not colon or not path.endswith(".py") or not name.isidentifier():
             raise ConfigError(f"algo.loss.ref={ref!r} names no function", remedy="write it as 'my_losses.py:my_loss'")

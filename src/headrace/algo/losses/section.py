@@ -64,6 +64,7 @@ class PolicyLoss(LossSection):
 
     @pydantic.model_validator(mode="after")
     def _terms_are_on(self) -> PolicyLoss:
+        """Refuse options of the KL penalty while its coefficient is 0."""
         if self.kl_coef == 0:
             refuse_idle(self, "kl", "kl_coef > 0")
             refuse_idle(self, "unbiased_kl", "kl_coef > 0")

@@ -143,6 +143,7 @@ class NameOf:
         return core_schema.no_info_after_validator_function(self._validate, handler(source))
 
     def _validate(self, name: str) -> str:
+        """Return the name if the registry has it; raise an error of validation with the nearest names if not."""
         if name in self.also:
             return name
         if name not in self.registry:
@@ -152,6 +153,7 @@ class NameOf:
 
 
 def _kind_of(value: Any) -> str | None:
+    """Return the ``kind`` of a table or a section; ``None`` if it has none."""
     if isinstance(value, pydantic.BaseModel):
         value = dict(value)
     kind = value.get("kind") if isinstance(value, Mapping) else None

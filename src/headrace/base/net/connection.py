@@ -49,6 +49,8 @@ class Connection(H11Protocol):
         self.app = _Unambiguous(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to count the idle time of a new connection. If there are too many connections, an idle one is
+        closed."""
         super().connection_made(transport)
         self._listen()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
@@ -68,12 +70,14 @@ class Connection(H11Protocol):
             self._writing.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the timers of a closed connection."""
         super().connection_lost(exc)
         for timer in (self._listening, self._writing):
             if timer is not None:
                 timer.cancel()
 
     def _listen(self) -> None:
+        """Start the timer that closes the connection after ``timeout_keep_alive`` seconds without a request."""
         self._last_idle_s = self.loop.time()
         if self._listening is not None:
             self._listening.cancel()

@@ -117,7 +117,8 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
         log_pi_N: FloatColumn,
         teacher_scores_N: TeacherScores | None = None,
     ) -> TokenResults:
-        """Return the results for a batch. ``keys`` are the keys of its episodes, in the order of ``batch``."""
+        """Return the results of the tokens of ``batch`` that carry loss. ``keys`` are the keys of its episodes, in
+        their order; ``log_pi_N`` and ``teacher_scores_N`` have one entry for each token of the batch."""
         episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
         return cls(
             groups_E=np.array([key.group for key in keys], np.int32),

@@ -171,6 +171,7 @@ def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:
 
 
 def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
+    """Return the entropies of consecutive parts, with 0 for a part without entropies; ``None`` if no part has them."""
     if all(part.entropies_T is None for part in parts):
         return None
     known = [np.zeros(len(part), np.float32) if part.entropies_T is None else part.entropies_T for part in parts]
@@ -178,6 +179,7 @@ def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
 
 
 def _concat_teacher_scores(parts: Sequence[Tokens]) -> TeacherScores | None:
+    """Return the teacher's scores of consecutive parts; ``None`` if no part has them."""
     if all(part.teacher_scores is None for part in parts):
         return None
     return TeacherScores.concat(

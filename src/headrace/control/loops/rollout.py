@@ -104,6 +104,8 @@ class RolloutLoop:
         self._on_part(part)
 
     def _nothing_fits(self, what: str) -> DataError:
+        """Return the error for rows whose prompts do not fit the context with an answer. ``what`` is the beginning of
+        its sentence."""
         return DataError(
             f"{what} the context of {self._state.parts.max_context} tokens with an answer of "
             f"{self._state.parts.sampling.max_new_tokens}",
@@ -111,6 +113,7 @@ class RolloutLoop:
         )
 
     def _start_admitted(self, episodes: asyncio.TaskGroup) -> None:
+        """Start all groups that the flow admits now."""
         while (
             admissions := self._state.flow.admit()
         ):  # a group that cannot start is dropped, which frees its slot at once

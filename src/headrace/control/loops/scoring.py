@@ -153,6 +153,7 @@ class ScoringLoop:
             await self._score_answers(group, unscored)
 
     async def _score_answers(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
+        """Score episodes of one group, and grade each of them."""
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         with state.board.requesting("scoring", "a reward", provider="scoring workers"), self._scoring_lane:

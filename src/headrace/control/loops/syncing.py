@@ -199,6 +199,7 @@ class SyncLoop:
         return report
 
     def _last_known_state(self, update: WeightUpdate) -> str:
+        """Return a clause that says what learner and engine last reported about a version, for an error."""
         engine = self._state.parts.engine.stats()
         return (
             f"the learner's last word: version {update.version} is published ({update.num_bytes} bytes at "
@@ -207,6 +208,7 @@ class SyncLoop:
         )
 
     def _release(self, slot: int) -> None:
+        """Free the buffer that was committed before ``slot``, because no engine reads it any more."""
         # Engines read the committed buffer until the next commit; only the one before it is free.
         if self._committed_slot is not None:
             self._free.add(self._committed_slot)
@@ -214,6 +216,7 @@ class SyncLoop:
         self._freed.notify()
 
     def _compare_with_earlier_life(self, version: int, checksum: str) -> None:
+        """Warn if a version that is made again has other weights than in the earlier life of the run."""
         before = self.earlier_checksums.pop(version, checksum)
         if before != checksum:
             self._state.warn(

@@ -95,8 +95,8 @@ class CounterSnapshot:
 
 
 class Attempts:
-    """The environments of running groups, until these are trained, and the episodes that have ended without a span in
-    the trace.
+    """A record of the episodes that have ended since the last call of :meth:`spans`, and of the environment that each
+    group in flight runs in.
 
     Episodes end thousands of times a second, so spans are made for many of them together.
     """

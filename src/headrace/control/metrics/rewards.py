@@ -73,6 +73,7 @@ class RewardCounts:
                 )
 
     def _add_metric(self, name: str, values: tuple[float, ...], warn: Callable[[str, str], None]) -> None:
+        """Add values that a reward function logged, without those that are not finite, of which ``warn`` is told."""
         finite = [value for value in values if math.isfinite(value)]
         if len(finite) < len(values):
             words = f"a reward gave log_metric({name!r}) a value that is not finite, which counts in no mean"

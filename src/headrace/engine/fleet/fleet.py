@@ -180,6 +180,8 @@ class Fleet:
             self._end(member.name, error.problem)
 
     def _drop(self, member: Member) -> None:
+        """Remove a member that has died: requests are routed to it no more, and its counts stay in the fleet's
+        statistics."""
         if self._members.get(member.name) is not member:
             return
         del self._members[member.name]
@@ -217,6 +219,8 @@ class Fleet:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
+        """Sample an answer on one of the engines. If the engine dies, another one continues; the reader of the stream
+        sees one answer."""
         routed = RoutedRequest(
             number=next(self._numbers),
             prompt_ids_T=prompt_ids_T,
@@ -258,6 +262,7 @@ class Fleet:
                 raise
 
     def _on_chunk(self, routed: RoutedRequest, member: Member, chunk: TokenChunk) -> TokenChunk:
+        """Record a chunk that ``member`` sent for a request, and return it as the reader of the fleet gets it."""
         self._routes.record(routed.number, member, chunk.request_id)
         passed_on = routed.on_chunk(chunk)
         if routed.ended:

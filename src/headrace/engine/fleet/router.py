@@ -181,6 +181,8 @@ class Router:
             del engine.sequences[sequence]
 
     def _choose(self, request: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
+        """Choose an engine for a request: the one that has its session or prefix in the cache, unless it has much more
+        load than the least loaded one; ``None`` if no engine is able."""
         if not able:
             return None
         least = min(able, key=lambda engine: (engine.load, engine.last_choice))
@@ -200,6 +202,7 @@ class Router:
         return None
 
     def _remember(self, request: RouteRequest, engine: EngineLoad) -> None:
+        """Record which engine has the request's session and prefixes in its cache."""
         if request.session:
             _put(self._sessions, request.session, engine.name)
         for key in request.prefixes:

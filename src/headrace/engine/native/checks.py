@@ -103,6 +103,7 @@ def score_problem(request: ScoreTokens, vocab_size: int) -> str:
 
 
 def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
+    """Return why ``kept`` cannot be the kept-sets of the tokens ``ids_T``; an empty string if it can."""
     sizes = np.asarray(kept.sizes_T)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
         return f"the sizes of the kept-sets have shape {sizes.shape} and dtype {sizes.dtype}"
@@ -143,6 +144,7 @@ def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
 
 
 def _stop_problems(sampling: Sampling) -> Iterator[str]:
+    """Yield every problem of the stop strings and stop tokens."""
     if "" in sampling.stop:
         yield "stop holds an empty string"
     if len(sampling.stop) > MAX_STOP_STRINGS:

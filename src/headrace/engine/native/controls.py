@@ -172,6 +172,7 @@ class Controls:
         return dataclasses.replace(draw, kept=kept)
 
     def _resize(self, count: int) -> None:
+        """Set the number of rows in use, and note whether all of them sample plainly, without any control."""
         self._count = count
         self._plain = not (
             self._truncated_R[:count].any()
@@ -210,6 +211,8 @@ class Changes:
         return bool(self._changing_R[:count].any())
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Set the changes of the logits in ``row``: the bias, and the penalties with the tokens of the prompt and the
+        answer that they apply to."""
         penalised = _penalised(sampling)
         self._growing_R[row] = penalised
         self._changing_R[row] = penalised or bool(sampling.logit_bias)
@@ -235,6 +238,7 @@ class Changes:
         self._used_R[row] = self._most_R[row] = used
 
     def move(self, sources: Index, targets: Index) -> None:
+        """Copy the changes of the rows ``sources`` to the rows ``targets``."""
         if not self._changing_R[np.concatenate([sources, targets])].any():
             return
         self._changing_R[targets] = self._changing_R[sources]
@@ -292,6 +296,7 @@ class Changes:
 
     @torch.inference_mode(False)  # widened within a pass, they are written to outside of one, too
     def _widen(self, width: int) -> None:
+        """Make room for at least ``width`` changed tokens in each row."""
         missing = width - self._ids_RU.shape[1]
         if missing <= 0:
             return

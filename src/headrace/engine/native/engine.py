@@ -154,6 +154,7 @@ class NativeEngine:
         }
 
     def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises :class:`~headrace.base.errors.RequestError` if it cannot be served."""
         now_s = self._clock.now()
         if request.sampling.record_routing:
             self._open_routes(request.request_id)
@@ -164,6 +165,7 @@ class NativeEngine:
         self._deadlines.add(sequence)
 
     def abort(self, request_ids: Several[int]) -> list[TokenChunk]:
+        """End the requests of these ids, and return their last chunks. Unknown ids are ignored."""
         known = self._intake.known
         self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
         self._swaps.settle()
@@ -175,6 +177,8 @@ class NativeEngine:
         return self._deadlines.has_expired(self._clock.now())
 
     def step(self) -> list[TokenChunk]:
+        """Compute one pass of the model: schedule the rows, sample a token for each that is complete, and return the
+        chunks that are due. A paused engine only ends the requests whose deadline has passed."""
         if not self.has_work():
             return []
         started_s = self._clock.now()
@@ -193,6 +197,8 @@ class NativeEngine:
         return self.top_scores(request).logprobs_T
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
+        """Score given tokens under the weights in use, in blocks borrowed from the cache. Raises
+        :class:`~headrace.base.errors.RequestError` before the first weights and while the cache is released."""
         count = self._scorer.blocks(request, self._vocab_size)
         if self._swaps.stamp == NOT_SAMPLED or not self._cache.allocated:
             missing = "the cache, which was given back" if not self._cache.allocated else "the first weights"
@@ -217,6 +223,8 @@ class NativeEngine:
         return self._swaps.pop_reports()
 
     def pause(self, *, release: bool = False) -> None:
+        """Stop sampling. With ``release``, the sequences go back to the queue and the memory of the cache is given
+        back."""
         if self._paused_s is None:
             self._paused_s = self._clock.now()
         if release and self._cache.allocated:
@@ -231,6 +239,7 @@ class NativeEngine:
                 torch.cuda.empty_cache()  # else this process keeps it
 
     def resume(self) -> None:
+        """Continue to sample; a released cache is allocated again."""
         if not self._cache.allocated:
             self._cache.allocate()
             if self._states is not None:
@@ -239,6 +248,7 @@ class NativeEngine:
         self._paused_s = None
 
     def stats(self) -> EngineStats:
+        """Return the engine's totals and its load at this moment."""
         scheduler = self._scheduler
         return EngineStats(
             version=self._swaps.version,
@@ -261,7 +271,8 @@ class NativeEngine:
         )
 
     def _run(self, schedule: Schedule) -> list[_Drawn]:
-        """Run one pass for each set of weights that the scheduled rows use; almost always there is one set."""
+        """Run one forward pass for each set of weights that the scheduled rows use, and return the sampled tokens.
+        Almost always there is one set; rows pinned to an older version need another."""
         for sequence in schedule.joined:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
@@ -279,6 +290,8 @@ class NativeEngine:
         return drawn
 
     def _prepare_blocks(self, schedule: Schedule) -> None:
+        """Prepare the cache for a pass: clear blocks, copy those that forked sequences write to, and restore states of
+        mixers."""
         self._clear_dirty()
         if schedule.copies:
             sources, targets = (list(blocks) for blocks in zip(*schedule.copies, strict=True))
@@ -323,6 +336,8 @@ class NativeEngine:
         return self._draw(logits_DV, rows_D, stamps)
 
     def _draw(self, logits_DV: Tensor, rows_D: Index, stamp: int | Index) -> _Drawn:
+        """Sample the next token of each row from its logits, and record it with its logprob, its version ``stamp`` and
+        all that its request wants recorded."""
         draw = self._controls.draw(logits_DV, self._rows.length_R[rows_D], rows_D)
         self._controls.append(draw.ids_R, rows_D)
         entropies_D = None if draw.entropies_R is None else draw.entropies_R.cpu().numpy()
@@ -360,6 +375,7 @@ class NativeEngine:
         self._scheduler.leave(rows_D[ended])
 
     def _completes_stop_string(self, rows_D: Index) -> Flags:
+        """Return for each row whether its newest token completes one of its stop strings."""
         ended_D = np.zeros(len(rows_D), bool)
         if self._stops is not None:
             for place in np.flatnonzero(self._rows.has_stop_strings_R[rows_D]).tolist():

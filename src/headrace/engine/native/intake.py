@@ -138,6 +138,8 @@ class Intake:
         )
 
     def _adapter(self, request: GenerateRequest, name: str) -> int:
+        """Return the number of the adapter of the request's agent. Raises :class:`~headrace.base.errors.RequestError`
+        if there is none."""
         adapters = self._bounds.adapters
         place = adapters.find(request.agent)
         if place is None:
@@ -204,6 +206,7 @@ class Intake:
         return source
 
     def _fork_source(self, sequence: Sequence) -> _ForkSource:
+        """Return the tokens from which ``sequence`` can be forked, and the version of its cached keys and values."""
         waits = sequence.row == NO_ROW
         return _ForkSource(
             ids_T=sequence.ids() if waits else self._rows.ids_of(sequence.row).copy(),

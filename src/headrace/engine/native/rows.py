@@ -275,6 +275,7 @@ class Rows:
         )
 
     def _columns(self) -> list[npt.NDArray[np.generic]]:
+        """Return the arrays with one entry for each row, which change together when rows move."""
         return [
             self.tables_RB, self.num_blocks_R, self.length_R, self.computed_R, self.priority_R, self.arrival_R,
             self.records_routing_R, self.has_stop_strings_R, self.pin_R, self.adapter_R, self._records_kept_R,
@@ -282,6 +283,7 @@ class Rows:
         ]  # fmt: skip
 
     def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        """Set the token ids that end the answer in ``row``; the array is widened if it has too few columns."""
         missing = len(stop_ids) - self._stops_RS.shape[1]
         if missing > 0:
             self._stops_RS = np.pad(self._stops_RS, ((0, 0), (0, missing)), constant_values=_NO_ID)

@@ -302,6 +302,7 @@ class Scheduler:
         return crowded
 
     def _register_decoding(self, decoding: Index) -> None:
+        """Register the blocks that this step fills in the prefix cache, for each row of ``decoding``."""
         lengths = self._rows.length_R[decoding]
         for row in decoding[lengths % BLOCK == 0].tolist():
             self._register(row, int(self._rows.length_R[row]))

@@ -130,6 +130,7 @@ class PrefillScorer:
             raise RequestError(f"tokens to score: {problem}", remedy="score what this model could have sampled")
 
     def _routing_problem(self, routing: Routing, count: int) -> str:
+        """Return why ``routing`` cannot be replayed for ``count`` tokens; an empty string if it can."""
         assert self._routed_model is not None
         if routing.known_T.ndim != 1 or routing.known_T.dtype != np.bool_:
             return f"routing of shape {routing.known_T.shape} and dtype {routing.known_T.dtype} for {count} tokens"
@@ -150,6 +151,7 @@ class PrefillScorer:
 
 
 def _exact_logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None, log_softmax: LogSoftmax) -> Tensor:
+    """Return the logprob of each token under its scaled logits, normalised over its kept-set if one was recorded."""
     if kept is not None and len(kept.ids_E):
         owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T))
         allowed_NV = torch.from_numpy(kept.sizes_T == 0)[:, None].repeat(1, scaled_NV.shape[1])

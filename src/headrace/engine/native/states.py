@@ -111,6 +111,8 @@ class SequenceStates:
         self.slots_R[row] = self._free.pop()
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
+        """Move the state slots of rows ``sources`` to rows ``targets``, keep the first ``count`` rows, and free the
+        slots that no row has any more."""
         held = set(self.slots_R[self.slots_R >= 0].tolist())
         self.slots_R[targets] = self.slots_R[sources]
         self.slots_R[count:] = -1

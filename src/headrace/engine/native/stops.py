@@ -93,6 +93,8 @@ class Stops:
         return ended
 
     def _shorten(self, state: _StopState) -> None:
+        """Keep only as many of the last tokens and characters as are needed to find a stop string that the next token
+        completes."""
         window = state.window[-_SHORTEST:]
         text = self._decode(window)
         if state.text.endswith(text):

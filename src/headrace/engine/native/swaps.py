@@ -187,8 +187,9 @@ class Swaps:
         return sum(self._scheduler.requeue(sequence) for sequence in sequences if sequence.row != NO_ROW)
 
     def _recompute(self, sequences: list[Sequence]) -> int:
-        """Recompute contexts in the blocks they have, except for sequences that share blocks with a pinned one, which
-        needs the old contents."""
+        """Let the contexts of ``sequences`` be computed again with the new weights, and return the number of tokens
+        that this concerns. A sequence is recomputed in place, in its own blocks, unless it shares a block with a pinned
+        sequence, which needs the old contents: then it goes back to the queue and gets other blocks."""
         pinned = [row for row, sequence in enumerate(self._rows.sequences) if sequence.pin is not None]
         needed = {block for row in pinned for block in self._rows.table(row)}
         away = [sequence for sequence in sequences if needed.intersection(self._rows.table(sequence.row))]

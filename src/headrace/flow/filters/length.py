@@ -38,6 +38,7 @@ class LengthFilter(FilterSection):
 
     @pydantic.model_validator(mode="after")
     def _keeps_what_is_masked(self) -> LengthFilter:
+        """Refuse to keep groups whose episodes are all masked if the action is not to mask."""
         if self.all_masked == "keep" and self.action != "mask":
             raise ConfigError(
                 f"filter 'length' has all_masked='keep' and action={self.action!r}: nothing is masked",

@@ -42,6 +42,7 @@ class Redundancy(FilterSection):
         return self.keep
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
+        """Return the problem and the remedy if no episode of a group would be redundant; otherwise ``None``."""
         if self.keep >= num_episodes:
             return (
                 f"keep={self.keep}, and a group has {num_episodes} episodes: none would be redundant",
@@ -86,6 +87,7 @@ class ResampleCorrect(FilterSection):
 
     @pydantic.model_validator(mode="after")
     def _has_room_for_both(self) -> ResampleCorrect:
+        """Refuse a number to keep that has no room for both right and wrong answers, and empty tags."""
         if 2 * self.min_each > self.keep:
             raise ConfigError(
                 f"filter 'resample_correct' has min_each={self.min_each} and keep={self.keep}: both kinds do not fit",
@@ -102,6 +104,7 @@ class ResampleCorrect(FilterSection):
         return min(self.keep, num_episodes)
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
+        """Return the problem and the remedy if the filter would leave no episode of a group out; otherwise ``None``."""
         if self.keep >= num_episodes:
             return (
                 f"keep={self.keep}, and a group has {num_episodes} episodes: it would leave none out",
@@ -125,6 +128,8 @@ class ResampleCorrect(FilterSection):
         )
 
     def _num_wrong(self, num_right: int, num_wrong: int) -> int:
+        """Return how many wrong answers to keep: their share of the group, with at least ``min_each`` of both kinds
+        where there are as many."""
         share = round(Fraction(num_wrong * self.keep, num_right + num_wrong))
         least = max(min(self.min_each, num_wrong), self.keep - num_right)
         most = min(self.keep - min(self.min_each, num_right), num_wrong)

@@ -64,6 +64,7 @@ class DynamicSampling(FilterSection):
 
     @pydantic.model_validator(mode="after")
     def _leaves_room(self) -> DynamicSampling:
+        """Refuse bounds between which no group lies."""
         if self.low >= self.high:
             raise ConfigError(
                 f"filter 'dynamic_sampling' has low={self.low:g} and high={self.high:g}: it drops every group",
@@ -72,6 +73,8 @@ class DynamicSampling(FilterSection):
         return self
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
+        """Return the problem and the remedy if no number of right answers in a group lies between the bounds; otherwise
+        ``None``."""
         sizes = range(min_episodes, num_episodes + 1)
         if any(self.low < right / size < self.high for size in sizes for right in range(size + 1)):
             return None

@@ -101,6 +101,7 @@ _N: _Matrix = (1, 0, 1, 1)
 
 
 def _times(a: _Matrix, b: _Matrix) -> _Matrix:
+    """Return the product of two 2×2 matrices modulo 2³²."""
     return (
         (a[0] * b[0] + a[1] * b[2]) & _WORD,
         (a[0] * b[1] + a[1] * b[3]) & _WORD,

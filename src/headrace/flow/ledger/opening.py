@@ -24,6 +24,8 @@ another directory with the same path does not use the same ledger."""
 
 
 def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
+    """Open the run's SQLite ledger, and create it if there is none. Raises an error if its write-ahead log is
+    damaged."""
     path = run_dir / SQLITE_FILE
     refuse_damaged_log(path)
     return SqliteLedger(

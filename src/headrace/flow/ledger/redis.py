@@ -148,12 +148,14 @@ class RedisLedger:
         return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:
+        """Apply operations to the index, and append each to the stream of the server."""
         for operation in operations:
             with self._one_at_a_time:
                 self._index.apply(operation)  # an invalid operation is rejected before the server gets it
                 self._record(operation)
 
     def roll_back(self, step: int) -> ResumeState:
+        """Return to the state before ``step``, and record that."""
         with self._one_at_a_time:
             resumed = self._index.roll_back(step)
             self._record(RollBack(step=step))
@@ -246,6 +248,7 @@ class RedisLedger:
         self._number = number
 
     def _require_append_only_file(self) -> None:
+        """Raise :class:`~headrace.base.errors.LedgerError` if the server keeps its data in memory only."""
         info = self._call_with_retry(lambda: self._server.info("persistence"))
         if not info.get("aof_enabled"):
             raise LedgerError(

@@ -112,6 +112,7 @@ def _changed_rows(db: sqlite3.Connection, table: str) -> str:
 
 
 def _schema(db: sqlite3.Connection) -> str:
+    """Return a hash of the tables and indexes of a database."""
     rows: Sequence[tuple[str, ...]] = db.execute(
         "SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name"
     ).fetchall()

@@ -85,6 +85,7 @@ class SqliteLedger:
         return cls(path, group_size=group_size, groups_per_step=groups_per_step, checked=checked)
 
     def apply(self, *operations: Operation) -> None:
+        """Write operations in one transaction. When enough was written, the log is copied to the database file."""
         with self._explained("written"):
             with self._transaction():
                 writing = Writing(self._db)
@@ -96,6 +97,8 @@ class SqliteLedger:
                 self._copy_log()
 
     def roll_back(self, step: int) -> ResumeState:
+        """Return to the state before ``step``: groups trained by it or later wait to be trained again, unfinished ones
+        to be sampled again. Return what the flow needs to continue."""
         with self._explained("rolled back"), self._transaction():
             self._db.execute(
                 "UPDATE groups SET state = ? WHERE step >= ? AND state != ?",
@@ -129,6 +132,7 @@ class SqliteLedger:
             )  # fmt: skip
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
+        """Return the episodes of group ``number``, in the order of their places."""
         with self._explained("read"):
             rows = self._db.execute(
                 "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns, entry"
@@ -175,6 +179,7 @@ class SqliteLedger:
         return self._read(lambda: self._books.attempts(first))
 
     def steps(self) -> dict[int, tuple[int, ...]]:
+        """Return the numbers of the groups that each step trained."""
         found: dict[int, tuple[int, ...]] = {}
         query = "SELECT step, number FROM steps JOIN groups USING (step) ORDER BY step, number"
         for step, number in self._rows(query):
@@ -192,6 +197,7 @@ class SqliteLedger:
             self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
     def close(self) -> None:
+        """Close the database, unless another thread still writes after :data:`CLOSE_S` seconds."""
         if self._one_at_a_time.acquire(timeout=CLOSE_S):
             if self._copier is not None:
                 self._copier.close()
@@ -218,6 +224,7 @@ class SqliteLedger:
             return self._db.execute(query).fetchall()
 
     def _check_pages(self) -> None:
+        """Raise :class:`~headrace.base.errors.LedgerError` if a page of the database is damaged."""
         try:
             found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
         except sqlite3.OperationalError:
@@ -233,12 +240,14 @@ class SqliteLedger:
             raise self._damaged(found, "")
 
     def _damaged(self, found: str, why_not_mended: str) -> LedgerError:
+        """Return the error for a damaged ledger. ``found`` is the damage; ``why_not_mended`` continues the sentence."""
         return LedgerError(
             f"the ledger {self._path} is damaged ({found}){why_not_mended}; {self._last_step()}",
             remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
         )
 
     def _last_step(self) -> str:
+        """Return a clause that names the last step which can still be read."""
         try:
             (step,) = self._db.execute("SELECT max(step) FROM steps").fetchone()
         except (sqlite3.DatabaseError, UnicodeDecodeError):
@@ -253,6 +262,8 @@ class SqliteLedger:
         seal_all(self._db)
 
     def _prepare(self, expected: dict[str, int]) -> None:
+        """Record the sizes of the run in a new ledger. Raises :class:`~headrace.base.errors.LedgerError` if it was
+        begun with others."""
         stated = [(key, str(value)) for key, value in expected.items()]
         self._db.executemany(insert("meta", otherwise="OR IGNORE"), stated)
         for key, value in self._db.execute("SELECT key, value FROM meta").fetchall():
@@ -264,6 +275,7 @@ class SqliteLedger:
 
     @contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
+        """Run the body in one transaction, which is rolled back if it raises."""
         self._db.execute(f"BEGIN {kind}")
         try:
             yield
@@ -358,6 +370,8 @@ class LogCopier:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
+        """Copy the log whenever that is requested; this is the body of a thread. A failure is kept for the ledger to
+        raise."""
         try:
             with closing(sqlite3.connect(self._path, isolation_level=None)) as db:
                 self._copy_on_request(db)
@@ -365,6 +379,7 @@ class LogCopier:
             self._error = error
 
     def _copy_on_request(self, db: sqlite3.Connection) -> None:
+        """Copy the write-ahead log to the database file at each request, until the copier is closed."""
         while True:
             self._requested.wait()
             self._requested.clear()

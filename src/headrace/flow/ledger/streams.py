@@ -58,6 +58,7 @@ class RunningTurns:
         self._record_due()
 
     def _record_due(self) -> None:
+        """Record the tokens of running turns that have become due, as one operation."""
         due, self._due = self._due, {}
         turns = [self._unrecorded[key].pop(turn) for key, turn in due]
         parts = tuple(TokenChunk.joined(turn.parts) for turn in turns)

@@ -84,6 +84,8 @@ class ThreadedWriter:
         self._thread.start()
 
     def write(self, operation: Operation) -> None:
+        """Queue an operation for the thread that writes the ledger. Raises the error of an earlier one that could not
+        be written."""
         if self._error is not None:
             raise self._error
         self._queue.append(operation)
@@ -93,6 +95,7 @@ class ThreadedWriter:
             self._pending.set()
 
     async def flush(self, *, durable: bool = False) -> None:
+        """Wait until all queued operations are written; with ``durable``, until they would survive a power failure."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if durable:
             self._queue.append(_PERSIST)

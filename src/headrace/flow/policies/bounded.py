@@ -51,6 +51,8 @@ class Bounded(StalenessPolicy):
         return paced_admission(state)
 
     def select(self, state: FlowState) -> Selection:
+        """Choose the groups of the next batch: in order of submission if the order is strict, otherwise those that are
+        ready first, as long as every other group stays within its deadline."""
         if state.replayed:
             return Selection(take=state.replayed)
         chosen = in_order(state) if state.limits.strict else earliest_in_time(state)

@@ -52,6 +52,7 @@ class RecordedPolicy(StalenessPolicy):
         return frozenset(number for groups in self.steps.values() for number in groups)
 
     def select(self, state: FlowState) -> Selection:
+        """Choose the groups that the recorded run trained in this step, once all of them are ready."""
         take = self.steps.get(state.next_step, ())
         if not state.ready.issuperset(take):
             return Selection()

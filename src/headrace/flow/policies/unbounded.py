@@ -45,6 +45,7 @@ class Unbounded(StalenessPolicy):
         return self.per == "token"
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
+        """Refuse settings that contradict each other."""
         if self.per == "token" and self.stale != "reject":
             raise ConfigError(
                 f"flow.policy.per='token' has no effect with flow.policy.stale={self.stale!r}",
@@ -58,12 +59,16 @@ class Unbounded(StalenessPolicy):
             )
 
     def admit(self, state: FlowState) -> int:
+        """Return how many groups may start: as many as there are free slots; where stale groups wait, no more than can
+        be trained in time."""
         slots = (state.limits.run_ahead + 1) * state.limits.batch_size
         held = state.num_running if self.stale == "drop_oldest" else state.num_held
         count = min(slots - held, state.free_capacity)
         return max(0, min(count, num_admissible(state)) if self.stale == "wait" else count)
 
     def leave(self, state: FlowState) -> Mapping[int, str]:
+        """Return the groups to drop, with the reason: those that are too old, and, if the oldest are displaced, those
+        beyond the slots."""
         if self.stale == "wait":
             return {}
         leaving = dict.fromkeys(self._too_old(state), STALE)
@@ -77,12 +82,15 @@ class Unbounded(StalenessPolicy):
         return leaving
 
     def _too_old(self, state: FlowState) -> Iterator[int]:
+        """Yield the ready groups whose deadline is before the next step: by their newest token if tokens are masked one
+        by one, otherwise by their oldest."""
         index = state.ready_by_newest if self.per == "token" else state.ready_by_oldest
         for version, numbers in index.items():
             if state.deadline(version) < state.next_step:
                 yield from numbers
 
     def select(self, state: FlowState) -> Selection:
+        """Choose the groups of the next batch, after those that are too old have left."""
         floor = state.next_step - state.limits.max_age if self.masks_stale else None
         if state.replayed:
             return Selection(take=state.replayed, oldest_version=floor)

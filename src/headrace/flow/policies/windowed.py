@@ -36,6 +36,7 @@ class Windowed(StalenessPolicy):
         return self.window == 1
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
+        """Refuse a window that is wider than groups can ever be apart."""
         if self.window > max_age + lead + 1:
             raise ConfigError(
                 f"flow.policy.window={self.window} never acts: with flow.max_age={max_age} and flow.lead={lead} no two "
@@ -47,6 +48,8 @@ class Windowed(StalenessPolicy):
         return paced_admission(state)
 
     def select(self, state: FlowState) -> Selection:
+        """Choose the groups of the next batch: the first that are ready within the window. If a group would miss its
+        deadline by that, those with the earliest deadlines are chosen."""
         if state.replayed:
             return Selection(take=state.replayed)
         if len(state.ready) < state.limits.batch_size:

@@ -76,6 +76,9 @@ class EngineClient(Peer):
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
+        """Send a request to the engine, and yield the chunks of its answer. Raises
+        :class:`~headrace.base.errors.EngineFull` if ``max_requests`` are waiting or running already, and the error of
+        the engine if it dies."""
         self._refuse_closed()
         if len(self._streams) >= self._max_requests:
             raise EngineFull(
@@ -115,6 +118,8 @@ class EngineClient(Peer):
         return self._channel.local_orders
 
     async def stage(self, update: WeightUpdate) -> float:
+        """Let the engine stage a version, and return how many seconds that took. If the learner has announced the
+        version to the engine, only wait for its report."""
         self._refuse_closed()
         if self.orders_address in update.announced_to:
             return await self._staged_by_learner(update.version)
@@ -151,6 +156,9 @@ class EngineClient(Peer):
             future.set_result(message)
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        """Let the engine commit a staged version, and return its report. Raises
+        :class:`~headrace.base.errors.WeightsError` while an earlier commit of this version runs. If the engine has
+        committed the version by itself, its report is returned."""
         self._refuse_closed()
         if version in self._committing:
             raise WeightsError(
@@ -172,6 +180,7 @@ class EngineClient(Peer):
             self._committing.discard(version)
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        """Return the logprob of each of ``tokens`` under the engine's weights."""
         self._refuse_closed()
         call = self.next_call()
         scored = self.expect(call, ScoresReply)
@@ -179,6 +188,8 @@ class EngineClient(Peer):
         return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        """Return the logprob of each of ``tokens``, and the ``num`` likeliest tokens with their logprobs at each
+        position."""
         self._refuse_closed()
         call = self.next_call()
         scored = self.expect(call, ScoresReply)
@@ -192,6 +203,7 @@ class EngineClient(Peer):
         )
 
     async def pause(self, *, release: bool = False) -> None:
+        """Stop the engine between two steps; with ``release``, it gives the memory of its cache back."""
         self._refuse_closed()
         call = self.next_call()
         paused = self.expect(call, Paused)
@@ -199,6 +211,7 @@ class EngineClient(Peer):
         await self.answer(paused, "pause", self._deadline_s)
 
     async def resume(self) -> None:
+        """Let a paused engine continue."""
         self._refuse_closed()
         call = self.next_call()
         resumed = self.expect(call, Paused)
@@ -230,6 +243,8 @@ class EngineClient(Peer):
                 answer.set_exception(self._closed)
 
     def handle(self, message: Any) -> None:
+        """Pass the chunks of a message on to the streams of their requests, and note reports of versions that were
+        staged or committed without an order of the controller."""
         if isinstance(message, StageOutcome) or (isinstance(message, Committed) and message.call == ANNOUNCED):
             self._take_report(message)
             return

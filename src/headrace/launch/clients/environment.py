@@ -138,6 +138,7 @@ class EnvPeer(ForeignPeer):
     """The worker that handles messages which are not answers; ``None`` before the worker is in a pool."""
 
     def handle(self, message: object) -> None:
+        """Pass signs of life and requests of episodes on to the worker; other messages are answers to orders."""
         if not isinstance(message, Alive | ModelQuery):
             super().handle(message)
         elif self.worker is not None:
@@ -182,6 +183,8 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         self._endpoint: EpisodeEndpoint | None = None
 
     async def keep(self) -> None:
+        """Keep the workers running, together with the endpoint through which their programs reach the policy, if the
+        environment has one."""
         if self._listening is None:
             await super().keep()
         else:
@@ -221,12 +224,16 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         )
 
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
+        """Return the worker of a new process, which gets the process's messages from now on."""
         worker = EnvironmentWorker(process, group)
         assert isinstance(process.peer, EnvPeer)
         process.peer.worker = worker
         return worker
 
     async def attempt(self, worker: EnvironmentWorker, call: EpisodeCall, number: int) -> EpisodeDone | CallLoss:
+        """Run an episode in a worker, from the beginning if an earlier worker began it, and return its end or why it
+        was lost. With an endpoint, the episode has a session of its own there, and a failure names the last request
+        that the endpoint refused."""
         if call.begun:
             call.episode.restart()
         call.begun = worker.served = True

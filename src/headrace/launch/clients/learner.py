@@ -40,6 +40,7 @@ class RankClient(Peer):
     """The time of that report, on the clock."""
 
     def handle(self, message: object) -> None:
+        """Note a heartbeat; other messages are answers to orders."""
         if isinstance(message, Working):
             self.working, self.heard_s = message, RealClock().now()
         else:
@@ -76,18 +77,22 @@ class LearnerClient(RankClient):
         """The newest version of which the learner has taken a snapshot."""
 
     async def train(self, batch: Batch) -> StepReport:
+        """Let the learner train on a batch, and return the report of the step."""
         call = self.next_call()
         trained = self.expect(call, Trained)
         self.send(Train(call=call, batch=batch))
         return (await self.answer(trained, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
+        """Let the learner compute the logprob of each token of a batch under its weights."""
         call = self.next_call()
         computed = self.expect(call, LogprobsReply)
         self.send(Logprobs(call=call, batch=batch))
         return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
+        """Let the learner copy its weights to the buffer ``slot`` as ``version``, and wait until that is done. It sends
+        them to the engines afterwards, while it trains on."""
         call = self.next_call()
         taken = self.expect(call, SnapshotTaken)
         self._announced[version] = self.expect(call, Published)
@@ -117,12 +122,14 @@ class LearnerClient(RankClient):
         return (await self.answer(announced, f"publish version {version}", self._deadline_s)).update
 
     async def resend(self, publication: Publication) -> WeightUpdate:
+        """Let the learner send a version once more, whole instead of as a difference, to the engines that lack it."""
         call, version = self.next_call(), publication.version
         announced = self.expect(call, Published)
         self.send(Resend(call=call, version=version, slot=publication.slot, to=self.lacking(version)))
         return (await self.answer(announced, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:
+        """Let the learner write a snapshot to ``directory``, and wait until it is complete."""
         call = self.next_call()
         saved = self.expect(call, Saved)
         self.send(Save(call=call, directory=str(directory)))

@@ -143,12 +143,16 @@ class Peer:
             self.handle(message)
 
     def _accept_ready(self, message: Ready) -> None:
+        """Note that the process is ready. Raises :class:`~headrace.base.errors.RunError` if it does not know the run's
+        token."""
         if not hmac.compare_digest(message.token, self._token):
             raise RunError(f"a process that is not of this run claims to be {self.name}", remedy="start the run again")
         if not self.ready.done():
             self.ready.set_result(message)
 
     def _fail(self, message: Failure) -> None:
+        """Give a failure that the process reported to the call that it names; a failure without a call is that of the
+        whole process."""
         error = error_of(message)
         if message.call is None:
             self.reported_error = error
@@ -176,6 +180,8 @@ class ForeignPeer(Peer):
     """The message by which the process broke the protocol; empty if it did not."""
 
     async def listen(self) -> None:
+        """Receive messages until the process ends. A message that breaks the protocol is reported as a failure of this
+        process, which runs code of the user, and not of the run."""
         try:
             await super().listen()
         except RunError as error:

@@ -320,6 +320,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
             await self._arrived.wait()
 
     def _is_up(self) -> bool:
+        """Return whether the pool can take calls: whether all workers of this machine are up or, if it has none, any
+        worker."""
         if not self.keeps_some_here:
             return any(slot.up for slot in self._slots)
         own = [slot for slot in self._slots if slot.group is self._own]
@@ -372,6 +374,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return found
 
     async def _attempt_in_shared(self, call: C) -> A | CallLoss:
+        """Make a call in a shared worker, and again as long as its worker ends and the policy for suspects lets the
+        call stay in shared workers. Return the answer or the loss."""
         while True:
             found = await self.attempt_in(await self.worker(), call)
             again = isinstance(found, CallLoss) and self._suspects.stays(call, found)
@@ -403,7 +407,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return found
 
     async def some_group(self) -> WorkerGroup:
-        """Wait for a machine on which workers can be started. It is this machine if it may have workers."""
+        """Wait until there is a machine on which workers can be started, and return its group of workers: that of this
+        machine if it may have workers, otherwise that of the first machine which has joined."""
         if self.keeps_some_here:
             return self._own
         while not self._slots:

@@ -118,12 +118,15 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
 
     def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
+        """Return the request to score ``completions`` of a task, with those optional columns that the reward function
+        takes."""
         request = ScoreCompletions(call=0, prompt=task.prompt, completions=completions, row=task.row)
         if "completion_ids" in self.wants:
             request = msgspec.structs.replace(request, completion_ids=context.completion_ids)
         return msgspec.structs.replace(request, trainer=context.trainer) if "trainer" in self.wants else request
 
     async def _answer(self, request: ScoreCompletions) -> Scores:
+        """Return the scores of a request. If its worker died even while it ran no other call, they are a failure."""
         found = await self.make(ScoreCall(request=request))
         if isinstance(found, CallLoss):
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
@@ -136,6 +139,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self.by_group, self.wants = bool(facts["by_group"]), frozenset(str(facts["wants"]).split())
 
     async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
+        """Let a worker score a request, and return the scores or why the call was lost. A reward that takes longer than
+        its time limit is a failure, unless the worker made no progress at all."""
         peer = worker.process.peer
         begun, scored = peer.expect(number, Started), peer.expect(number, Scored)
         scored.add_done_callback(partial(_mark_begun, begun))

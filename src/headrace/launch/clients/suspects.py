@@ -42,6 +42,8 @@ class OneByOne:
             slot.needed.clear()
 
     async def clear(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
+        """Make a lost call again among few others, and then, if that is lost too, in a worker where it runs alone.
+        Return its answer; ``CULPRIT`` if its worker died there as well."""
         found: Any = loss
         if found is CallLoss.DIED:
             async with self._few:
@@ -55,6 +57,7 @@ class OneByOne:
         pass
 
     async def _make_alone(self, pool: WorkerPool[Any, Any, Any], call: PoolCall) -> Any:
+        """Make a call in a worker that runs nothing else, until it is answered or known to have ended its worker."""
         if self._slot is None:
             self._slot = WorkerSlot(await pool.some_group())
             pool.in_background(pool.keep_filled(self._slot))
@@ -98,6 +101,8 @@ class ByHalves:
         return loss is CallLoss.INNOCENT or (loss is CallLoss.DIED and call not in self._assigned)
 
     def died(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
+        """Divide the suspects of a worker that died into halves, and start a worker for each, in which its half begins
+        again."""
         suspects = [call for call in worker.calls.values() if call.deaths and call not in self._alone]
         if len(suspects) > 1:
             pool.warn(
@@ -118,6 +123,8 @@ class ByHalves:
         return trials
 
     async def clear(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
+        """Make a lost call again, in the worker of its half if it is a suspect, until it is answered or found to be the
+        cause."""
         found: Any = loss
         while found in (CallLoss.INNOCENT, CallLoss.DIED):
             trial = self._assigned.pop(call, None)

@@ -83,6 +83,7 @@ def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
     route = Route(address=start.memory) if start.own_weights else start.route
 
     def adopt(core: EngineCore, tensors: Mapping[str, Tensor]) -> None:
+        """Give a new engine its initial weights as version 0, through the same transport as later versions."""
         publisher = make_publisher(route, tensors)
         publisher.copy(0)
         core.stage(publisher.announce(0, 0))
@@ -215,6 +216,7 @@ class EngineHost:
         return []
 
     def _add(self, request: GenerateRequest) -> list[TokenChunk]:
+        """Add a request to the engine; return the chunk that ends it at once if the engine refuses it."""
         try:
             self._core.add(request)
         except RequestError as error:
@@ -327,6 +329,8 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
 
 
 def _host_config(start: EngineStart) -> EngineHostConfig:
+    """Return the configuration of the host: with a recorder if the run records its interleaving, and with a gate that
+    repeats a recorded one if it is a replay."""
     mine = cores(start.lending)
     if not start.interleaving:
         return EngineHostConfig(cores=mine)

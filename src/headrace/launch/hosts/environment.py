@@ -47,6 +47,7 @@ def run_environment(start: EnvironmentStart, channel: PartChannel) -> None:
 
 
 async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
+    """Load the environment of the user, and run the episodes that the controller orders until the channel is closed."""
     threads = CallThreads(max_workers=start.concurrency, thread_name_prefix="environment")
     watch = _LoopWatchdog(asyncio.get_running_loop(), channel, RealClock(), block_s=start.block_s)
     rollout = load_environment(start.kind, start.entry, start.options, threads, own_namespace=start.own_namespace)
@@ -75,6 +76,8 @@ class _RequestDispatcher:
     """The calls of the episodes that the controller has cancelled."""
 
     def handle(self, order: orders.Message, episodes: asyncio.TaskGroup) -> None:
+        """Carry out one order of the controller: start an episode, give a running one the answer that it waits for, or
+        cancel it."""
         match order:
             case orders.RunEpisode():
                 context = contextvars.copy_context()
@@ -129,6 +132,7 @@ class _RequestDispatcher:
             del self.queries[query.ask]
 
     def _set_answer(self, ask: int, answer: Reply | EpisodeError) -> None:
+        """Give an episode the answer to its request number ``ask``, or raise the error there."""
         future = self.queries.get(ask)
         if future is None or future.done():  # the episode does not wait for it any more
             return
@@ -213,6 +217,7 @@ class _LoopWatchdog:
 
 
 def _done(call: int, ended: Episode) -> EpisodeDone:
+    """Return the message that reports the rewards of an episode that has ended."""
     trained = None if ended.trained is None else tuple(reply.turn for reply in ended.trained)
     return EpisodeDone(
         call=call,
@@ -229,6 +234,7 @@ def _is_cancelled(error: BaseException) -> bool:
 
 
 def _in_words(error: BaseException, source: str) -> str:
+    """Return an exception of the user's code as text, with the line of ``source`` that raised it."""
     try:
         return where(error, source)
     except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too

@@ -140,6 +140,8 @@ def _set_command_line(words: str) -> None:
 
 
 def _import() -> None:
+    """Import the modules that forked parts need. Without a GPU driver, :data:`FOR_GPUS` is hidden meanwhile, so that
+    torch does not import it."""
     blocked: dict[str, Any] = {} if has_gpu_driver() else {FOR_GPUS: None}  # a module that is None counts as missing
     sys.modules.update(blocked)
     for name in IMPORTED:

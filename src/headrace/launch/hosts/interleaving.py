@@ -260,6 +260,7 @@ class ReplayGate:
         )
 
     def _describe(self, line: RecordedInput) -> str:
+        """Return a recorded input as text for an error message; of requests, it names those that have not arrived."""
         if line.kind is EngineInput.COMMIT:
             return f"commit version {line.version}"
         if line.kind is EngineInput.GENERATE:

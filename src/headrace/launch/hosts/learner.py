@@ -124,6 +124,8 @@ def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
     clock, over = RealClock(), threading.Event()
 
     def beat() -> None:
+        """Send heartbeats until ``over`` is set, each with what the learner works on and for how many seconds; this is
+        the body of a thread."""
         while not over.wait(HEARTBEAT_S):
             unit = progress.unit
             channel.send(
@@ -251,6 +253,8 @@ class LearnerHost:
                 self._orders.answer(Saved(call=call, seconds=seconds, spans=self._core.take_spans()))
 
     def _publish(self, message: Publish) -> None:
+        """Copy the weights to a publication buffer, answer with the time that took, and let the new version be
+        announced from a thread."""
         start_s = self._clock.now()
         self._weights.copy(message.slot)
         end_s = self._clock.now()

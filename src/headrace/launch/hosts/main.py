@@ -79,6 +79,7 @@ def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:
+    """Return the message that reports a failure of the whole process."""
     problem, remedy = (
         text.encode("utf-8", "replace").decode() for text in (problem, remedy)
     )  # the text of an exception may be invalid Unicode

@@ -48,6 +48,8 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
         reward.signature.refuse_missing(reward.name, start.columns, by_turn=section.by_turn)
 
     async def score(request: ScoreCompletions) -> None:
+        """Score the completions of one request, as soon as fewer than the largest number run at once, and send the
+        result."""
         async with at_once:
             scores = await reward.score(request, lambda: channel.send(Started(call=request.call)))
         channel.send(

@@ -112,6 +112,8 @@ def _scoring(function: RewardFunction) -> Rollout:
     """Return a rollout that tests a reward function: it sends the row's prompt to the model, and scores the answer."""
 
     async def attempt(row: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+        """Let the scripted policy answer the row's prompt, and return the reward of the answer. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the reward function fails."""
         prompt = row.get("prompt", "")
         answer = (await policy.chat(prompt or "answer")).message.content
         # no tokenizer is needed for a check: a byte stands for a token
@@ -142,6 +144,7 @@ def _watched(found: Any, uncopyable: list[str]) -> Any:
 
 
 def _uncopyable(env: Env) -> Iterator[str]:
+    """Yield a description of each attribute of the environment that cannot be copied."""
     for name, value in vars(env).items():
         try:
             copy.deepcopy(value)

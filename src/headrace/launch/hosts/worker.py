@@ -41,6 +41,7 @@ async def serve(
 
 
 async def _orders(channel: PartChannel) -> AsyncIterator[Any]:
+    """Yield the controller's orders as they arrive. A thread waits for them, so that the event loop stays free."""
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     while True:
         for order in await asyncio.get_running_loop().run_in_executor(receiver, channel.receive, WAIT_S):

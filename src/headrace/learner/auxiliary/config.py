@@ -232,6 +232,7 @@ class CriticConfig(Section):
 
     @model_validator(mode="after")
     def _clip_has_something_to_bound(self) -> CriticConfig:
+        """Refuse a clip of the values where each batch is learned from once."""
         if self.clip is not None and self.updates == 1:
             raise ConfigError(
                 f"learner.critic.clip={self.clip} bounds how far several updates of one batch may go, and updates=1",

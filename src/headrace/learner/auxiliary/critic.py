@@ -192,6 +192,7 @@ class Critic(AuxiliaryModel):
         self._optimizer.collect()
 
     def _train_again(self, past: _PastBatch) -> None:
+        """Add the gradient of one more pass over a batch that the critic has learned from."""
         batch = past.batch
         for micro in self._forward.cut(batch, batch.mask_N):
             places_P = micro.places_M[batch.mask_N[micro.places_M]]
@@ -199,12 +200,14 @@ class Critic(AuxiliaryModel):
             self._learn(self._values(batch, micro), old_P, returns_P, batch.num_loss_tokens)
 
     def _step(self, version: int) -> None:
+        """Make an optimizer step of the critic with the gradients so far."""
         self._refuse_infinite(self._optimizer.clip_norms(self._max_norm)[""], version - 1)
         if self._config.lr > 0:
             self._optimizer.step(self._config.lr)
         self._optimizer.zero_grad()
 
     def _refuse_infinite(self, norm: float, step: int) -> None:
+        """Raise :class:`~headrace.base.errors.RunError` if the gradient's norm is not finite."""
         if not math.isfinite(norm):
             self.discard_gradient()
             raise RunError(

@@ -243,6 +243,8 @@ class Ring:
                 yield f"{place}|{name}", tensor
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the kept versions from the tensors of a snapshot, which are labelled ``place|name``. Raises
+        ``ValueError`` if there are too many."""
         self._spare += self._ring
         self._ring.clear()
         places = len({label.partition("|")[0] for label in state})

@@ -206,6 +206,8 @@ class TeacherModel(QueriedModel):
         self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
 
     def prepare(self, work: StepWork) -> StepWork:
+        """Add what the objective needs from the teacher to the work of a step: its likeliest entries, or its logprobs
+        and the advantages from them."""
         batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
         if version is not None:
             count = int(work.mask_N.sum())
@@ -294,6 +296,8 @@ class SampledPolicies(AuxiliaryModel):
         return True
 
     def prepare(self, work: StepWork) -> StepWork:
+        """Add log π of the older tokens under the weights that sampled them, age by age. Raises
+        :class:`~headrace.base.errors.RunError` if those weights are not kept any more."""
         batch = work.batch
         ages_N = np.where(batch.versions_N < 0, 0, batch.step - batch.versions_N.astype(np.int64))
         log_old_N = np.full(batch.num_tokens, np.nan, np.float32)

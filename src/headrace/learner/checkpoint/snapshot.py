@@ -226,6 +226,8 @@ def _whole(directory: Path) -> list[Path]:
 
 @contextmanager
 def _explained(path: Path, action: str) -> Iterator[None]:
+    """Raise an ``OSError`` of the body as :class:`~headrace.base.errors.CheckpointError`. ``action`` is a participle:
+    written, read."""
     try:
         yield
     except OSError as error:

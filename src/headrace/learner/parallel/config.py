@@ -41,6 +41,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _experts_fit(self) -> ParallelConfig:
+        """Refuse a number of expert-parallel ranks that the other dimensions cannot be divided by."""
         if self.expert == 1:
             return self
         inside = self.data * self.context * self.tensor
@@ -148,6 +149,7 @@ class ParameterGroup(Section):
 
     @model_validator(mode="after")
     def _sets_something(self) -> ParameterGroup:
+        """Refuse a group that changes nothing."""
         if self.lr_scale == 1.0 and self.weight_decay is None and self.betas is None:
             raise ConfigError(
                 f"learner.optimizer.groups: the group {', '.join(self.names)} changes nothing",
@@ -169,6 +171,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _momentum_is_muons(self) -> OptimizerConfig:
+        """Refuse the momentum of Muon for another optimizer."""
         if self.kind != "muon" and self.momentum != type(self).model_fields["momentum"].default:
             raise ConfigError(
                 f"learner.optimizer.momentum={self.momentum} has no effect with learner.optimizer.kind={self.kind!r}",

@@ -101,6 +101,7 @@ class ContextPlan:
         self._found_M = torch.from_numpy(found_M).to(device)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Compute the attention of this rank's tokens over the keys and values that all ranks hold."""
         key, value = (self._gather(tensor).transpose(0, 1)[None] for tensor in (key_NKD, value_NKD))
         query = query_NHD.transpose(0, 1)[None]
         parts = [self._attend(query, key, value, run, rule) for whole in self._runs for run in _blocks(whole, rule)]
@@ -108,12 +109,16 @@ class ContextPlan:
         return torch.cat(parts)
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Raise :class:`~headrace.base.errors.ModelError`: recurrent layers cannot be computed with context
+        parallelism."""
         raise ModelError(
             f"layer {key[0]} is recurrent: its state cannot be handed from rank to rank",
             remedy="set learner.parallel.context = 1",
         )
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
+        """Raise :class:`~headrace.base.errors.ModelError`: layers with an indexer cannot be computed with context
+        parallelism."""
         raise ModelError(
             f"layer {layer} attends to chosen tokens: the keys of its indexer are not gathered from other ranks",
             remedy="set learner.parallel.context = 1",
@@ -159,6 +164,8 @@ def _blocks(run: _Run, rule: Rule) -> list[_Run]:
 
 
 def _runs(mine: Index, starts_M: Index) -> list[_Run]:
+    """Return the runs of consecutive tokens of one sequence among this rank's tokens. ``starts_M`` holds the place at
+    which the sequence of each token begins."""
     breaks = np.flatnonzero((np.diff(mine) != 1) | (np.diff(starts_M[mine]) != 0)) + 1
     edges = [0, *breaks.tolist(), len(mine)] if len(mine) else []
     return [
@@ -191,6 +198,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Sum the gradients of all ranks, and return this rank's part."""
         (gradient,) = gradients
         size = dist.get_world_size(ctx.group)
         mine = gradient.new_empty(gradient.shape[0] // size, *gradient.shape[1:])

@@ -100,7 +100,8 @@ class Snapshot:
         self._finish(directory, [msgspec.json.decode(one, type=_Written) for one in said])
 
     def restore_weights(self, directory: Path) -> None:
-        """Copy the saved weights into the model, in place.
+        """Copy the weights saved in ``directory`` into the model, in place, and from there into the optimizer's float32
+        masters.
 
         Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
         """
@@ -131,7 +132,8 @@ class Snapshot:
             local(tensor.detach()).copy_(local(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
-        """Restore moments, float32 copies and random state, sharded for these ranks, and return the step.
+        """Restore the optimizer's moments, the float32 masters and the random state, each rank its own shard, and
+        return the number of the training step at which they were saved.
 
         Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
         model.
@@ -202,6 +204,8 @@ class Snapshot:
         return {self._file(one.name): self._kept(iter(one.state())) for one in self._auxiliary if one.has_state}
 
     def _moments(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors that this rank writes, by ``weight|moment``; the first rank adds the random
+        state."""
         states = (
             (f"{one.name}|{key}", tensor)
             for one in self._optimizer.trained
@@ -223,6 +227,7 @@ class Snapshot:
         return kept
 
     def _small_files(self, directory: Path, model_dir: Path) -> None:
+        """Write the model's configuration, and copy the tokenizer's files from ``model_dir``."""
         self._model.config.save_pretrained(directory)
         if self._model.can_generate():
             self._model.generation_config.save_pretrained(directory)

@@ -137,7 +137,8 @@ class ShardOptimizer:
         return {"": norm}
 
     def _with_gradients(self) -> dict[str, list[Parameter]]:
-        """Return the parameters that are clipped together, by agent, without those that have no gradient."""
+        """Return the master weights that have a gradient, grouped by the agent whose adapter they belong to. The
+        gradients of one agent are clipped to one common norm."""
         found: dict[str, list[Parameter]] = {}
         for one in self.trained:
             if one.master.grad is not None:
@@ -230,6 +231,7 @@ class ShardOptimizer:
         return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)
 
     def _held(self, one: TrainedWeight) -> dict[str, Tensor]:
+        """Return the optimizer's state of a weight: its momentum under Muon, its moments under AdamW."""
         if one.muon:
             return self._momenta.setdefault(one.name, {})
         assert self.adamw is not None

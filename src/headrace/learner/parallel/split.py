@@ -94,6 +94,7 @@ class _HeadAlone:
         return hidden_PD
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return the logits [C, V] that the model's own head computes from hidden states."""
         self._given.hidden = hidden_CD[None]
         try:
             logits_CV: Tensor = self._model(input_ids=None, use_cache=False).logits[0]

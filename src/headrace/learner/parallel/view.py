@@ -30,6 +30,7 @@ class _ColumnParts:
     """For each rank, the indices in the micro-batch of the loss tokens whose logits it computes."""
 
     def join(self, column_P: Tensor) -> tuple[Index, Tensor]:
+        """Gather a column from all ranks; return the places of its entries in the micro-batch, and the entries."""
         most = max(len(places) for places in self.places)
         padding = column_P.new_zeros(most - len(column_P), *column_P.shape[1:])
         joined = gather_shared(torch.cat([column_P, padding]), self.group)

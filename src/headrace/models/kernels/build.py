@@ -110,6 +110,7 @@ def open_library(
 
 
 def _ensure(command: Sequence[str], file: Path, wait_s: float) -> None:
+    """Build ``file`` unless it is there, while other processes wait up to ``wait_s`` seconds for it."""
     if _is_complete(file):
         return
     with _one_process(file, wait_s):
@@ -195,6 +196,7 @@ def _refuse_shared_directory(directory: Path) -> None:
 
 
 def _name(command: Sequence[str]) -> str:
+    """Return a file name that differs whenever the sources, the compiler's command or the processor differ."""
     known = hashlib.sha256()
     for source in _SOURCES.values():
         known.update(source)
@@ -203,6 +205,7 @@ def _name(command: Sequence[str]) -> str:
 
 
 def _processor() -> str:
+    """Return a description of the processor's model and its instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -232,6 +235,7 @@ def _build(command: Sequence[str], file: Path) -> None:
 
 
 def _run(command: list[str], directory: str) -> None:
+    """Run the compiler. Raises :class:`_CannotBuild` with its first message if it fails."""
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     if done.returncode:
         said = (done.stderr.strip() or "nothing").splitlines()[0]

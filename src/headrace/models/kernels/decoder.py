@@ -109,6 +109,8 @@ class FusedDecoder(FusedBlock):
         super().__init__(module, ops, room, self._attention, self._heads * value_size)
 
     def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute the decoder layer in one call of the kernels, with its keys and values in the paged cache; other
+        passes than those over such a cache use the original modules."""
         plan, turn = kwargs.get(PLAN), kwargs.get("position_embeddings")
         if not isinstance(plan, PagedPlan) or turn is None:
             return self.original(hidden_states, *args, **kwargs)
@@ -132,6 +134,8 @@ class FusedDeltaDecoder(FusedBlock):
         super().__init__(module, ops, room, self._mixer, heads * size)
 
     def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute a layer with the gated delta rule in one call of the kernels, if all sequences of the pass decode;
+        otherwise use the original modules."""
         states = decoding_states(kwargs.get(PLAN))
         if states is None or states.num_decode < hidden_states.shape[1]:
             return self.original(hidden_states, *args, **kwargs)

@@ -55,6 +55,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Compute the plain form of the operation again, with gradients, and differentiate it. The kernels have no
+        backward pass of their own."""
         wanted = ctx.needs_input_grad[3:]
         parameters = ctx.saved_tensors[ctx.num_inputs :]
         with torch.enable_grad():
@@ -115,6 +117,8 @@ class InvariantPlan(PackedPlan):
             self._shared_rows = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Compute the forward pass with the engine's attention kernel, so that the bits are those of the engine, and
+        the backward pass through the plain form."""
         loaded = kernels()
         assert isinstance(loaded, Kernels)
         attention = CompiledAttention(loaded, self._geometry, _CPU)
@@ -122,6 +126,8 @@ class InvariantPlan(PackedPlan):
         plain = super().attend
 
         def compiled(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
+            """Compute the attention with the kernel, over a cache that holds only this pass. Tokens that several
+            sequences share are computed once."""
             pool = PagedCache([shape], self._num_blocks, dtype=torch.float32, device=_CPU)
             if self._shared_rows is None:
                 return (attention.attend((query, key, value), pool.layers[0], rule),)
@@ -290,6 +296,7 @@ def _same_both_ways(model: nn.Module) -> bool:
 
     class Watching(InvariantPlan):
         def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+            """Record the shape of the layer's keys and values, then attend."""
             shapes[rule.layer] = LayerShape(
                 heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
             )

@@ -136,6 +136,7 @@ def fits(model: nn.Module) -> bool:
 
 
 def _unfit(model: nn.Module) -> str | None:
+    """Return why the kernels cannot compute ``model``; ``None`` if they can."""
     strange = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype != torch.float32}
     places = {p.device.type for p in model.parameters()} - {"cpu"}
     if strange or places:

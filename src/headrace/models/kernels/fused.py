@@ -139,6 +139,8 @@ class FusedAttention(Fused):
     def compute(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, None]:
+        """Compute the attention block with the kernels: projections, attention over the plan of the pass, gate if the
+        model has one, and output projection."""
         query, key, value, *gate = self.qkv(hidden_states, position_embeddings)
         mixed = kwargs[PLAN].attend(query, key, value, self.rule)
         if gate:

@@ -44,6 +44,8 @@ class FusedDeltaNet(Fused):
         """The numbers of key heads and of value heads, and the sizes of a key and of a value."""
 
     def compute(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """Compute the mixer: the sequences that decode with the kernels, the prompts after them with the original
+        module."""
         states = decoding_states(kwargs.get(PLAN))
         if states is None:
             return self.original(hidden_states, **kwargs)

@@ -15,6 +15,8 @@ Offer = Callable[[torch.dtype, torch.device], AttentionMaker | None]
 
 
 def _compiled(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
+    """Return the attention that is compiled for the CPU, if it can compute this dtype on this device and could be
+    built; otherwise ``None``."""
     if device.type != "cpu" or dtype != torch.float32:
         return None
     from headrace.models.paged import compiled
@@ -23,6 +25,7 @@ def _compiled(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None
 
 
 def _triton(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
+    """Return the attention in Triton, if the device is a GPU and Triton is installed; otherwise ``None``."""
     if device.type != "cuda" or not importlib.util.find_spec("triton"):
         return None
     from headrace.models.paged.triton import TritonAttention

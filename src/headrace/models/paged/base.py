@@ -98,6 +98,7 @@ class PagedCache:
                 pool[list(blocks)] = 0
 
     def _pool(self, heads: int, size: int) -> Tensor:
+        """Allocate the blocks of one layer, with ``heads`` key-value heads of ``size`` numbers."""
         shape = (self.num_blocks, heads, BLOCK, size)
         if torch.device(self._device).type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)

@@ -41,6 +41,8 @@ class CompiledAttention:
         )  # fmt: skip
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        """Write the keys and values of the pass into the layer's blocks, and return the attention [N, H, E] that the
+        kernel computes over them."""
         query, key, value = (_dense(tensor) for tensor in qkv)
         out = torch.empty(query.shape[0], query.shape[1], value.shape[2])
         views = (Tensor3 * 3)(*(Tensor3(t.data_ptr(), t.stride(0), t.stride(1)) for t in (query, key, value)))

@@ -84,6 +84,7 @@ class _ShapeRecorder(PackedPlan):
         return super().choose(layer, choose, inputs_N)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Record the shape of the keys and values of the layer that calls, then attend as :class:`PackedPlan` does."""
         self.shapes[rule.layer] = LayerShape(
             heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
         )

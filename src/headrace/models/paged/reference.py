@@ -32,6 +32,8 @@ class ReferenceAttention:
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        """Write the keys and values of the pass into the layer's blocks, and return the attention of the rows that
+        decode, followed by that of the prompts."""
         self._write(qkv[1], qkv[2], layer)
         split = self._num_decode
         parts = []

@@ -135,6 +135,7 @@ def _kernel(name: str) -> Any:
 def _write(  # type: ignore[no-untyped-def]
     new, pool, blocks, places, stride_n, stride_k, S: tl.constexpr, E: tl.constexpr, EP: tl.constexpr
 ):
+    """Copy the key or value of one token and head into its block; a Triton kernel."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = tl.arange(0, EP)
     row = (tl.load(blocks + token) * tl.num_programs(1) + head) * S + tl.load(places + token)
@@ -147,6 +148,9 @@ def _decode(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
+    """Compute the attention of one row's newest token over one share of its context, for the query heads of one
+    key-value head; a Triton kernel. It stores the weighted mean of the values of that share and the logarithm of the
+    sum of their weights, by which :func:`_join` combines the shares."""
     row, head, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     first = tl.maximum(position - window + 1, position // chunk * chunk)

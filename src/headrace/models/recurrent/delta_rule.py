@@ -42,6 +42,7 @@ class DeltaRule:
         return StateShape(sizes=(value.shape[-2], key.shape[-1], value.shape[-1]), dtype=torch.float32)
 
     def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Apply the rule to whole sequences, chunk by chunk. Return the outputs and the state after each sequence."""
         query, key, value, decay_BLH, rate_BLH = inputs_BL
         length = key.shape[1]
         here_BL1 = inside(lengths_B, length)[:, :, None]
@@ -54,6 +55,7 @@ class DeltaRule:
         return out, after
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
+        """Apply the rule to one new token of each row, and update the states in the pool in place."""
         if ops is not None:
             return ops.delta(inputs_R, normed=self._normed, pool=pool_P, slots_R=slots_R)
         query, key, value, decay_RH, rate_RH = (tensor.float() for tensor in inputs_R)

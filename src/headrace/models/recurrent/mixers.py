@@ -113,6 +113,9 @@ Recur = Callable[[Recurrence, Tensors], Tensor]
 
 
 def _convolve(recur: Recur, reference: Function) -> Function:
+    """Return a convolution in the signature of transformers' own, which takes the state of each sequence from
+    ``recur``."""
+
     def convolve(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
     ) -> Tensor:
@@ -142,6 +145,7 @@ def _scan(recur: Recur, reference: Function) -> Function:
         D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **kwargs: Any,
     ) -> Tensor:  # fmt: skip
+        """Compute the state space with the step sizes that these arguments give, by :class:`StateSpace`."""
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
@@ -160,6 +164,7 @@ def _select(recur: Recur, reference: Function) -> Function:
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
         z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
+        """Compute the selective scan with the step sizes that these arguments give, by :class:`Selective`."""
         if delta_bias is not None:
             dt = dt + delta_bias.to(dt.dtype)[..., None]
         if delta_softplus:
@@ -173,6 +178,9 @@ def _select(recur: Recur, reference: Function) -> Function:
 
 
 def _no_short_cut(recur: Recur, reference: Function) -> Function:
+    """Return a replacement for a kernel that computes the whole mixer at once: it reports that there is none, so that
+    the mixer calls the parts that can be replaced."""
+
     def combined(*args: Any, **kwargs: Any) -> None:
         """Return that there is no kernel for the whole mixer, which would not know the sequences."""
 

@@ -33,6 +33,7 @@ class Selective:
         return StateShape(sizes=tuple(self._rate_ES.shape), dtype=torch.float32)
 
     def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scan whole sequences, token by token. Return the outputs and the state after each sequence."""
         x_BLE, step_BLE, into_BLS, from_BLS = (tensor.float() for tensor in inputs_BL)
         length = x_BLE.shape[1]
         # a step of 0 neither decays the state nor writes into it
@@ -47,6 +48,7 @@ class Selective:
         return torch.stack(outputs, 1).to(inputs_BL[0].dtype), state_BES
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
+        """Apply the scan to one new token of each row, and update the states in the pool in place."""
         if ops is not None:
             return ops.select(inputs_R, self._rate_ES, pool=pool_P, slots_R=slots_R)
         x_RE, step_RE, into_RS, from_RS = (tensor.float() for tensor in inputs_R)

@@ -44,6 +44,7 @@ class StateSpace:
         return StateShape(sizes=(*x.shape[-2:], key.shape[-1]), dtype=torch.float32)
 
     def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scan whole sequences, chunk by chunk. Return the outputs and the state after each sequence."""
         x_BLHE, step_BLH, into_BLGS, from_BLGS = inputs_BL
         length = x_BLHE.shape[1]
         # a step of 0 neither decays the state nor writes into it
@@ -55,6 +56,8 @@ class StateSpace:
         return out, after
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
+        """Apply the state space to one new token of each row, and update the states in the pool in place. ``inputs_R``
+        are x, Δ, B and C of each row; ``slots_R`` are its slots in the pool."""
         if ops is not None:
             return ops.scan(inputs_R, self._rate_H, self._skip_H, pool=pool_P, slots_R=slots_R)
         x_RHE, step_RH, into_RGS, from_RGS = (tensor.float() for tensor in inputs_R)
@@ -67,6 +70,8 @@ class StateSpace:
         return out_RHE if self._skip_H is None else out_RHE + x_RHE * self._skip_H[:, None]
 
     def _size_for(self, length: int) -> int:
+        """Return the chunk size for sequences of ``length`` tokens: halved as long as it is at least twice the
+        length."""
         size = self._chunk_size
         while size > _SMALLEST_CHUNK and size >= 2 * length:
             size //= 2

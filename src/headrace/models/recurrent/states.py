@@ -162,6 +162,7 @@ class StatePass:
         return recurrence.decode(inputs_D, pool, slots_D, self._pool.ops)
 
     def _chunk(self, bucket: _PaddedRows, pool: Tensor, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
+        """Compute the sequences of one bucket with their states, and return the outputs of all its places."""
         inputs_BL = tuple(each[bucket.gather_BL] for each in inputs_F)
         out, after = recurrence.chunk(inputs_BL, bucket.lengths_B, pool.index_select(0, bucket.slots_B))
         pool.index_copy_(0, bucket.slots_B, after.to(pool.dtype))
@@ -188,6 +189,8 @@ class _StateRecorder(PackedPlan):
         self.twice: set[int] = set()
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Record the shape of the recurrence's state, and whether its layer has called it more than once, then compute
+        it."""
         if key in self.shapes:
             self.twice.add(key[0])
         self.shapes[key] = recurrence.shape(inputs_N)

@@ -61,7 +61,9 @@ class RoutingPass:
     def route(
         self, index: int, layer: MixtureLayer, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output that replaces ``output`` of the router of layer ``index``."""
+        """Replace the output of the router of layer ``index`` by one that sends each token with known routing to its
+        recorded experts, if the pass is ``forced``; in any case, count the tokens for which the router would choose
+        others."""
         logits_NE, _, live_NK = output
         if len(live_NK) != len(self._known_N):
             raise ModelError(

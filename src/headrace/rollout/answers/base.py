@@ -23,18 +23,20 @@ class ParsedAnswer:
 
 
 class Parser(Protocol):
-    """A function that finds the calls of tools in an answer. It never raises, whatever the text is."""
+    """A function that separates the content of an answer from the calls of tools in it. It never raises, whatever the
+    text is."""
 
     markers: tuple[str, ...]
-    """Tokens that have to be in the text, even if the tokenizer lists them as special."""
+    """The strings that mark calls. Decoding must keep them in the text, even if the tokenizer lists them as special
+    tokens."""
 
     def __call__(self, text: str) -> ParsedAnswer:
-        """Separate the content of ``text`` from its calls."""
+        """Return the content and the calls of a whole answer."""
         ...
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of ``text`` are certain to begin the content of any answer that begins with
-        ``text``."""
+        """Return how many characters of ``text``, the beginning of an answer that is still being sampled, belong to the
+        content however the answer goes on. They can be streamed to the client now; the rest may become a call."""
         ...
 
 

@@ -77,6 +77,8 @@ def _own_calls(function: ast.AsyncFunctionDef) -> Iterator[ast.Call]:
 
 
 def _resolved(called: ast.expr, names: dict[str, str]) -> str:
+    """Return the dotted name of a called function, with names resolved by the imports of its file; an empty string if
+    it is no such name."""
     parts: list[str] = []
     while isinstance(called, ast.Attribute):
         parts.append(called.attr)

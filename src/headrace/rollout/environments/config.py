@@ -43,6 +43,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rows_have_one_source(self) -> Self:
+        """Refuse a file of rows beside a number of generated tasks."""
         for path, count in (("path", "count"), ("eval_path", "eval_count")):
             given = self.model_dump(include={path, count})
             if given[path] and given[count]:
@@ -153,6 +154,7 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _programs_can_reach_it(self) -> Self:
+        """Refuse settings of an endpoint where no program reaches an episode."""
         refuse_incomplete_tls("env", self.tls_certificate, self.tls_key)
         given = [name for name in ("host", "tls_certificate") if self.model_dump(include={name})[name]]
         if given and not self.has_endpoint:
@@ -164,6 +166,8 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _rewards_add_up(self) -> Self:
+        """Refuse reward components with equal names or with no weight at all, and settings that belong in their
+        tables."""
         if not self.rewards:
             return self
         labels = [reward.label for reward in self.rewards]
@@ -232,6 +236,7 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _agents_can_be_told_apart(self) -> Self:
+        """Refuse agents with equal or reserved names, and agents where only the policy can answer."""
         names = [agent.name for agent in self.agents]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -252,6 +257,7 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> Self:
+        """Refuse a kind of environment without the settings that it needs, and settings that it does not use."""
         if self.kind == "program":
             self._refuse_no_program()
         elif self.command:

@@ -58,6 +58,7 @@ class CurriculumConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> Self:
+        """Refuse a target range whose lower end is above its upper end."""
         if self.low > self.high:
             raise ConfigError(
                 f"data.curriculum has low={self.low:g} above high={self.high:g}: no row could be of the target",

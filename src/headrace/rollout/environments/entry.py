@@ -55,6 +55,8 @@ def _describe(found: Any) -> str:
 
 
 def _env(found: Any, reference: str, executor: Executor) -> Rollout:
+    """Return the rollout function of an environment class. Raises :class:`~headrace.base.errors.EnvError` if ``found``
+    is no such class."""
     if not (isinstance(found, type) and issubclass(found, Env)):
         raise EnvError(
             f"env.entry={reference!r} is {_describe(found)}, and env.kind='env' needs a class that inherits "
@@ -97,6 +99,7 @@ _KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "roll
 
 
 async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+    """Run a program as an episode, and return the rewards that it printed."""
     result = await program.run(task, policy.variables)
     earned = result.get("agent_rewards") or {}
     if not isinstance(earned, dict):
@@ -147,6 +150,8 @@ async def _next(policy: EpisodePolicy, messages: list[Message], tools: list[Call
 
 
 def _checked(result: Any) -> StepResult:
+    """Return the result of ``step``. Raises :class:`~headrace.base.errors.EpisodeError` if it is not one or says
+    nothing."""
     if not isinstance(result, StepResult):
         raise EpisodeError(f"step returned a {type(result).__name__}", remedy="return a headrace.StepResult")
     if not result.done and not result.messages:

@@ -77,6 +77,8 @@ class EpisodePolicy:
         return self._variable("ANTHROPIC_API_KEY")
 
     def _variable(self, name: str) -> str:
+        """Return a variable of the episode's endpoint. Raises :class:`~headrace.base.errors.EpisodeError` if the
+        episode has none."""
         if name not in self.variables:
             raise EpisodeError(
                 "this episode cannot be reached over HTTP", remedy="set env.kind = 'rollout' or 'program'"
@@ -124,6 +126,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _as_options(options: Mapping[str, Any]) -> ChatOptions:
+    """Return options of an answer as a record. Raises :class:`~headrace.base.errors.EpisodeError` for unknown ones."""
     try:
         return msgspec.convert(dict(options), ChatOptions)
     except msgspec.ValidationError as error:

@@ -72,7 +72,9 @@ class Program:
     async def _running(
         self, directory: Path, variables: Mapping[str, str], outputs: tuple[IO[bytes], IO[bytes]]
     ) -> AsyncIterator[Process]:
-        """Start the process. No process of its group survives the context, nor the death of this process."""
+        """Start the program in ``directory``, with its standard output and error written to ``outputs``, and kill its
+        process group after the body. The pipe that it inherits is closed when this process dies, which kills the group
+        too."""
         read_end, write_end = os.pipe()
         with os.fdopen(read_end) as lifeline, os.fdopen(write_end, "wb"):
             try:

@@ -14,6 +14,7 @@ BUILT_IN = ("single_turn", "env", "rollout", "program", "bridge")
 
 
 def _problem(made: Any) -> str | None:
+    """Return why an object of an installed package is not an environment; ``None`` if it is."""
     if isinstance(made, type) and issubclass(made, Env):
         return None
     if inspect.iscoroutinefunction(made) and len(inspect.signature(made).parameters) >= 2:

@@ -41,6 +41,7 @@ def _answer_column(row: Mapping[str, Any]) -> str | None:
 
 
 def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
+    """Call each tool once, with arguments that fit it, then give the right answer; a script."""
     if index >= len(tools):
         return Message(role="assistant", content=right_answer(row))
     tool = tools[index]
@@ -49,6 +50,7 @@ def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -
 
 
 def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
+    """Call a tool that does not exist, and one with wrong arguments, then answer; a script."""
     if index or not tools:
         return Message(role="assistant", content="ok")
     calls = (
@@ -98,14 +100,15 @@ def example(schema: Mapping[str, Any]) -> Any:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScriptedEpisode:
-    """An :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt with a script; it records the
-    requests."""
+    """An :class:`~headrace.rollout.environments.base.OpenEpisode` for one attempt, whose answers come from a script
+    instead of a model. It records the requests of the environment."""
 
     row: Mapping[str, Any]
     script: Script
     seed: int
     max_answers: int
-    """The most answers; the next request finds its budget spent."""
+    """The largest number of answers; a request after the last one raises
+    :class:`~headrace.base.errors.BudgetSpent`."""
     clock: Clock
     key: EpisodeKey = _KEY
     requests: list[tuple[Message, ...]] = field(default_factory=list)
@@ -115,10 +118,11 @@ class ScriptedEpisode:
     reports: list[str] = field(default_factory=list)
     """The reports of the check's own code."""
     own_s: list[float] = field(default_factory=list)
-    """The seconds that the environment took between two answers."""
+    """The time that the environment's own code took before each request but the first, in seconds."""
     was_spent: bool = False
-    """Whether it requested more answers than allowed."""
+    """Whether the environment requested more answers than ``max_answers``."""
     _answered_s: float = -1.0
+    """The clock's time when the last answer was given; -1 before the first."""
 
     async def reply(
         self,
@@ -143,7 +147,7 @@ class ScriptedEpisode:
         return sum(len(message.content) for message in messages)
 
     def spell(self, token: int) -> str:
-        """Return the character with this code."""
+        """Return the text of a token: the character whose code point it is."""
         return chr(token)
 
     def restart(self) -> None:

@@ -128,6 +128,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _as_text(returned: Any) -> str:
+    """Return what a tool returned as text: JSON, where it is not a string."""
     try:
         text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -160,6 +161,8 @@ async def in_thread(executor: Executor | None, call: Callable[[], T]) -> T:
 
 
 def _outcome(call: Callable[[], T]) -> T:
+    """Call a function whose result becomes that of a future, and replace ``StopIteration``, which a future cannot
+    hold."""
     try:
         return call()
     except StopIteration as error:  # a future cannot carry it

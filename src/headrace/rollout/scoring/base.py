@@ -192,6 +192,8 @@ class RewardSection(Section):
 
     @pydantic.model_validator(mode="after")
     def _has_a_default(self) -> Self:
+        """Refuse an optional component without a default, a range without width, and a mean over turns that are not
+        scored."""
         if self.optional != (self.default is not None):
             wrong = "optional=true without a default" if self.optional else f"default={self.default:g} without optional"
             raise ConfigError(

@@ -68,6 +68,7 @@ class CodeReward(RewardSection):
 
     @pydantic.model_validator(mode="after")
     def _tests_fit(self) -> Self:
+        """Refuse a time limit that the tests can exceed."""
         needed_s = self.max_tests * WALL_PER_CPU * self.cpu_s
         if self.timeout_s < needed_s:
             raise ConfigError(
@@ -219,6 +220,7 @@ def same_value(printed: str, expected: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value of a row with plain lists and dictionaries in place of other sequences and mappings."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):

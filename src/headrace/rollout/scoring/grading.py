@@ -28,6 +28,8 @@ class BlockingGrader:
         self._executor = executor
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
+        """Grade a request in a thread; ``on_start`` is called when the thread begins."""
+
         def call() -> float | None:
             on_start()
             return self._grade(request)

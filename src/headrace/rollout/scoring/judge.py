@@ -83,6 +83,7 @@ class JudgeReward(RewardSection):
 
     @pydantic.model_validator(mode="after")
     def _can_be_asked(self) -> Self:
+        """Refuse an address, a scale, a pattern or a prompt with which the judge could not be asked."""
         remedy = "name an environment variable that holds the key: api_key_env"
         refuse_secret(f"env.rewards {self.label!r}: base_url", self.base_url, remedy)
         compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
@@ -167,6 +168,7 @@ class _Judge:
         self._num_requests = [0] * len(self._clients)
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
+        """Return the judge's scores, or a failure if it does not answer in time."""
         on_start()
         before_s = 0.95 * self._section.timeout_s  # the pool's own deadline would cost the worker
         try:

@@ -59,6 +59,8 @@ def _comparison(answer_column: str) -> Callable[[ScoreCompletions], float]:
         return answers
 
     def compare(request: ScoreCompletions) -> float:
+        """Return 1 if the answer is mathematically equal to the expected one, else 0. Raises :class:`Unscorable` if the
+        expected answer is not an expression."""
         expected = str(column(request, answer_column))
         gold = parsed(expected) or parsed(f"${expected}$")
         if not gold:

@@ -75,6 +75,7 @@ class Rubric:
         return self._labels
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
+        """Score whole answers to a task by all components, and return their weighted sums."""
         scores_by_label = await _gather({c.label: self._grade(c, task, completions, context) for c in self._whole})
         names_parts = len(self._labels) > 1  # the only component is the reward
         graded = tuple(
@@ -86,6 +87,8 @@ class Rubric:
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Graded:
+        """Score one turn by the components that are scored by turn, and return their weighted sum. ``history`` is the
+        conversation before it."""
         calls = {
             c.label: partial(c.graders.score_turn, task, text, history, turn, context=context) for c in self._by_turn
         }

@@ -93,6 +93,7 @@ def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | Rew
     fitting = {choice.name: choice for choice in fitting_rewards(rows, _answer_column(given, rows, answers))}
 
     def find(answer: str) -> tuple[str | RewardChoice, str]:
+        """Return the reward that an answer chooses, by name, by number or by reference, and how to show that."""
         by_number = dict(zip(map(str, range(1, len(fitting) + 1)), fitting, strict=True))
         choice = fitting.get(by_number.get(answer, answer))
         if choice is None:
@@ -141,6 +142,7 @@ def _answer_column(reward: str, rows: Data, given: str) -> str:
     from headrace.run.session.first_run import TESTS, answer_column
 
     def find(column: str) -> str:
+        """Return the column. Raises :class:`~headrace.base.errors.ConfigError` if the rows do not have it."""
         if column not in rows.columns or not column.isidentifier():
             raise ConfigError(
                 f"no reward is given, and no column of the rows ({', '.join(rows.columns)}) is "
@@ -167,6 +169,7 @@ def _held_out(rows: Data) -> Path | None:
         return None
 
     def find(answer: str) -> Path | None:
+        """Return the path of the held-out rows after a check; ``None`` if there shall be none."""
         if answer == NONE:
             return None
         path = Path(answer).expanduser()

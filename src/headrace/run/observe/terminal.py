@@ -259,6 +259,7 @@ class _Rows:
         return table
 
     def _wait_row(self, wait: Wait) -> list[Text]:
+        """Return the table row of a loop that waits or works; a narrow terminal does not show what ends the wait."""
         style = "yellow" if wait.state == "waiting" else "green"
         row = [
             Text(visible(wait.loop, 20)),

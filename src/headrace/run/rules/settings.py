@@ -61,6 +61,7 @@ def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunS
     """Return the test that finds the first agent with an adapter of its own for which ``is_bad`` is true."""
 
     def broken(c: RunSections) -> Broken:
+        """Return the name of an agent whose adapter ``is_bad``, with what the message needs; false if there is none."""
         rows = {agent.name: agent for agent in c.env.agents}
         for name in c.model.adapter_agents:
             if is_bad(c, name):

@@ -277,6 +277,7 @@ def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode
     are on different rows."""
 
     def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _CheckedEpisode:
+        """Return one planned episode of a row with a script."""
         model = ScriptedEpisode(
             row=rows[row], script=script, seed=1000 + number, max_answers=MAX_ANSWERS, clock=RealClock()
         )
@@ -375,6 +376,7 @@ def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
 
 
 def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+    """Return whether every episode ended without being cut off; ``None`` if that is unknown."""
     if attempts[-1].reason in _FATAL_REASONS:
         return None  # its last episode was cut off, so nothing is known
     spent = [attempt for attempt in attempts if attempt.model.was_spent]
@@ -480,6 +482,7 @@ def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence
 
 
 def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Return a warning about attributes of the environment that cannot be copied, if there are any."""
     uncopyable = [attempt.report.uncopyable for attempt in attempts if attempt.report.uncopyable]
     problems = (
         [f"{each}: it cannot be kept or forked with its episode; make it when it is needed" for each in uncopyable[0]]

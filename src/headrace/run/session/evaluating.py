@@ -145,6 +145,7 @@ async def _evaluate(
         on_progress(f"warning: {warning}")
 
     def count(arrived: int) -> None:
+        """Count tokens that have arrived, and report the progress from time to time."""
         nonlocal tokens, reported_s
         tokens += arrived
         if clock.now() - reported_s >= PROGRESS_EVERY_S:

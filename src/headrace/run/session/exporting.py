@@ -87,6 +87,7 @@ def export(
 def _export(
     checkpoint_dir: Path, out: Path, adapter: AdapterForm | None, dtype: NumberFormat | None, agent: str
 ) -> Exported:
+    """Write the weights of a checkpoint to the new directory ``out``, whole or not at all."""
     source = _of_agent(checkpoint_dir, agent)
     adapted = (source / ADAPTER_FILES[0]).is_file()
     _refuse_unused(source, adapted, adapter, dtype)

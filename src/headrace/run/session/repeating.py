@@ -284,6 +284,7 @@ class ReplayComparison:
         self._left = dict(recording.checksums)
 
     def write(self, operation: Operation) -> None:
+        """Compare an operation with the recorded run, then write it."""
         match operation:
             case EndEpisode(episode=episode) if self._left:  # later episodes follow no recorded order
                 self._compare(episode)
@@ -389,6 +390,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def walk(prefix: str, tree: dict[str, Any]) -> None:
+        """Add the values of a nested dictionary by their dotted names."""
         for key, value in tree.items():
             if isinstance(value, dict) and value:
                 walk(f"{prefix}{key}.", value)

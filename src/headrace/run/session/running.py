@@ -45,6 +45,7 @@ class Interrupts:
                 self._loop.call_soon_threadsafe(self._interrupted)
 
     def _interrupted(self) -> None:
+        """Pass an interrupt on: to the handler if there is one, otherwise cancel the task."""
         if self.handler is not None:
             self.handler()
         elif self._task is not None:
@@ -70,6 +71,7 @@ def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     ended = threading.Event()
 
     def run() -> None:
+        """Run the coroutine in an event loop of this thread, and keep its result or its error."""
         try:
             results.append(run_watched(interrupts.run(main(interrupts))))
         except asyncio.CancelledError:

@@ -183,6 +183,7 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         comparisons: list[ReplayComparison] = []
 
         def control(world: LaunchedRun) -> Controller:
+            """Return the controller of a run whose processes have started, with its ledger and its observers."""
             facts = world.facts()
             if recording is not None:
                 recording.refuse_machine(facts)
@@ -418,6 +419,7 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
     assert task is not None
 
     def handle(number: signal.Signals) -> None:
+        """Stop the run after the ordered steps; at the second signal, at once."""
         nonlocal at_once
         if not controller.state.stop_requested:
             why = "the terminal was closed: " if number is signal.SIGHUP else ""

@@ -73,6 +73,7 @@ def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Man
 
 
 def _apply(block: Array, planes: Array, count: int) -> None:
+    """Apply the ``count`` changes of one block, in place. Raises an error if they do not fit the block."""
     changed = np.cumsum(_from_planes(planes[: count * _GAP_BYTES], np.dtype("<u4")), dtype=np.int64)
     if changed[-1] >= len(block):
         raise _damaged(f"it changes unit {changed[-1]} of a block of {len(block)}")
@@ -80,6 +81,7 @@ def _apply(block: Array, planes: Array, count: int) -> None:
 
 
 def _unpacked(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
+    """Decompress a frame of ``num_bytes`` bytes. Raises an error if it is damaged."""
     try:
         claimed = _zstandard().frame_content_size(frame)
         if claimed != num_bytes:

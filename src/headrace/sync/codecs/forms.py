@@ -65,6 +65,8 @@ class Float8:
     are small, are unchanged."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors in which a weight is sent: its codes and one scale for each row; other tensors are sent as
+        they are."""
         if tensor.ndim < 2 or not tensor.numel() or not tensor.is_floating_point():
             return {name: tensor}
         rows = torch.Size([tensor.numel() // tensor.shape[-1], 1])
@@ -74,6 +76,7 @@ class Float8:
         }
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        """Round a weight to 8 bits, row by row, each with the scale that makes its largest entry the largest code."""
         if len(parts) == 1:
             parts[0].copy_(tensor)
             return
@@ -84,6 +87,7 @@ class Float8:
             code_RC.copy_((wide_RC / scale_R1.to(wide_RC.device)).clamp_(-_LARGEST, _LARGEST))
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Restore a weight from its codes and scales."""
         if len(parts) == 1:
             out.copy_(parts[0])
             return

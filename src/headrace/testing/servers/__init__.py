@@ -42,6 +42,7 @@ def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, F
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        """Run the engine of the fake server while it serves."""
         async with _engine(required) as server:
             app.state.server = server
             started.append(server)
@@ -88,6 +89,7 @@ def _called(path: str, handler: Handler) -> Callable[[Request], Any]:
     """Return the endpoint of a route, which records the call and turns refusals into status 400."""
 
     async def endpoint(request: Request) -> Response:
+        """Record a call, let ``handler`` answer it, and return a refused request as status 400."""
         server: FakeServer = request.app.state.server
         if handler not in (vllm.generate, sglang.generate):
             server.calls.append(path)

@@ -52,6 +52,7 @@ class FileReceiver:
 
     @torch.no_grad()
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
+        """Load the written adapters, or the written checkpoint, into the model at once."""
         for name, path in self.adapters.items():
             load_adapter(self._model, path, name)
         if version and not is_adapted(self._model):

@@ -67,6 +67,7 @@ async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> Asyn
 
 
 async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
+    """Return the logprobs of a prompt in SGLang's format."""
     logprobs, rows = await server.scores(ids, top_k)
     tops: list[list[list[Any]] | None] = [[[value, token, None] for token, value in row.items()] for row in rows]
     meta = {
@@ -77,6 +78,7 @@ async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, A
 
 
 async def _pause(server: FakeServer, request: Request) -> Any:
+    """Answer a request to pause: abort the requests, or only stop sampling."""
     mode = (await request.json())["mode"]
     if mode == "abort":
         await server.abort()
@@ -86,6 +88,7 @@ async def _pause(server: FakeServer, request: Request) -> Any:
 
 
 async def _load(server: FakeServer, request: Request) -> Any:
+    """Answer a request to load weights from a directory."""
     order = await request.json()
     server.recompute = order["flush_cache"]
     await server.load(Path(order["model_path"]) / "model.safetensors", order["weight_version"])

@@ -84,6 +84,7 @@ async def _events(
 
 
 def _packed(parts: list[Routing | None]) -> str:
+    """Return the experts of all tokens as vLLM encodes them: an array file in base64."""
     experts_NLK = np.concatenate([part.experts_RLK for part in parts if part is not None])
     file = io.BytesIO()
     np.save(file, experts_NLK)
@@ -91,6 +92,7 @@ def _packed(parts: list[Routing | None]) -> str:
 
 
 def _spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
+    """Return which tokens of an answer each version sampled, in the format of vLLM."""
     spans: list[dict[str, Any]] = []
     for at, version in enumerate(versions):
         label = server.labels[version]
@@ -101,6 +103,7 @@ def _spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
 
 
 async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
+    """Return the logprobs of a prompt in vLLM's format."""
     logprobs, rows = await server.scores(ids, top_k)
     told: list[dict[str, Any] | None] = [None]
     for at in range(1, len(ids)):
@@ -110,6 +113,7 @@ async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, A
 
 
 async def _pause(server: FakeServer, request: Request) -> Any:
+    """Answer a request to pause: abort the requests, or only stop sampling."""
     server.recompute = request.query_params.get("clear_cache", "true") == "true"
     if request.query_params.get("mode", "abort") == "abort":
         await server.abort()

@@ -78,6 +78,7 @@ def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
     """Return the whole endpoint as an ASGI application. Every path exists with and without ``/v1``."""
 
     async def models(request: Request) -> Response:
+        """Answer with the names that a request may give as its model: the policy and the agents."""
         dispatcher.sessions.find(request.headers)
         names = (POLICY, *sorted(dispatcher.agents))
         about = {"object": "model", "type": "model", "created": 0, "owned_by": "headrace"}
@@ -344,6 +345,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
+    """Return the response to a path or a method that is not served; it names those that are."""
     assert isinstance(error, HTTPException)
     path = shown(request.url.path)
     known = ", ".join(f"/v1{path}" for path in (*PATHS, COUNT))

@@ -58,6 +58,7 @@ class _ChatAnswer(BodyPart):
     name: str = ""
 
     def message(self) -> Message:
+        """Return the assistant's message in Headrace's form."""
         return Message(
             role="assistant",
             content=self.content,
@@ -119,6 +120,7 @@ class _ChatBody(StrictBody):
     return_token_ids: bool = False
 
     def request(self, context: ExchangeContext) -> EndpointRequest:
+        """Return the request in Headrace's form. Raises :class:`Refusal` if it asks for too many choices."""
         if self.n > context.max_choices:
             raise Refusal(
                 f"n={self.n} is more than {context.max_choices}",
@@ -153,6 +155,7 @@ class _ChatExchange:
     context: ExchangeContext
 
     def answer(self, replies: Sequence[Reply]) -> Json:
+        """Return the body of the response, with one choice for each reply."""
         choices = []
         for index, reply in enumerate(replies):
             message = {"role": "assistant", "refusal": None, **_message(reply.message)}
@@ -184,12 +187,15 @@ class _ChatStream:
         self._begun: set[int] = set()
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+        """Yield the events that stream one piece of a choice."""
         yield from self._begin(choice)
         for name, text in (("reasoning_content", piece.reasoning), ("content", piece.content)):
             if text:
                 yield self._chunk(choice, {name: text})
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
+        """Yield the events that end the stream: the calls of tools and the reason of each choice's end, and the usage
+        if it was asked for."""
         for choice, reply in enumerate(replies):
             yield from self._begin(choice)
             for index, call in enumerate(_message(reply.message).get("tool_calls", ())):
@@ -229,6 +235,8 @@ def _finish(reply: Reply) -> str:
 
 
 def _usage(replies: Sequence[Reply]) -> Json:
+    """Return the token counts of an answer in OpenAI's format. The prompt, which all ``replies`` share, is counted
+    once."""
     num_prompt, num_sampled = replies[0].num_prompt_tokens, sum(reply.num_tokens for reply in replies)
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled

@@ -208,6 +208,7 @@ class _MessagesExchange:
     context: ExchangeContext
 
     def answer(self, replies: Sequence[Reply]) -> Json:
+        """Return the body of the response, which has exactly one reply."""
         (reply,) = replies
         begun = self.begun(reply.num_prompt_tokens)
         return {
@@ -261,6 +262,7 @@ class _MessagesStream:
         """Type of the open block, the one at ``_index``; empty if no block is open."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+        """Yield the events that stream one piece of the answer, in a block of reasoning or of text."""
         yield from self._begin(piece.num_prompt_tokens)
         if piece.reasoning and self._exchange.body.thinking.shown:
             yield from self._open_block({"type": "thinking", "thinking": "", "signature": ""})
@@ -270,6 +272,8 @@ class _MessagesStream:
             yield self._delta(type="text_delta", text=piece.content)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
+        """Yield the events that end the stream: the blocks which have not been streamed, such as calls of tools, and
+        the reason of the end."""
         whole = self._exchange.answer(replies)
         yield from self._begin(replies[0].num_prompt_tokens)
         for block in whole["content"][self._index + 1 :]:
@@ -300,6 +304,7 @@ class _MessagesStream:
         return _event("content_block_delta", index=self._index, delta=delta)
 
     def _close_block(self) -> Iterator[SseEvent]:
+        """Yield the events that close the open block, if there is one."""
         if self._open_type == "thinking":
             yield self._delta(type="signature_delta", signature=UNSIGNED)
         if self._open_type:
@@ -308,6 +313,7 @@ class _MessagesStream:
 
 
 def _stop_reason(reply: Reply) -> str:
+    """Return why an answer ended, in the words of the protocol."""
     if reply.stop_reason is not StopReason.STOP:
         return "max_tokens"  # the protocol has no value for a deadline or a withdrawn request
     if reply.stop:

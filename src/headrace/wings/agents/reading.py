@@ -83,6 +83,7 @@ def text_of(*kinds: str) -> Callable[[object], str]:
     words = f'expected a text, or a list of {{"type": "{kinds[0]}", "text": ...}}: the policy reads text alone'
 
     def read(value: object) -> str:
+        """Return the text of a message's content: a string, or the texts of its parts, joined."""
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
@@ -90,6 +91,7 @@ def text_of(*kinds: str) -> Callable[[object], str]:
         return "".join(map(read_part, value))
 
     def read_part(part: object) -> str:
+        """Return the text of one part. Raises an error of validation for a part that is not text."""
         fields = part if isinstance(part, dict) and part.keys() <= {"type", "text"} | HARMLESS else {}
         if fields.get("type") in kinds and isinstance(text := fields.get("text"), str):
             return text

@@ -320,6 +320,7 @@ class _ResponsesExchange:
 
 
 def _usage(reply: Reply) -> Json:
+    """Return the token counts of an answer in the format of the protocol."""
     return {
         "input_tokens": reply.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -386,6 +387,8 @@ class ItemEventStream:
         self._text = ""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+        """Yield the events that stream one piece of the answer. Reasoning and message are items of their own, each
+        opened by its first piece."""
         yield from self._begin()
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if not text:
@@ -400,6 +403,8 @@ class ItemEventStream:
             yield self._about(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
+        """Yield the events that end the stream: the open item is closed, calls of tools follow, then the whole
+        response."""
         final_body = self._final_body(replies)
         yield from self._begin()
         if self._open_type:
@@ -413,6 +418,7 @@ class ItemEventStream:
         yield self._event(f"response.{final_body['status']}", response=final_body)
 
     def _begin(self) -> Iterator[SseEvent]:
+        """Yield the events that begin the stream, once."""
         if not self._is_begun:
             self._is_begun = True
             yield self._event("response.created", response=self._begun)
@@ -425,6 +431,7 @@ class ItemEventStream:
         return message_item(self._name, self._text, "completed", [])
 
     def _open(self, kind: str) -> Iterator[SseEvent]:
+        """Yield the events that open an item of this ``kind``: ``reasoning`` or ``message``."""
         self._index, self._open_type, self._text = self._index + 1, kind, ""
         item = self._item()
         begun = {**item, "content": []} | ({"status": "in_progress"} if "status" in item else {})
@@ -432,6 +439,7 @@ class ItemEventStream:
         yield self._about("response.content_part.added", content_index=0, part=item["content"][0])
 
     def _close(self, item: Json) -> Iterator[SseEvent]:
+        """Yield the events that close the open item, whose final form is ``item``."""
         part = item["content"][0]
         more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
         yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
@@ -440,6 +448,7 @@ class ItemEventStream:
         self._open_type = ""
 
     def _call(self, item: Json) -> Iterator[SseEvent]:
+        """Yield the events of a call of a tool, whose arguments come whole."""
         self._index += 1
         begun = {**item, "arguments": "", "status": "in_progress"}
         kind, about = "response.function_call_arguments", {"item_id": item["id"], "output_index": self._index}

@@ -108,6 +108,7 @@ def _learner(model_dir: Path, objective: Objective, clock: Clock) -> tuple[Learn
 
 
 def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
+    """Return how many seconds one training step takes."""
     batch = batch_of(step)
     start_s = clock.now()
     core.train(batch)

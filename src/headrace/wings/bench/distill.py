@@ -77,6 +77,8 @@ def _refreshment(records: list[StepRecord]) -> float | None:
 
 
 def _targets(row: Row) -> list[Target]:
+    """Return the targets that a row of the report is held to: the accuracy gained, and the time of steps that refresh
+    the teacher if there are such steps."""
     gained = (row["eval_after"] or 0.0) - (row["eval_before"] or 0.0)
     targets = [at_least(f"{row['what']}: held-out accuracy gained", gained, 0.2, "fraction")]
     if row["refreshment_by_step"] is not None:

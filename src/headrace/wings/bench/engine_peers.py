@@ -119,6 +119,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _vllm_environment(threads: int) -> dict[str, str]:
+    """Return the environment variables of vLLM on ``threads`` cores, without its telemetry."""
     return {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

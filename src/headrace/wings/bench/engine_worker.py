@@ -72,6 +72,8 @@ class Native:
         self._model.register_forward_hook(self._leave)
 
     def do(self, request: Request) -> Answer:
+        """Carry out one request of the benchmark: measure the machine's rates, fill the cache, or sample answers;
+        return the figures."""
         if "matrix_size" in request:
             return self._machine_rates(request)
         if "fill_cache" in request:
@@ -113,6 +115,7 @@ class Native:
         return {"flop_per_s": 2 * size**3 / products_s, "bytes_per_s": 2 * num_bytes / copies_s}
 
     def _shortest_s(self, work: Callable[[], object]) -> float:
+        """Return the shortest of ten times, in seconds, that ``work`` takes."""
         times_s = []
         for _ in range(10):
             start_s = self._clock.now()
@@ -121,6 +124,7 @@ class Native:
         return min(times_s)
 
     def _add(self, request: Request) -> None:
+        """Queue the prompts of a request, each with the length of its answer in tokens."""
         for prompt, length in zip(request["prompts"], request["lengths"], strict=True):
             sampling = Sampling(max_new_tokens=length, seed=self._next_id, **request.get("sampling", {}))
             prompt_ids_T = np.array(prompt, np.int32)
@@ -145,6 +149,8 @@ class NativeWithSync(Native):
         return self._commits(request) if "commits" in request else super().do(request)
 
     def _receiver(self) -> WeightReceiver:
+        """Return a receiver of weights through shared memory, after the model's weights were copied to both slots of
+        its publisher."""
         tensors = weight_tensors(self._model)
         path = shared_memory_root() / f"headrace-bench-{os.getpid()}"
         self._publisher = make_publisher(Route(address=str(path)), tensors)
@@ -176,6 +182,7 @@ class NativeWithSync(Native):
         return {"gaps_s": gaps_s, "mean_running": running / max(len(gaps_s), 1)}
 
     def _commit(self) -> list[float]:
+        """Stage and commit one more version; return the commit gaps in seconds."""
         self._version += 1
         self._engine.stage(self._publisher.announce(self._version, self._version % 2))
         self._engine.commit(self._version)
@@ -190,6 +197,8 @@ class TransformersGenerate:
 
     @torch.no_grad()
     def do(self, request: Request) -> Answer:
+        """Sample the answers of a request in batches, each padded to its longest answer; return the number of tokens
+        that count."""
         tokens = 0
         for start in range(0, len(request["lengths"]), BATCH):
             lengths = request["lengths"][start : start + BATCH]
@@ -214,6 +223,7 @@ class Continuous:
 
     @torch.no_grad()
     def do(self, request: Request) -> Answer:
+        """Sample the answers of a request with transformers' continuous batching; return the number of tokens."""
         # no token has the id -1, so no sequence ends early
         config = _settings(self._model, request["lengths"][0], eos=-1)
         out = self._model.generate_batch(
@@ -235,6 +245,7 @@ SIDES: dict[str, Callable[[str], EngineSide]] = {
 
 
 def _load_transformers(model_dir: str) -> PreTrainedModel:
+    """Load a model with transformers alone, in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         Path(model_dir), dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
@@ -242,6 +253,7 @@ def _load_transformers(model_dir: str) -> PreTrainedModel:
 
 
 def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -> GenerationConfig:
+    """Return the settings of transformers for plain sampling of ``max_new_tokens`` tokens."""
     model.generation_config.eos_token_id = eos
     return GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=eos,

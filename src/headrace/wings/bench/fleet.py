@@ -75,11 +75,14 @@ def _measure_routing() -> Row:
         latencies_s.append(clock.now() - began[seed])
 
     async def go(engines: Sequence[CountingEngine], serve: Callable[[int], Engine]) -> float:
+        """Serve two turns of every session at once; return the seconds until all have ended. ``serve`` returns the
+        engine for a session's number."""
         rng = np.random.default_rng(0)
         prompts = rng.integers(0, 50_000, (SEQUENCES // GROUP, PROMPT_TOKENS), dtype=np.int32)
         lengths = rng.integers(FLUSH, 8 * FLUSH, (2, SEQUENCES)).tolist()
 
         async def one(number: int) -> None:
+            """Sample both turns of one session."""
             options = RequestOptions(session=str(number))
             for turn in range(2):  # the second turn starts while all other sequences are in flight
                 seed = turn * SEQUENCES + number
@@ -94,6 +97,8 @@ def _measure_routing() -> Row:
         return clock.now() - start_s
 
     async def main() -> Row:
+        """Return the time that routing adds to a request (ms) and to a chunk (µs), against engines that are called
+        directly."""
         engines = [
             CountingEngine(name=f"engine-{place}", flush=FLUSH, on_request=on_request) for place in range(ENGINES)
         ]
@@ -120,6 +125,8 @@ def _measure_slow_engine() -> Row:
     they can do."""
 
     def sampled(token_s: float) -> int:
+        """Return how many tokens the other nine engines sample beside one that needs ``token_s`` seconds for a
+        token."""
         engines = [CountingEngine(name="slow", flush=FLUSH, places=PLACES, token_s=token_s)]
         engines += [CountingEngine(name=f"engine-{place}", flush=FLUSH, places=PLACES) for place in range(9)]
         run_virtual(_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
@@ -141,6 +148,8 @@ def _measure_commit(rolling: int) -> Row:
         return (_sampled(engines) - before) / for_s
 
     async def commit(fleet: Fleet) -> None:
+        """Commit a version while the fleet serves; note how long it takes, and the throughput meanwhile as a fraction
+        of that before."""
         before, start_s = await per_second(4 * COMMIT_S), VirtualClock().now()
         async with asyncio.TaskGroup() as group:
             committing = group.create_task(commit_weights(fleet, 1, Interrupt.DRAIN))
@@ -163,6 +172,7 @@ def _measure_failures() -> Row:
     all_engines, carried = list(engines), list[int]()
 
     async def kill(fleet: Fleet) -> None:
+        """Kill one engine after the other, and let a new one join in its place each time."""
         for number in range(KILLS):
             await asyncio.sleep(KILL_EVERY_S - AWAY_S)
             dying = engines[number % 3]
@@ -209,6 +219,7 @@ async def _under_load(
     fleet, read, rng = await _fleet(engines, rolling=rolling), _ReaderTotals(), np.random.default_rng(0)
 
     async def reader() -> None:
+        """Read one answer after the other, for ever, and count requests and tokens."""
         while True:
             read.begun += 1
             read.open += 1

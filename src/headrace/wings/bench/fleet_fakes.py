@@ -49,6 +49,7 @@ class CountingEngine:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
+        """Yield an answer of the requested length in chunks of ``flush`` tokens, as fast as ``token_s`` allows."""
         self.on_request(sampling.seed)
         done, total = 0 if options.answer_ids_T is None else len(options.answer_ids_T), sampling.max_new_tokens
         async with self._slots:
@@ -79,6 +80,7 @@ class CountingEngine:
         return 0.0
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        """Take ``commit_s`` seconds, during which no token is sampled, to use ``version``."""
         self._resumed.clear()
         await asyncio.sleep(self.commit_s)
         self._resumed.set()
@@ -103,6 +105,7 @@ class CountingEngine:
 
 
 def _tokens(version: int, size: int) -> Tokens:
+    """Return ``size`` sampled tokens of a version."""
     return Tokens(
         ids_T=np.zeros(size, np.int32),
         logprobs_T=np.zeros(size, np.float32),

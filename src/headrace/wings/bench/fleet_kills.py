@@ -108,6 +108,7 @@ async def _kill_engines(program: asyncio.subprocess.Process, run_dir: Path, obse
 
 
 async def _read(program: asyncio.subprocess.Process, observed: _RunObservations) -> None:
+    """Read the output of the run, and note its first step and each return of an engine."""
     assert program.stdout is not None
     async for line in program.stdout:
         if _STEP.match(line.decode()):

@@ -174,6 +174,7 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
 
 
 def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+    """Compare steps that compute shared prompts once with steps that compute them for each answer."""
     sizes = bench.sizes
     off = make_request(sizes.spec, sizes.long_prompt, sizes.short_answers)
     on = {**off, "settings": {"share_prefixes": True}}
@@ -184,6 +185,7 @@ def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 
 
 def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+    """Compare steps that train an adapter with steps that train all weights."""
     sizes = bench.sizes
     full = make_request(sizes.spec, sizes.prompt, sizes.short_answers)
     rounds = _alternate(bench, "LoRA of rank 16", (ours, {**full, "lora": {"rank": 16}}), (ours, full))
@@ -191,6 +193,7 @@ def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 
 
 def _replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+    """Compare steps that replay recorded experts with steps that route tokens themselves."""
     experts = bench.model("experts", EXPERTS)
     off = make_request(EXPERTS, bench.sizes.prompt, bench.sizes.short_answers, model=str(experts))
     rounds = _alternate(bench, "routing replay", (ours, {**off, "replay": True}), (ours, off))

@@ -94,6 +94,8 @@ class OwnLearner:
         self._loaded_bytes = 0
 
     def do(self, request: Request) -> Answer:
+        """Train one step of Headrace's learner on a made-up batch, or measure the machine's matrix products; return the
+        figures."""
         if "products" in request:
             return {"flop_per_s": max(self._flop_per_s(*shape) for shape in request["products"])}
         name = json.dumps([request.get(key) for key in ("model", "settings", "lora")])
@@ -178,6 +180,7 @@ class Padded:
         self._loaded_bytes = memory_bytes("VmRSS")
 
     def do(self, request: Request) -> Answer:
+        """Train one step of the padded loop over transformers on a made-up batch; return the figures."""
         batch = batch_of(self._step, request)
         start_s = self._clock.now()
         for ids_BL, mask_BL, advantages_B in padded(batch):
@@ -195,6 +198,7 @@ class Padded:
         }
 
     def _backward(self, ids_BL: Tensor, mask_BL: Tensor, advantages_B: Tensor, loss_tokens: int) -> None:
+        """Add the gradient of DAPO's loss over one padded micro-batch."""
         present_BL = (ids_BL > 0).long()
         logits_BLV = self._model(input_ids=ids_BL, attention_mask=present_BL, use_cache=False).logits[:, :-1]
         log_pi_BL = logits_BLV.log_softmax(-1).gather(2, ids_BL[:, 1:, None])[..., 0]
@@ -235,6 +239,7 @@ def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 
 
 def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
+    """Return the logprob of each token, computed tile by tile by the learner's head."""
     from headrace.learner.head import HeadRequest, linear_logprobs
 
     head_request = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
@@ -254,6 +259,7 @@ class HeadAlone:
         return {"seconds": seconds, "extra_bytes": extra_bytes}
 
     def _run(self, tokens: int, vocab: int, hidden: int) -> tuple[float, int]:
+        """Return the seconds and the bytes that logprobs and their gradients take for this many tokens."""
         draws = torch.Generator().manual_seed(0)
         hidden_PD = torch.randn(tokens, hidden, generator=draws).requires_grad_()
         weight_VD = torch.randn(vocab, hidden, generator=draws).requires_grad_()

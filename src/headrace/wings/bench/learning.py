@@ -127,6 +127,7 @@ def _listed(option: str, text: str, known: Mapping[str, object]) -> list[str]:
 
 
 def _numbers(option: str, text: str) -> list[int]:
+    """Return a list of numbers given on the command line, separated by commas."""
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:

@@ -113,6 +113,7 @@ def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
 
 
 def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
+    """Return how many seconds the ledger takes for ``operations``."""
     clock = RealClock()
     start_s = clock.now()
     for operation in operations:
@@ -133,6 +134,7 @@ def _transitions_of(number: int) -> list[Operation]:
 
 
 def _sampled(count: int) -> Tokens:
+    """Return ``count`` random tokens."""
     rng = np.random.default_rng(count)
     return Tokens(
         ids_T=rng.integers(0, 150_000, count).astype(np.int32),
@@ -147,6 +149,7 @@ def _episode(index: int) -> EpisodeGraph:
 
 
 def _stream(number: int) -> Stream:
+    """Return the operation that stores one piece of each running sequence."""
     tokens = _sampled(PIECE)
     parts = (
         TokenChunk(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)

@@ -72,6 +72,8 @@ def measure(on_progress: Callable[[str], None]) -> Report:
 
 
 def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
+    """Return the targets for what was learned: accuracy before and after training, and that it does not move at a
+    learning rate of 0."""
     moves = [abs((s.eval_after or 0.0) - (s.eval_before or 0.0)) for s in frozen]
     return [
         at_most("held-out accuracy before, highest seed", max(s.eval_before or 0.0 for s in learned), 0.55, "fraction"),
@@ -81,8 +83,9 @@ def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
 
 
 def _paired(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> tuple[list[float], list[Row]]:
-    """Return the ratio of wall time per trained token at ``max_age=1`` to that at ``max_age=0`` for each pair, and the
-    rows."""
+    """Train the demo :data:`PAIRS` times with ``max_age=1`` and with ``max_age=0``, under a slow reward. Return, for
+    each pair, the wall time per trained token at ``max_age=1`` divided by that at ``max_age=0``; and the rows of the
+    report, one for each run."""
     ratios: list[float] = []
     rows: list[Row] = []
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:

@@ -70,6 +70,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the scorers of each configuration that is measured, as they stand in a run file."""
     verifier = {"kind": "function", "ref": f"{rewards}:small_digits"}
     process = {"kind": "function", "ref": f"{rewards}:process", "by_turn": True, "weight": 0.5}
     judge = {"kind": "judge", "base_url": url, "model": "any", "weight": 0.1, "concurrency": 256}
@@ -125,6 +126,7 @@ def _row(what: str, pair: int, summary: Summary) -> Row:
 
 
 def _sandbox_s() -> float:
+    """Return the median time in seconds of a program in the sandbox that does nothing."""
     clock = RealClock()
     seconds = []
     for _ in range(SANDBOX_RUNS):

@@ -85,6 +85,7 @@ class _SyncBench:
 
     @contextmanager
     def learner(self, plan: SyncPlan) -> Iterator[PeerProcess]:
+        """Open a worker process that publishes weights by ``plan``, for the body of ``with``."""
         path = self.directory / "plan.json"
         path.write_bytes(msgspec.json.encode(plan))
         with worker("learner", path, self.threads, module=WORKER) as opened:

@@ -109,6 +109,7 @@ class MovingLearner:
         return {"copy_s": min(self._timed(lambda: target.copy_(source)) for _ in range(_TIMES)), "bytes": num_bytes}
 
     def _broadcast(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send the weights to the receiving process through a process group, which is joined at the first request."""
         if self._group is None:
             self._group = join_local_group(Path(request["directory"]), "bench", (0, 2), DEADLINE_S)
         broadcast(self._group, list(self._weights.values()), request["how"], packs=True)
@@ -147,6 +148,7 @@ def _block(num_bytes: int) -> memoryview:
 
 
 def _pack(tensors: list[Tensor], flat: memoryview) -> None:
+    """Copy ``tensors``, one after the other, into the buffer ``flat``."""
     start = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()

@@ -100,6 +100,8 @@ def _exported(process: subprocess.Popen[str]) -> dict[str, str]:
 
 @contextmanager
 def _server(model: Path, state: Path) -> Iterator[_Server]:
+    """Start ``headrace tinker`` and connect a client, for the body of ``with``. Raises
+    :class:`~headrace.base.errors.ConfigError` if the client is not installed."""
     try:
         import tinker
     except ImportError:
@@ -124,6 +126,7 @@ def _prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def _datum(length: int, seed: int) -> Any:
+    """Return a datum of ``length`` random tokens, all of which carry loss."""
     from tinker import types
 
     ids = _prompt(length + 1, seed)
@@ -187,6 +190,7 @@ class _TinkerBench:
             self._many()
 
     def _models(self, count: int) -> list[Any]:
+        """Create ``count`` models that train an adapter each, and make one step with each."""
         create = self._server.client.create_lora_training_client
         asked = [create(base_model=NAME, rank=RANK, seed=seed) for seed in range(count)]
         models = [each.result() for each in asked]
@@ -194,6 +198,7 @@ class _TinkerBench:
         return models
 
     def _trips(self, model: Any) -> None:
+        """Measure the time between a small request and its result, for training and for sampling."""
         self._tell(f"{self._name}: round trips")
         data, sampler = [_datum(64, 0)], model.save_weights_and_get_sampling_client().result()
         found: dict[str, list[float]] = {"forward_backward of 64 tokens": [], "sample of 16 tokens": []}
@@ -212,6 +217,8 @@ class _TinkerBench:
             self.targets.append(at_most(f"{self._name}, {what}", middle, limit_ms, "ms"))
 
     def _several(self, models: Sequence[Any]) -> None:
+        """Measure how much throughput, in tokens per second, is left when the same work is spread over all ``models``
+        instead of one."""
         sizes, count = self._sizes, len(models)
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
         decode, train = list[tuple[float, float]](), list[tuple[float, float]]()

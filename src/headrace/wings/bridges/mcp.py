@@ -38,6 +38,7 @@ def make(what: str, options: dict[str, Any]) -> Found:
         find_program(shlex.split(what))
 
     async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+        """Run one episode: the policy answers and calls the server's tools until an answer has no call."""
         messages = [Message(role="system", content=system)] if system else []
         messages += as_messages(task["prompt"])
         async with connected(what, timeout_s) as tools:

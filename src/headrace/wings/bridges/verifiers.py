@@ -37,6 +37,8 @@ def make(what: str, options: dict[str, Any]) -> Found:
     tasks = Tasks(environment.taskset)
 
     async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+        """Run one episode of the verifiers environment, whose client talks to the policy over HTTP, and return its
+        reward."""
         client = EvalClientConfig(
             base_url=policy.base_url,
             api_key_var=_NO_VARIABLE,

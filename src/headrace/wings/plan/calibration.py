@@ -160,6 +160,8 @@ def _episode_s(run: RunRecording) -> float:
 
 
 def _fit_line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:
+    """Fit seconds = fixed + n · per sequence to ``points`` (batch size, seconds). If the batch sizes hardly differ, the
+    time is taken as fixed; neither term is negative."""
     batch_sizes, seconds = points[:, 0], points[:, 1]
     if batch_sizes.max() < SPREAD * batch_sizes.min():
         return Linear(fixed_s=float(np.mean(seconds)))

@@ -47,6 +47,7 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _both_rates(self) -> Self:
+        """Refuse a constant rate of one side, generation or training, without that of the other."""
         if (self.generation_tok_s is None) != (self.training_tok_s is None):
             given = "training_tok_s" if self.generation_tok_s is None else "generation_tok_s"
             other = "generation_tok_s" if self.generation_tok_s is None else "training_tok_s"

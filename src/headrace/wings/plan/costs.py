@@ -51,6 +51,8 @@ class Roofline:
     """Fixed time t0 of every step: kernel launches, sampling, scheduling."""
 
     def step_s(self, num: int, context: float) -> float:
+        """Return the seconds of one decoding step of ``num`` sequences with ``context`` tokens in all: the longer of
+        the times to read weights and cache and to compute, plus the overhead."""
         read = self.weight_bytes + context * self.kv_bytes
         if self.expert_bytes:
             read += self.expert_bytes * (1.0 - (1.0 - self.expert_share) ** num)

@@ -37,15 +37,15 @@ class SimulatedAnswer:
     """An answer that is being sampled."""
 
     ended: Callable[[SimulatedAnswer], None]
-    """Called when the last token is sampled."""
+    """The function that is called with the answer when its last token has been sampled."""
     left: float
-    """Number of tokens still to be sampled."""
+    """Number of tokens that remain to be sampled; a fraction between two steps of the engine."""
     context: float
-    """Number of tokens before those."""
+    """Number of tokens of the prompt and of the part of the answer that is sampled."""
     uncached: float
     """Number of context tokens to prefill when the answer joins a batch; the others are cached."""
     versions: dict[int, float] = field(default_factory=dict)
-    """Number of sampled tokens by version."""
+    """Number of tokens sampled so far, by the version of the weights that sampled them."""
     joined_at: float = 0.0
     """Step count of the engine when the answer joined the batch."""
     engine: SimulatedEngine | None = None
@@ -241,6 +241,7 @@ class SimulatedEngine:
             self._by_arrival = [each for each in self._by_arrival if each.running and each.engine is self]
 
     def _by_version(self, begin: float, end: float) -> Iterator[tuple[int, float]]:
+        """Yield each version in use between two step counts, with the number of steps that it was in use."""
         place = bisect_right(self._version_starts, begin) - 1
         while begin < end:
             until = self._version_starts[place + 1] if place + 1 < len(self._version_starts) else end

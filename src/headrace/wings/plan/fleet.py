@@ -81,6 +81,8 @@ class SimulatedFleet:
         return False
 
     def _choose(self, near: SimulatedEngine | None) -> SimulatedEngine | None:
+        """Return the engine for an answer: ``near``, which has its context in the cache, unless it has much more load
+        than the least loaded one. ``None`` if no engine runs."""
         if not self._indexed_load:  # all engines drain for a commit, or are down
             alive = [engine for engine in self.engines if engine.up]
             return near if near in alive else min(alive, key=lambda engine: engine.load, default=None)
@@ -170,6 +172,8 @@ class SimulatedFleet:
             self._events.after(self._rng.exponential(self._failures.engine_mtbf_s), self._fail, engine)
 
     def _fail(self, engine: SimulatedEngine) -> None:
+        """Let an engine fail: its answers go to other engines, and it starts again after ``engine_restart_s``
+        seconds."""
         self._unrouted.extend(engine.fail())
         self._index(engine)
         self._events.after(self._failures.engine_restart_s, self._restart, engine)
@@ -185,6 +189,7 @@ class SimulatedFleet:
         return unrouted
 
     def _restart(self, engine: SimulatedEngine) -> None:
+        """Let a failed engine run again with the newest version, and give it the answers that no engine could take."""
         engine.restart(self._target_version)
         self._index(engine)
         self._schedule_failure(engine)

@@ -74,7 +74,7 @@ class SimulatedGroup:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedBatch(SimulatedWork):
-    """The batch of one step."""
+    """The simulated batch of one step, with the groups that were taken for it."""
 
     taken: TakenBatch
     groups: list[SimulatedGroup]
@@ -113,6 +113,8 @@ class SimulatedRecorder:
         return record
 
     def _tokens(self, oldest: int, newest: int, count: int) -> Tokens:
+        """Return ``count`` tokens, all sampled by version ``oldest`` but the last, which was by ``newest``; only these
+        two matter to the flow."""
         key = (oldest, newest, count)
         if key not in self._cache:
             versions_T = np.full(count, oldest, np.int32)

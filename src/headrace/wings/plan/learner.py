@@ -115,6 +115,7 @@ class SimulatedLearner(Generic[B]):
         self._copy(work)
 
     def _copy(self, work: B) -> None:
+        """Begin to copy the new weights to a buffer, if training has ended and a buffer is free."""
         if not work.has_buffer or self._trained_s is None:
             return
         self.exposed_sync_s += self._events.now_s - self._trained_s + self._sync.snapshot_s
@@ -123,6 +124,7 @@ class SimulatedLearner(Generic[B]):
         self._events.after(self._sync.snapshot_s, self._copied, work)
 
     def _copied(self, work: B) -> None:
+        """Publish the copied weights, and begin the next step."""
         self._published.append(work.step + 1)
         self._num_ordered -= 1
         self.current = None

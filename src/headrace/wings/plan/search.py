@@ -158,12 +158,15 @@ class Search:
         return _unique(self._possible(counts))
 
     def _possible(self, counts: Sequence[int]) -> Iterator[int]:
+        """Yield each of ``counts`` of generating devices rounded to one that can be divided into engines and leaves
+        enough for the learner."""
         fit, total = self.site.fit, self.site.cluster.count
         most = total - fit.least_learner
         for count in counts:
             yield min(max(count // fit.ways * fit.ways, fit.ways), most // fit.ways * fit.ways)
 
     def _configured(self, generation: int) -> Choice:
+        """Return the choice that the configuration makes, with ``generation`` devices that generate."""
         requested = self.site.request
         return Choice(
             generation=generation,
@@ -178,6 +181,8 @@ class Search:
         return replace(choice, shared=True, interrupt=Interrupt.SLEEP)
 
     def _finer_splits(self, choice: Choice) -> list[Choice]:
+        """Return choices that differ from ``choice`` a little in the number of generating devices; none if that number
+        is fixed."""
         if self.fixed:
             return []
         total = self.site.cluster.count
@@ -189,6 +194,7 @@ class Search:
         return [choice.with_flow(groups_per_step=each) for each in (size // 2, 2 * size) if each >= 1]
 
     def _simulate(self, choice: Choice) -> Candidate:
+        """Simulate a choice for long enough to fill its lead, or return the earlier result."""
         key = (choice.generation, choice.shared, choice.interrupt, choice.transport, choice.flow.model_dump_json())
         if key not in self._simulated:
             per_step = choice.flow.groups_per_step * choice.flow.group_size
@@ -204,6 +210,8 @@ class Search:
         return self._better(self._simulate(first), others)
 
     def _better(self, best: Candidate, choices: Sequence[Choice]) -> Candidate:
+        """Return the best candidate among ``best`` and ``choices``: the one with more trained tokens per second, or,
+        where these are nearly equal, with the younger tokens."""
         for choice in choices:
             other = self._simulate(choice)
             ratio = other.tok_s / best.tok_s

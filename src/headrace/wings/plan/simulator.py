@@ -257,6 +257,7 @@ class Simulation:
         return done_s
 
     def _withdraw_rest(self, group: SimulatedGroup) -> None:
+        """Withdraw the episodes of a group that still run."""
         for episode in group.episodes:
             if episode.status is EpisodeStatus.RUNNING:
                 episode.status = EpisodeStatus.LEFT_OUT
@@ -264,6 +265,7 @@ class Simulation:
                 self.sampling -= self.fleet.withdraw(episode)
 
     def _episode_scored(self, episode: SimulatedEpisode) -> None:
+        """Draw the reward of an episode, and close its group if it was the last."""
         self.scoring -= 1
         episode.reward = self._draws.reward(episode.group.chance)
         episode.status = EpisodeStatus.FAILED if episode.reward is None else EpisodeStatus.SCORED
@@ -272,6 +274,8 @@ class Simulation:
             self._close(episode.group)
 
     def _close(self, group: SimulatedGroup) -> None:
+        """Give a group whose episodes have all ended to the flow, through the filters if there are any or an episode
+        has failed."""
         self._may_admit = self._may_take = True
         if self._has_filters or any(episode.status is not EpisodeStatus.SCORED for episode in group.episodes):
             self._apply_filters(group)

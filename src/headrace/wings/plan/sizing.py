@@ -220,6 +220,7 @@ def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> Conf
 
 
 def _recomputing(request: SizingRequest) -> SizingRequest:
+    """Return the request with recomputation of activations turned on."""
     learner = request.learner
     return replace(
         request,
@@ -228,6 +229,8 @@ def _recomputing(request: SizingRequest) -> SizingRequest:
 
 
 def _pass_too_large(request: SizingRequest, cluster: Cluster, instead: str = "") -> ConfigError:
+    """Return the error for a micro-batch whose activations do not fit into a device. ``instead`` is a remedy to name
+    first."""
     usable, kept, tokens = _usable(cluster), activation_bytes(request), request.learner.tokens_per_microbatch
     return ConfigError(
         f"one pass of {tokens} tokens of {request.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "

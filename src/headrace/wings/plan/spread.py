@@ -45,6 +45,7 @@ class Uniform(Spread):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
+        """Refuse a range whose lower end is above its upper end."""
         if self.low > self.high:
             raise ConfigError(
                 f"a uniform spread from low={self.low:g} to high={self.high:g} has no values",

@@ -61,6 +61,7 @@ def _step(seconds: float) -> str:
 
 
 def _assumed(site: PlanContext) -> str:
+    """Return a sentence that says whether lengths and latencies were measured or assumed."""
     if site.measured is not None:
         return "Lengths and latencies: as the run has seen them."
     answers = site.workload.answer_tokens.model_dump(exclude_none=True)
@@ -142,6 +143,8 @@ def _changes(found: SearchResult) -> list[str]:
 
 
 def _how_to_alternate(found: SearchResult) -> str:
+    """Return a sentence that says which settings let engine and learner take turns on all devices, and whether another
+    batch size would be faster."""
     request, turns, best = found.site.request, found.requested, found.best
     missing = ["flow.max_age = 0"] if request.flow.greatest_age else []
     if request.sync.interrupt is not Interrupt.SLEEP:

@@ -184,6 +184,7 @@ async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) ->
     pieces: list[list[ChoicePiece]] = [[] for _ in parsed.choices]
 
     async def keep(piece: ChoicePiece) -> None:
+        """Keep a piece of an answer; if the answer was restarted, the earlier pieces are discarded."""
         if piece.restarted:
             pieces[piece.index].clear()
         meter.piece(piece)
@@ -245,6 +246,7 @@ class AnswerEventStream:
         return AnswerEventStream(parsed, meter, send)
 
     async def _data(self, data: bytes, *, more: bool) -> None:
+        """Send bytes to the client, after the head of the response if it has not been sent."""
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})

@@ -81,6 +81,7 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
         return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
     async def model(request: Request) -> Response:
+        """Answer with the facts of one model."""
         service = state.ready()
         name = request.path_params["name"]
         check_model(name, service.served)
@@ -187,6 +188,7 @@ async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
+    """Return a served model in OpenAI's format, with its context in tokens and its version."""
     return {
         "id": name,
         "object": "model",
@@ -203,6 +205,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
+    """Return the response to a path or a method that is not served; it names those that are."""
     assert isinstance(error, HTTPException)
     path = shown(request.url.path)
     known = "GET /health, /metrics, /v1/models; POST " + ", ".join((*COMPLETIONS, "/tokenize", "/detokenize"))

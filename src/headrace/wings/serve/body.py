@@ -54,6 +54,8 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises :class:`Refusal` for other bodies, and for an object with the same name
+    twice."""
     # from_json keeps the last of two values with one name; the second pass refuses such a body
     try:
         tree = pydantic_core.from_json(data, allow_inf_nan=False)
@@ -82,6 +84,7 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
 
 
 async def _read(request: Request, limits: BodyLimits) -> bytes:
+    """Return the body of a request. Raises :class:`Refusal` as soon as it is longer than the limit."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.max_bytes:
         raise _too_long(limits)
@@ -116,6 +119,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, A]) -> A:
     is_gone = False
 
     async def watch() -> None:
+        """Cancel the work when the client closes the connection."""
         nonlocal is_gone
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -111,6 +111,7 @@ async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_opt
 
 
 async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOptions, emit: Emit) -> None:
+    """Sample one choice, and pass its pieces to ``emit``; the prompt comes first if the request wants it echoed."""
     length = 0
     if request.echo is not None:
         echoed = await _echoed(engine, request, request.echo, text_options)
@@ -160,6 +161,8 @@ class _Text:
         self._held_back: list[int] = []
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
+        """Return what a chunk adds to the text of a choice. Text that may belong to a stop string or to a call of a
+        tool is held back until that is certain."""
         ids, reason = chunk.tokens.ids_T.tolist(), chunk.stop_reason
         text, offsets = "", list[int]()
         if self._manner.offsets:

@@ -113,6 +113,7 @@ def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
 
 
 def _healthy(url: str, token: str) -> bool:
+    """Return whether the server answers."""
     try:
         return httpx.get(f"{url}/health", headers={"authorization": f"Bearer {token}"}, timeout=5).status_code == 200
     except httpx.HTTPError:
@@ -120,6 +121,7 @@ def _healthy(url: str, token: str) -> bool:
 
 
 def _lm_eval(served: ServedSnapshot, arguments: Sequence[str]) -> list[str]:
+    """Return the command-line arguments of lm-eval for the served snapshot."""
     length = context_length(str(served.directory))
     model = (
         f"model={served.name},base_url={served.url}/v1/completions,tokenizer={served.directory},"

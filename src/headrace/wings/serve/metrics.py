@@ -39,6 +39,7 @@ class _EngineFigures(Collector):
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the engine's figures for Prometheus; nothing before the engine has started."""
         stats = self._stats()
         if stats is None:
             return

@@ -144,6 +144,8 @@ def choices(
 
 
 def _refuse_long(text: str, param: str, tokenizer: ServedTokenizer, served: ServedModel) -> None:
+    """Raise :class:`Refusal` for a text that cannot fit the context, whatever its tokens are, before it is
+    tokenised."""
     longest = served.max_context * tokenizer.longest_token
     if len(text) > longest:
         raise Refusal(
@@ -156,6 +158,7 @@ def _refuse_long(text: str, param: str, tokenizer: ServedTokenizer, served: Serv
 
 
 def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequence[str]) -> None:
+    """Raise :class:`Refusal` for options of a completion request that contradict each other."""
     if body.max_tokens == 0 and not body.echo:
         raise Refusal("max_tokens=0 asks for nothing", remedy="set max_tokens >= 1, or echo=true", param="max_tokens")
     if body.echo and body.logprobs is not None and body.model in agents:
@@ -174,6 +177,7 @@ def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequen
 
 
 def _check_chat(body: ChatBody) -> None:
+    """Raise :class:`Refusal` for options of a chat request that contradict each other."""
     refuse_same_names([tool.tool() for tool in body.tools])
     if body.top_logprobs and not body.logprobs:
         raise Refusal(

@@ -126,6 +126,7 @@ class _ServeServer:
         self._http = _DrainingServer(make_app(self._state, token), shell, self._drain)
 
     async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
+        """Answer requests on ``listening`` while the model loads and afterwards, until the server is stopped."""
         url = url_of(listening, secure=bool(self._limits.tls_certificate))
         try:
             async with asyncio.TaskGroup() as group:
@@ -151,6 +152,7 @@ class _ServeServer:
             self._http.should_exit = True
 
     def _service(self, loaded: LoadedModel, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
+        """Return the service of a model that is loaded."""
         return Service(
             engine=engine,
             masks=loaded.masks,

@@ -70,6 +70,7 @@ def _are_ids(values: list[Any]) -> bool:
 
 
 def _read_format(value: object) -> str:
+    """Return the structure that ``response_format`` asks for; an empty string for plain text."""
     match value:
         case {"type": "text", **rest} if not rest:
             return ""
@@ -84,6 +85,7 @@ def _read_format(value: object) -> str:
 
 
 def _read_schema(value: object) -> str:
+    """Return the structure of a JSON schema, given as an object or as its text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -107,6 +109,7 @@ def _read_choice(value: object) -> str:
 
 
 def _read_structured(value: object) -> str:
+    """Return the structure that ``structured_outputs``, vLLM's option, asks for."""
     if isinstance(value, dict):
         given = {name: part for name, part in value.items() if part is not None}
         match given:
@@ -122,6 +125,7 @@ def _read_structured(value: object) -> str:
 
 
 def _read_bias(value: object) -> dict[int, float]:
+    """Return ``logit_bias`` by token id."""
     words = f"expected an object of up to {MAX_BIASES} entries, each a token id as text and a number from -100 to 100"
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise PydanticCustomError("logit_bias", words)
@@ -193,6 +197,7 @@ class Body(StrictBody):
 
     @pydantic.model_validator(mode="after")
     def _one_structure(self) -> Body:
+        """Refuse several structures in one request, and a structure without an end."""
         given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
         if len(list(filter(None, given))) > 1:
             raise PydanticCustomError("structure", "expected one structure: response_format, guided_*, or another")
@@ -286,6 +291,7 @@ class ToolChoice(NamedTuple):
 
 
 def _read_tool_choice(value: object) -> ToolChoice:
+    """Return which tools the answer may or must call."""
     match value:
         case "none" | "auto" | "required":
             return ToolChoice(value)
@@ -324,6 +330,7 @@ class ChatBody(Body):
 
     @pydantic.model_validator(mode="after")
     def _calls_can_be_made(self) -> ChatBody:
+        """Refuse options of tools that contradict each other."""
         names = [tool.function.name for tool in self.tools]
         choice = self.tool_choice
         if choice.kind == "required" and not (choice.name in names if choice.name else names):

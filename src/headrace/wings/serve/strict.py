@@ -76,6 +76,7 @@ def read_stop(value: object) -> tuple[str, ...]:
 
 
 def _refusal(kind: type[StrictBody], detail: ErrorDetails) -> Refusal:
+    """Return the refusal for a field that does not validate."""
     name = ".".join(str(part) for part in detail["loc"]) or "the body"
     value, top = detail["input"], str(detail["loc"][0]) if detail["loc"] else ""
     match detail["type"]:

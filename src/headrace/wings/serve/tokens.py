@@ -53,6 +53,7 @@ async def tokenize(request: Request, service: Service) -> Response:
     tokenizer = service.tokenizer
 
     def encode() -> list[int]:
+        """Return the token ids of the prompt, or of the messages by the chat template."""
         if body.messages is None:
             prompt = body.prompt or ""
             return tokenizer.encode(prompt) if body.add_special_tokens else tokenizer.encode_rendered(prompt)

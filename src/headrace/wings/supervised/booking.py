@@ -42,6 +42,8 @@ def episode_of(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
 
 
 def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> Turn:
+    """Return tokens ``start`` to ``end`` of a sample as a turn. If they carry loss, they count as sampled by a frozen
+    version."""
     trained = bool(sample.mask_T[start])
     version = FROZEN if trained else NOT_SAMPLED
     tokens = Tokens(

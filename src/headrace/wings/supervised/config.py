@@ -39,6 +39,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _weight_is_positive(self) -> Self:
+        """Refuse a weight at which no row of the source would ever be trained."""
         if self.weight is not None and self.weight <= 0:
             raise ConfigError(
                 f"data.sources: {self.path!r} has weight={self.weight:g}, so none of its rows would ever be trained",
@@ -75,6 +76,7 @@ class RowsConfig(Section):
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> Self:
+        """Refuse names of columns that no row is read by."""
         unknown = next((name for name in self.columns if name not in COLUMNS), None)
         if unknown is not None:
             raise ConfigError(f"data.columns.{unknown}: no row is read by that name", remedy=nearest(unknown, COLUMNS))
@@ -82,6 +84,7 @@ class RowsConfig(Section):
 
     @model_validator(mode="after")
     def _sources_go_together(self) -> Self:
+        """Refuse a path beside sources, and weights of only some sources."""
         if self.path and self.sources:
             raise ConfigError(f"data.path={self.path!r} and data.sources are both set", remedy="leave one of them out")
         weighted = [source.weight is not None for source in self.sources]
@@ -124,6 +127,7 @@ class TuningSection(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
+        """Refuse a number of steps beside a number of epochs."""
         if self.steps is not None and self.epochs != 1:
             raise ConfigError(
                 f"run.steps={self.steps} and run.epochs={self.epochs} are both set", remedy="leave one of them out"
@@ -161,6 +165,7 @@ class TuningConfig(Section):
 
     @model_validator(mode="after")
     def _learner_is_one_process(self) -> Self:
+        """Refuse a learner of several processes, and settings that the loss does not read."""
         if self.learner.parallel.world > 1:
             raise ConfigError(
                 f"learner.parallel spreads the learner over {self.learner.parallel.world} processes, which this verb "
@@ -200,6 +205,7 @@ class DistillConfig(TuningConfig):
 
     @model_validator(mode="after")
     def _teacher_is_beside_the_learner(self) -> Self:
+        """Refuse a teacher with an engine, and settings that distillation does not read."""
         if self.learner.served_teachers:
             raise ConfigError(
                 "learner.teachers has engine = {...}, and headrace distill starts no engine",
@@ -236,6 +242,7 @@ class DpoConfig(TuningConfig):
 
     @model_validator(mode="after")
     def _reference_is_read(self) -> Self:
+        """Refuse a reference policy that the loss does not read."""
         if self.learner.reference is not None and "log_ref" not in self.loss.columns():
             raise ConfigError(
                 f"learner.reference has no effect: loss={self.loss.kind!r} has no reference policy",

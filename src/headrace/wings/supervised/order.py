@@ -46,6 +46,8 @@ class RowStream:
         return self._drawn[first:end]
 
     def _next_chunk(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return the numbers of the next :data:`CHUNK` rows: in the order of one epoch after the other, or drawn from
+        the sources by their weights."""
         first = len(self._drawn)
         if self._shares is None:
             return np.array([self._orders[0](place) for place in range(first, first + CHUNK)], np.int64)

@@ -236,6 +236,7 @@ def _limits(config: TuningConfig, path: str) -> RowLimits:
 
 
 def _schedule(config: TuningConfig, rows: RowSet) -> RowSchedule:
+    """Return the schedule of the run's steps: which rows each of them trains."""
     run = config.run
     weights = [source.weight for source in rows.sources if source.weight is not None]
     stream = RowStream(

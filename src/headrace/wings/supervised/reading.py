@@ -199,6 +199,7 @@ def _fitted(
 
 
 def _cut(sample: RenderedSample, most: int) -> RenderedSample:
+    """Return the first ``most`` tokens of a sample. Raises :class:`RowProblem` if none of them carries loss."""
     mask_T = sample.mask_T[:most]
     if not mask_T.any():
         raise RowProblem(

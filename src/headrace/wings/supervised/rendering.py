@@ -93,6 +93,7 @@ class RowRenderer:
         return (_checked(ids, mask),)
 
     def _completion(self, prompt: Any, completion: Any, tools: Any) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a prompt and its completion, and which of them carry loss."""
         if isinstance(prompt, list) and isinstance(completion, list):
             before = _messages(prompt, "prompt")
             return self._conversation([*before, *_messages(completion, "completion")], len(before), tools)
@@ -342,6 +343,7 @@ def _mass(logs: Sequence[float]) -> float:
 
 
 def _misaligned_teacher(words: str) -> RowProblem:
+    """Return the problem of a row whose teacher columns do not fit its tokens."""
     return RowProblem(
         "no_teacher",
         f"teacher_ids and teacher_logprobs {words}",
@@ -351,6 +353,7 @@ def _misaligned_teacher(words: str) -> RowProblem:
 
 
 def _ids(value: Any, name: str) -> list[int]:
+    """Return the token ids of a column. Raises :class:`RowProblem` for another value."""
     found = _read(value)
     whole = isinstance(found, list) and found and all(type(each) is int and 0 <= each < 2**31 for each in found)
     if not whole:
@@ -360,6 +363,7 @@ def _ids(value: Any, name: str) -> list[int]:
 
 
 def _text(value: Any, name: str) -> str:
+    """Return the text of a column. Raises :class:`RowProblem` for an empty or another value."""
     if not isinstance(value, str) or not value:
         words = "empty" if value == "" else f"a {type(value).__name__}"
         raise RowProblem("no_text", f"{name} is {words}", remedy=f"give {name} as text, or the whole row as messages")
@@ -367,6 +371,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _messages(value: Any, name: str) -> Messages:
+    """Return the messages of a column, given as a list or as its JSON. Raises :class:`RowProblem` for another value."""
     found = _read(value)
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise RowProblem("no_messages", f"{name} is no list of messages", remedy='[{"role": "user", "content": "..."}]')
@@ -418,7 +423,8 @@ def _common_prompt(row: Mapping[str, Any]) -> Messages:
 
 
 def _refuse_other_turns(answer: Messages, name: str) -> None:
-    """Refuse an answer that is not the assistant's: its first and its last turn are."""
+    """Raise :class:`RowProblem` for an answer that is empty, or whose first or last turn is not the assistant's.
+    ``name`` is the column of the answer (``chosen`` or ``rejected``)."""
     role = next((turn["role"] for turn in (*answer[:1], *answer[-1:]) if turn["role"] != "assistant"), None)
     if not answer or role is not None:
         what = "ends with the prompt" if role is None else f"begins or ends with a turn of {role!r}"
@@ -436,6 +442,7 @@ def _same_answers() -> RowProblem:
 
 
 def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
+    """Return the problem of a row that lacks the ``expected`` columns."""
     return RowProblem(
         "no_columns",
         f"it has the columns {', '.join(map(str, row))}, and needs {expected}",
@@ -444,6 +451,7 @@ def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
 
 
 def _template(error: Exception) -> RowProblem:
+    """Return the problem of a row that the chat template refuses."""
     return RowProblem(
         "template_error",
         f"the chat template refuses it: {type(error).__name__}: {str(error)[:200]}",

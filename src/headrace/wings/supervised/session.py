@@ -194,6 +194,8 @@ class TuningRun:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def _open_observers(self, stack: ExitStack) -> Observers:
+        """Open what observes the run: its recorder, its writers, its progress display and its alarms. ``stack`` closes
+        them."""
         observe, recorded = self._prepared.config.observe, self._prepared.recorded()
         observers: list[Observer] = [stack.enter_context(Recorder(self._run_dir))]
         facts = RunFacts(run_dir=self._run_dir, config=recorded)
@@ -204,6 +206,7 @@ class TuningRun:
         return Observers(observers)
 
     def _open_ledger(self, stack: ExitStack) -> Ledger:
+        """Open the ledger of the run, in which each row is a group. ``stack`` closes it."""
         samples, rows = self._prepared.samples_per_row, self._prepared.config.run.rows_per_step
         sizes = FlowConfig(group_size=samples, groups_per_step=rows, max_age=0, min_episodes=samples)
         ledger = make_ledger(sizes, self._run_dir)
@@ -379,12 +382,14 @@ class TuningRun:
         self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text))
 
     def _warn(self, text: str) -> None:
+        """Tell the user a warning, once."""
         if text in self._totals.warnings:
             return
         self._totals.warnings.append(text)
         self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text, level="warning"))
 
     def _alarmed(self, raised: Raised, stop: bool) -> None:
+        """Tell the user an alarm, and stop the run after this step if it is one to stop on."""
         self._warn(str(raised))
         if stop and not self._stop.requested:
             self._event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")

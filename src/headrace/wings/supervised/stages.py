@@ -285,6 +285,7 @@ def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) ->
 
 
 def _measuring(stages: Stages, model: str) -> RunConfig:
+    """Return the settings of the evaluation of one stage's ``model``."""
     try:
         return load_config(merge(stages.measured, {"model": {"path": model}}))
     except ConfigError as error:
@@ -361,6 +362,7 @@ class _Walk:
         self._write("running")
 
     def _write(self, status: str, stopped_by: str = "") -> StagesSummary:
+        """Write the state of the stages to their directory, and return it."""
         summary = StagesSummary(
             status=status,
             stopped_by=stopped_by,

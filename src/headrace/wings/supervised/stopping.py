@@ -27,6 +27,7 @@ def stopping_on_signals(stop: StopRequest, tell: Callable[[str], None]) -> Itera
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
+        """Let the run stop after this step; raise ``KeyboardInterrupt`` at the second signal."""
         name = signal.Signals(number).name
         if not stop.requested:
             stop.requested, stop.by = True, name

@@ -22,7 +22,7 @@ from headrace.base.errors import HeadraceError
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
 from headrace.wings.tinker import schema
-from headrace.wings.tinker.service import Found, TinkerService
+from headrace.wings.tinker.service import Found, TinkerService, is_number
 
 PREFIX = "/api/v1"
 URLS_S = 3600.0
@@ -154,6 +154,8 @@ class _Routes:
         ]
 
     def _fixed(self, answer: dict[str, Any], kind: type[schema.TinkerBody]) -> Endpoint:
+        """Return an endpoint that checks the body of a request as a ``kind``, and always gives the same answer."""
+
         async def endpoint(request: Request) -> Response:
             schema.parse(await self._body(request), kind)
             return JSONResponse(answer)
@@ -161,21 +163,29 @@ class _Routes:
         return endpoint
 
     def _posted(self, answer: Callable[[TinkerService, bytes], dict[str, Any]]) -> Endpoint:
+        """Return an endpoint whose answer is computed from the body of the request."""
+
         async def endpoint(request: Request) -> Response:
             return JSONResponse(answer(self._holder.ready(), await self._body(request)))
 
         return endpoint
 
     def _got(self, answer: Callable[[TinkerService, Any], dict[str, Any]]) -> Endpoint:
+        """Return an endpoint whose answer is computed from the parameters in the path of the request."""
+
         async def endpoint(request: Request) -> Response:
             return JSONResponse(answer(self._holder.ready(), request.path_params))
 
         return endpoint
 
     def _listed(self, answer: Callable[..., dict[str, Any]]) -> Endpoint:
+        """Return an endpoint that answers with one page of a list, chosen by ``limit`` and ``offset`` of the query."""
+
         async def endpoint(request: Request) -> Response:
+            """Answer with the requested page. Raises :class:`Refusal` for a limit or offset that is not a whole
+            number."""
             page = [request.query_params.get(name, str(default)) for name, default in (("limit", 20), ("offset", 0))]
-            if not all(value.isdigit() for value in page):
+            if not all(map(is_number, page)):
                 raise Refusal(f"limit and offset are {shown(page)}", remedy="give whole numbers")
             return JSONResponse(answer(self._holder.ready(), *map(int, page)))
 
@@ -185,6 +195,8 @@ class _Routes:
         return self._posted(lambda service, body: service.of_model(kind)(body))
 
     async def _train(self, request: Request) -> Response:
+        """Accept a ``forward_backward`` request. If its body is too long, the request is recorded as failed, so that
+        later requests of its model do not wait for it."""
         service = self._holder.ready()
         try:
             body = await self._body(request)
@@ -213,6 +225,7 @@ class _Routes:
         return JSONResponse(self._holder.ready().finish(request.path_params["session"]))
 
     async def _delete(self, request: Request) -> Response:
+        """Delete the checkpoint that the path names."""
         await asyncio.to_thread(
             self._holder.ready().catalog.delete_checkpoint, request.path_params["model"], _named(request)
         )
@@ -223,6 +236,8 @@ class _Routes:
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
+        """Answer with the URL of each file of a checkpoint, and the time after which the client should ask for new
+        ones."""
         files = self._holder.ready().catalog.files_of(request.path_params["model"], _named(request))
         root = str(request.url).removesuffix("external_weights_urls")
         expires = datetime.fromtimestamp(self._clock.wall() + URLS_S, UTC).isoformat()
@@ -254,6 +269,8 @@ def _response(found: Found) -> Response:
 
 
 def _refused(_: Request, error: Exception) -> Response:
+    """Return an error of Headrace as a JSON response in the client's format, with ``retry-after`` where the client
+    should try again."""
     assert isinstance(error, HeadraceError)
     status = error.status if isinstance(error, Refusal) else 400
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
@@ -263,6 +280,8 @@ def _refused(_: Request, error: Exception) -> Response:
 
 
 def _not_found(request: Request, error: Exception) -> Response:
+    """Return the response to a path that is not served. It says why, if the path belongs to a part of the protocol that
+    Headrace does not have."""
     assert isinstance(error, HTTPException)
     path = request.url.path.removeprefix(f"{PREFIX}/")
     why = next((why for name, why in REFUSED.items() if path.startswith(name)), "docs/tinker.md lists what is served")

@@ -51,6 +51,8 @@ class Catalog:
         return found
 
     def weights_info(self, body: bytes) -> dict[str, Any]:
+        """Return the facts of a checkpoint that the client needs in order to create a model from it: its base, its rank
+        and the parts that it trains."""
         path = schema.parse(body, schema.PathBody).tinker_path
         row = self.checkpoint(path, "weights", "sampler_weights", "external_weights")
         spec = self.spec(row)
@@ -64,6 +66,7 @@ class Catalog:
         }
 
     def training_run(self, model: str) -> dict[str, Any]:
+        """Return a model as an entry of the client's list of training runs, with its newest checkpoints."""
         row = self.model(model)
         spec = json.loads(row["spec"])
         return {
@@ -106,6 +109,8 @@ class Catalog:
             shutil.rmtree(row["directory"], ignore_errors=True)
 
     def set_ttl(self, model: str, name: str, body: bytes) -> None:
+        """Set when the checkpoint ``name`` of ``model`` expires: the number of seconds from now that the body gives, or
+        never."""
         row = self.checkpoint(f"tinker://{model}/{name}")
         ttl_s = checked_ttl(schema.parse(body, schema.TtlBody).ttl_seconds)
         expires = None if ttl_s is None else self._clock.wall() + ttl_s
@@ -130,6 +135,8 @@ class Catalog:
         return {"sessions": [row["id"] for row in rows]}
 
     def session(self, session: str) -> dict[str, Any]:
+        """Return the models and samplers that belong to a session. Raises :class:`Refusal` for one that does not
+        exist."""
         row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
         if row is None:
             raise Refusal(f"there is no session {shown(session)}", remedy="list them first", status=404)
@@ -154,6 +161,7 @@ def _time(seconds: float) -> str:
 
 
 def _shown_checkpoint(row: Any) -> dict[str, Any]:
+    """Return a checkpoint's row of the journal in the client's format."""
     kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
     facts = facts_of(row)
     return {

@@ -110,6 +110,8 @@ class BaseCompute:
     def _micro(
         self, weights: Weights, part: Sequence[Datum], loss: tuple[TokenLossFn, Options], result: TrainResult
     ) -> Tensor:
+        """Return the sum of the loss over one micro-batch, as a scalar to differentiate, and append the logprobs of its
+        targets to ``result``."""
         fn, options = loss
         found = self._of_targets(weights, [datum.ids_N for datum in part], [datum.targets for datum in part])
         total = torch.zeros((), device=self._device)

@@ -117,6 +117,8 @@ def _problem(
 
 
 def _wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | None:
+    """Return the problem and the remedy for the first loss input of ``datum`` that does not have the ``shape`` of its
+    targets or is not finite; ``None`` if all are right."""
     for name, values in datum.inputs.items():
         if name == TARGETS:
             continue
@@ -131,6 +133,8 @@ def _wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | No
 
 
 def _wrong_spans(datum: Datum, count: int) -> tuple[str, str] | None:
+    """Return the problem and the remedy if the provenance spans of ``datum`` do not cover all ``count`` positions;
+    ``None`` if they do or are absent."""
     for name, spans in (("model_input_spans", datum.input_spans), ("loss_fn_input_spans", datum.target_spans)):
         total = sum(span.length for span in spans)
         if spans and total != count:

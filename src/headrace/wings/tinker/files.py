@@ -157,6 +157,7 @@ def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def _flush(path: Path) -> int:
+    """Wait until the file or directory is on the disk, and return its size in bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

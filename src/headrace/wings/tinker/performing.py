@@ -84,6 +84,7 @@ class Performer:
         return self._kinds[entry.kind](tenant, entry)
 
     def _create(self, _: Tenant | None, entry: JournalEntry) -> Step:
+        """Make a new model from its specification, with weights from its seed."""
         body = parse(entry.body, CreateModelBody)
         base = self._bases[body.base_model]
         spec = spec_of(body, base)
@@ -93,6 +94,8 @@ class Performer:
         yield answer_of({"model_id": entry.model, "type": "create_model"})
 
     def _train(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Compute the loss of a request's data, and its gradient unless the request is forward only; yield between
+        micro-batches."""
         assert tenant is not None
         request = wire.read_train_request(entry.body)
         fn, options = loss_of(request.loss_fn, request.loss_fn_config)
@@ -107,6 +110,8 @@ class Performer:
         yield Answer(result=wire.write_train_result(result.logprobs, {"loss:sum": result.loss}))
 
     def _step(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Make an optimizer step with the settings of the request. Raises :class:`~headrace.base.errors.ConfigError` if
+        AdamW cannot use them."""
         assert tenant is not None
         body = parse(entry.body, OptimStepBody)
         if body.adam_params is None:
@@ -118,6 +123,7 @@ class Performer:
         yield answer_of({"metrics": tenant.step(settings), "type": "optim_step"})
 
     def _save(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Save the weights and the optimizer's state as a checkpoint from which training can continue."""
         assert tenant is not None
         body = parse(entry.body, SaveWeightsBody)
         name = f"{tenant.version:06d}" if body.path is None else body.path
@@ -127,6 +133,7 @@ class Performer:
         yield answer_of({"path": path, "type": "save_weights"}, write=write)
 
     def _save_external(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
+        """Save the weights as files that other programs can load, for the client to download."""
         assert tenant is not None
         body = parse(entry.body, SaveExternalBody)
         if body.age_encryption_recipients:
@@ -153,6 +160,8 @@ class Performer:
         version = tenant.version
 
         def note() -> None:
+            """Record the new weights in the journal: as those of a new sampling session, and for ``inflight`` of all
+            such sessions of the model. Saved weights that no session uses any more expire now."""
             now = self._clock.wall()
             values = (sampler, session, tenant.spec["base"], None, body.kind, entry.model, str(directory), version)
             self._journal.run("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
@@ -256,6 +265,7 @@ class Performer:
             size = write_state(directory, state, base=str(tenant.spec["base"]), prefixes=prefixes)
 
         def write() -> None:
+            """Record the checkpoint in the journal, and delete the files of the one that it replaces."""
             now = self._clock.wall()
             expires = None if ttl_s is None else now + ttl_s
             facts = json.dumps({"user_metadata": metadata})

@@ -50,6 +50,8 @@ class ServerRecords:
             return [self._tenant(db, row, now_s) for row in rows]
 
     def _tenant(self, db: sqlite3.Connection, row: sqlite3.Row, now_s: float) -> dict[str, Any]:
+        """Return a model as a row of the page: its base, its owner, and the number of its requests by status; times in
+        seconds."""
         model, spec = row["id"], json.loads(row["spec"] or "{}")
         counts = dict.fromkeys((WAITING, DONE, FAILED), 0)
         query = "SELECT status, count(*) AS n FROM requests WHERE model = ? GROUP BY status"
@@ -123,6 +125,8 @@ class ServerRecords:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
+        """Open the journal for reading only, for the body of ``with``. Raises :class:`~headrace.base.errors.DataError`
+        if it cannot be read."""
         file = self.directory / JOURNAL_FILE
         try:
             with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=5.0)) as db:
@@ -133,6 +137,7 @@ class ServerRecords:
 
 
 def _data_of(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
+    """Yield the data of a stored training request, one by one, with their tokens, targets and loss inputs."""
     try:
         request = read_train_request(row["body"])
     except DataError:  # the server has said so to the client that sent it

@@ -84,6 +84,7 @@ class TinkerServer:
             raise errors.exceptions[0] from None
 
     async def _live(self, url: str) -> None:
+        """Load the models, and answer requests until the server is stopped or one of its threads fails."""
         loop = asyncio.get_running_loop()
         dead = loop.create_future()
 

@@ -30,15 +30,17 @@ class SamplerSlot:
     """The weights of one sampling session."""
 
     place: int
-    """The number of new requests, which no other session gets: cached tokens are found under it, so that it changes
-    with the weights. Requests that run keep the number that they got, and take the new weights."""
+    """The adapter number that the engine gives to new requests of the session, and under which it caches their tokens.
+    Each session gets a new one, used by no other, whenever its weights change. Requests that already run keep their
+    number, but are sampled with the new weights."""
     weights: Weights | None
-    """``None`` for the base alone, and for weights that are on the disk now."""
+    """``None`` if the session samples from the base model, or if its weights have been unloaded to the disk."""
     version: int
-    """The version of the weights: the number of their optimizer steps."""
+    """The version of the weights: the number of optimizer steps that made them."""
     loaded: bool = True
+    """Whether the weights are in memory."""
     users: int = 0
-    """The number of requests that sample with it."""
+    """The number of running requests that sample with these weights."""
 
 
 WeightsOf = Callable[[int], Weights | None]
@@ -79,6 +81,8 @@ class AdapterPasses:
         self._multi = multi
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+        """Give each row of the pass the adapter of its session, within this context; rows of the base model get
+        none."""
         places, of_R = np.unique(rows.adapter_R, return_inverse=True)
         loras, numbers = list[LoraTensors](), np.full(len(places), -1, np.int32)
         for index, place in enumerate(places.tolist()):
@@ -158,6 +162,7 @@ class SamplerWeights:
         return self._by_place[place].weights if place else None
 
     def _set(self, name: str, weights: Weights | None, version: int) -> None:
+        """Give the session ``name`` new weights, and a new number, under which its next requests run."""
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = SamplerSlot(place=0, weights=weights, version=version)

@@ -73,7 +73,7 @@ Keep = Callable[[Sequence[tuple[Tokens, StopReason]]], None]
 def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
     """Return the checked request. Raises :class:`~headrace.base.errors.DataError` for what cannot be sampled here."""
     prompt_N = _ids(body.prompt, limits)
-    problem = _refused(body, len(prompt_N))
+    problem = _refused(body, len(prompt_N), min(MOST_TOP, limits.vocab_size))
     if problem:
         raise DataError(problem[0], remedy=problem[1])
     targets, cells = None, None
@@ -115,13 +115,13 @@ def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
     return ids_N.astype(np.int32)
 
 
-def _refused(body: SampleBody, length: int) -> tuple[str, str] | None:
+def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | None:
     """Return why a sampling request is refused, and the remedy; ``None`` if it is accepted."""
     if not 1 <= body.num_samples <= MOST_SAMPLES:
         return f"num_samples={body.num_samples}", f"set 1 to {MOST_SAMPLES}"
     for name, value in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
-        if not 0 <= value <= MOST_TOP:
-            return f"{name}_logprobs={value}", f"set 0 to {MOST_TOP}"
+        if not 0 <= value <= most_top:
+            return f"{name}_logprobs={value}", f"set 0 to {most_top}"
     if body.record_stability_info:
         return "record_stability_info: stable_reinforce is not served", "set loss_fn=importance_sampling"
     if body.prompt_alt_tokens_k:
@@ -222,6 +222,8 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
 async def _one(
     prompt_N: Array, sampling: Sampling | None, engine: TokenSource, adapter: str
 ) -> tuple[Tokens, StopReason]:
+    """Sample one answer to the prompt, and return its tokens and why it ended. Without ``sampling`` there is nothing to
+    sample, and the answer is empty."""
     if sampling is None:
         return NO_TOKENS, StopReason.LENGTH
     parts, reason = list[Tokens](), StopReason.LENGTH
@@ -234,6 +236,7 @@ async def _one(
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
+    """Return consecutive parts of an answer as one."""
     whole = parts[0]
     for part in parts[1:]:
         whole = whole + part
@@ -241,6 +244,8 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 async def _sequence(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
+    """Return a sampled answer in the format of the protocol, with the likeliest tokens at each position if the plan
+    wants them."""
     top = None
     if plan.top_sample and len(tokens):
         start = len(plan.prompt_N)

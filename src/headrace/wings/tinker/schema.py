@@ -272,6 +272,7 @@ class PathBody(TinkerBody, frozen=True):
 
 
 class TtlBody(TinkerBody, frozen=True):
-    """The body of a checkpoint's ttl."""
+    """The body of a request that sets how long a checkpoint is kept: ``ttl_seconds`` from now, or for ever if it is
+    ``None``."""
 
     ttl_seconds: int | None = None

@@ -91,6 +91,7 @@ class TinkerService:
     # -- sessions ---------------------------------------------------------------------------------------------------
 
     def create_session(self, body: bytes) -> dict[str, Any]:
+        """Create a session, to which a client's models and samplers will belong, and return its name."""
         given = schema.parse(body, schema.CreateSessionBody)
         session = str(uuid.uuid4())
         facts = {"user_metadata": given.user_metadata, "display_name": given.display_name, "sdk": given.sdk_version}
@@ -107,6 +108,8 @@ class TinkerService:
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str) -> dict[str, Any]:
+        """End a session: its models leave memory, its samplers are dropped, and its temporary checkpoints expire.
+        Raises :class:`Refusal` if it does not exist."""
         if self._journal.one("SELECT id FROM sessions WHERE id = ?", session) is None:
             raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
@@ -137,6 +140,8 @@ class TinkerService:
         self._journal.forget_samples()
 
     def _park(self, session: str) -> None:
+        """Cancel the samples of a session, and move its models from memory to the disk. A later request continues
+        them."""
         self._beats.pop(session, None)
         for name, job in self._samples.items():
             if name.startswith(f"{session}:"):
@@ -159,12 +164,15 @@ class TinkerService:
     # -- models -----------------------------------------------------------------------------------------------------
 
     def create_model(self, body: bytes) -> dict[str, Any]:
+        """Accept the creation of a model, and return the request's name, by which the client asks for the result."""
         given = schema.parse(body, schema.CreateModelBody)
         self._session(given.session_id)
         spec = spec_of(given, self._base(given.base_model).training)
         return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
+        """Accept the loading of a checkpoint, into the model that the body names or as a new model of the session.
+        Raises :class:`Refusal` if the checkpoint has another base."""
         new = schema.parse(body, schema.NewModel)
         if new.session_id is None or new.model_seq_id is None:
             return self.of_model("load_weights")(body)
@@ -224,6 +232,7 @@ class TinkerService:
         return made is not None and made.status == FAILED
 
     def get_info(self, body: bytes) -> dict[str, Any]:
+        """Return the facts of a model that its client asks for: base, architecture, tokenizer and rank."""
         model = schema.parse(body, schema.ModelBody).model_id
         spec = json.loads(self.catalog.model(model)["spec"])
         base = self._base(spec["base"])
@@ -266,8 +275,11 @@ class TinkerService:
         row = self.catalog.model(model)
         base = self._base_of(row)
         self._session(row["session"])
-        if seq < 1:
-            raise Refusal(f"seq_id={seq}", remedy="number the requests of a model from 1")
+        due = self._parts.tenants.next_seq(model)
+        if not 1 <= seq <= due + self._config.max_waiting:
+            raise Refusal(
+                f"seq_id={seq} while {due} is next", remedy="number the requests of a model from 1, without gaps"
+            )
         if self._journal.outcome(model, seq) is None and self._parts.tenants.waiting(model) >= self._config.max_waiting:
             raise Refusal(f"{self._config.max_waiting} requests of {model} wait", remedy="ask again later", status=429)
         self._take_base(base, model, status=429)  # last: what is refused must not hold it
@@ -281,6 +293,8 @@ class TinkerService:
         self._loop.call_soon_threadsafe(self._ended, entry)
 
     def _ended(self, entry: JournalEntry) -> None:
+        """Wake the call that waits for the result of this request. If it was the creation of a model and failed, the
+        base model is free for another one."""
         event = self._arrivals.pop((entry.model, entry.seq), None)
         if event is not None:
             event.set()
@@ -294,16 +308,20 @@ class TinkerService:
         if not records or records[0].directory is None:
             return
         base = self._base(records[0].base)
-        known = set(base.weights.names())
-        used = [record for record in records if record.id in known]
+        used = [record for record in records if record.session in self._beats]
         if used:
-            state = read_state(Path(records[0].directory), base.device, trained=False, moments=False)
-            for record in used:
+            try:
+                state = read_state(Path(records[0].directory), base.device, trained=False, moments=False)
+            except DataError:  # these weights have expired: who samples with them is told so
+                return
+            for record in used:  # also one that has not sampled yet: it may be reading the weights of before
                 base.weights.put(record.id, state.weights, state.version)
 
     # -- samples ----------------------------------------------------------------------------------------------------
 
     def create_sampling_session(self, body: bytes) -> dict[str, Any]:
+        """Create a sampler of a base model, or of the weights of a checkpoint, and return its name. The same number in
+        the same session names the same sampler."""
         given = schema.parse(body, schema.CreateSamplingSessionBody)
         self._session(given.session_id)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
@@ -327,6 +345,8 @@ class TinkerService:
         return {"sampler_id": sampler, "base_model": record.base, "model_path": record.path}
 
     def sample(self, body: bytes) -> dict[str, Any]:
+        """Start to sample, and return the name by which the client asks for the answers. A repeated request gets the
+        running one. Raises :class:`Refusal` if too much is sampled at once."""
         given = schema.parse(body, schema.SampleBody)
         if given.sampling_session_id is None or given.seq_id is None:
             raise Refusal("asample names no sampling session", remedy="give sampling_session_id and seq_id")
@@ -356,6 +376,8 @@ class TinkerService:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
     async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
+        """Return the outcome of a sampling request, whose job is recorded under ``name``: the answer, or the failure as
+        a body that the client understands. No error of one request is raised, so that it cannot end the others."""
         try:
             return await self._sample(given, record, name)
         except EngineFull as error:
@@ -367,6 +389,8 @@ class TinkerService:
                 self._samples[name].ended_s = self._clock.now()
 
     async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
+        """Return the answers to a sampling request, as encoded bytes. The sampler's weights stay in memory until it has
+        ended."""
         base = self._base(record.base)
         plan, weights = plan_of(given, base.limits, secrets.randbits(62)), base.weights
         adapter = "" if record.directory is None else record.id
@@ -412,6 +436,7 @@ class TinkerService:
         )  # fmt: skip
 
     def _read_sampler(self, record: SamplerRecord) -> Any:
+        """Read a sampler's weights and their version from the disk; again, if newer weights replaced them meanwhile."""
         device = self._base(record.base).device
         while True:
             directory = self._sampler(record.id).directory
@@ -443,6 +468,7 @@ class TinkerService:
         return await scored
 
     def cancel(self, body: bytes) -> dict[str, Any]:
+        """Cancel a sampling request; one that has ended or is unknown needs nothing."""
         job = self._samples.get(schema.parse(body, schema.CancelBody).request_id)
         if job is not None:
             job.task.cancel()
@@ -456,7 +482,7 @@ class TinkerService:
         model, _, number = name.rpartition(":")
         if ":sample:" in name:
             return await self._retrieve_samples(name)
-        if not number.isdigit() or self._journal.outcome(model, int(number)) is None:
+        if not is_number(number) or self._journal.outcome(model, int(number)) is None:
             raise Refusal(f"there is no request {shown(name)}", remedy="send it first", status=404)
         seq = int(number)
         event = self._arrivals.setdefault((model, seq), asyncio.Event())
@@ -503,6 +529,7 @@ class TinkerService:
     # -- what is known ----------------------------------------------------------------------------------------------
 
     def capabilities(self) -> dict[str, Any]:
+        """Return the base models that the server offers, with the largest context of each in tokens."""
         facts = {"trainable": True, "sampleable": True}
         limits = {name: base.training.max_context for name, base in self._bases.items()}
         return {
@@ -512,6 +539,7 @@ class TinkerService:
         }
 
     def _sampler(self, sampler: str) -> SamplerRecord:
+        """Return the record of a sampler. Raises :class:`Refusal` if there is none of that name."""
         row = self._journal.one("SELECT * FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise Refusal(f"there is no sampler {shown(sampler)}", remedy="create it first", status=404)
@@ -530,11 +558,17 @@ class TinkerService:
         return self._bases[name]
 
     def _base(self, name: str) -> ServedBase:
+        """Return the base model of that name. Raises :class:`Refusal` if the server does not have it."""
         if name not in self._bases:
             known = ", ".join(self._bases)
             remedy = f"take {known}, or start the server with --name {name[:60]}=DIR"
             raise Refusal(f"there is no model {shown(name)}", remedy=remedy)
         return self._bases[name]
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a whole number that the journal can hold."""
+    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def _again() -> Found:

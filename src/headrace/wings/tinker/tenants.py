@@ -131,6 +131,11 @@ class Tenants:
         for model, seq in late:
             self.accept(JournalEntry(model=model, seq=seq, kind=MISSING, body=b"", status=WAITING))
 
+    def next_seq(self, model: str) -> int:
+        """Return the number of the request of a model that is computed next, when it has arrived."""
+        order = self._orders.get(model)
+        return 0 if order is None else order.next_seq
+
     def park(self, model: str) -> None:
         """Move a model to the disk, after the requests that are ready."""
 
@@ -154,6 +159,8 @@ class Tenants:
                 self._evict(model)
 
     def _order(self, model: str) -> Order:
+        """Return the order of a model's requests; for a model that this life of the server has not met, one that begins
+        with its first request."""
         if model not in self._orders:
             row = self._journal.one("SELECT spec FROM models WHERE id = ?", model)
             assert row is not None, "requests of unknown models are refused"
@@ -161,6 +168,8 @@ class Tenants:
         return self._orders[model]
 
     def _submit_ready(self, model: str, order: Order) -> None:
+        """Submit the waiting requests of ``model`` whose predecessors have all arrived, in order. If one is missing,
+        note since when."""
         first = order.next_seq
         while order.next_seq in order.waiting:
             order.waiting.discard(order.next_seq)
@@ -179,6 +188,9 @@ class Tenants:
         return f"{base.path}" if base.compute.kind.alone else model
 
     def _job(self, model: str, seq: int) -> Iterator[object]:
+        """Compute one request of ``model``, as an iterator that yields between its parts. Before it, the other models
+        of a base that trains one at a time are evicted; after it, those that were used longest ago if too many are in
+        memory."""
         base = self._orders[model].base
         if base.compute.kind.alone:
             for each in [one for one in self._live if one != model and self._orders[one].base is base]:
@@ -191,6 +203,9 @@ class Tenants:
             self._evict(each)
 
     def _compute_entry(self, model: str, seq: int) -> Iterator[object]:
+        """Restore the model's state, compute the request ``seq`` and record its result. If the request fails, the
+        gradients are put back as they were before; after an unexpected error, the state is restored from the journal
+        instead."""
         (entry,) = (one for one in self._journal.entries_after(model, seq - 1) if one.seq == seq)
         tenant = None
         if seq > 0:
@@ -220,6 +235,9 @@ class Tenants:
         yield None
 
     def _end(self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float) -> None:
+        """Record the result of a request, in one transaction with what it wrote. The state is copied to the disk if the
+        request asks for that, or if computing it again would take long; ``took_s`` is the time that this request
+        took."""
         copied: str | None = None
         if tenant is not None:
             tenant.seq, tenant.cost_s = entry.seq, tenant.cost_s + took_s
@@ -255,7 +273,10 @@ class Tenants:
             yield from self._replay(model, entry)
 
     def _replay(self, model: str, entry: JournalEntry) -> Iterator[object]:
-        """Compute again what a request did to the state. A failed one did nothing."""
+        """Repeat the effect that the finished request ``entry`` had on the state of ``model``; the iterator yields
+        between micro-batches, so that other models get their turns. Requests that only read the state are skipped, and
+        so are failed ones, which left the state unchanged; but a failed optimizer step is repeated, because it
+        discarded the gradient."""
         changes = entry.kind in (
             "create_model",
             "forward_backward",
@@ -276,6 +297,7 @@ class Tenants:
         self._live[model].seq = entry.seq
 
     def _evict(self, model: str) -> None:
+        """Remove a model from memory, after a copy of its state is on the disk."""
         tenant = self._live.get(model)
         if tenant is None:
             return
@@ -288,6 +310,7 @@ class Tenants:
         del self._live[model]
 
     def _copy(self, model: str, tenant: Tenant) -> str:
+        """Write the state of a model to the disk, and return the name of the copy."""
         name = f"copy-{tenant.seq}"
         write_state(self._place(model) / name, tenant.state(gradients=True), base=str(tenant.spec["base"]))
         tenant.cost_s = 0.0
@@ -297,6 +320,8 @@ class Tenants:
         self._journal.run("UPDATE models SET copy = ?, copied_seq = ? WHERE id = ?", copied, seq, model)
 
     def _clean(self, model: str, copied: str, seq: int) -> None:
+        """Delete what the copy ``copied`` makes unnecessary: the bodies of the model's requests up to ``seq``, results
+        that the client fetched long ago, and older copies."""
         self._journal.forget_before(model, seq, self._clock.wall() - RESULT_S)
         for old in self._place(model).glob("copy-*"):
             if old.name != copied:

@@ -51,6 +51,8 @@ class Turns:
         self._thread.join()
 
     def _run(self) -> None:
+        """Advance the jobs in turn until there will be no more; this is the body of the thread. An error ends it, and
+        is reported."""
         try:
             while (key := self._next()) is not None:
                 self._advance(key)
@@ -68,6 +70,7 @@ class Turns:
             return key
 
     def _advance(self, key: str) -> None:
+        """Compute the next part of the first job of ``key``. If the job has ended, remove it."""
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = self._jobs[key][0]()

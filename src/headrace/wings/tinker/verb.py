@@ -33,7 +33,7 @@ def tinker(
     host: str = typer.Option(
         "127.0.0.1", help="Address to listen on; others than this machine then need the key alone."
     ),
-    port: int = typer.Option(8642, help="Port to listen on; 0 for a free one."),
+    port: int = typer.Option(8642, min=0, max=65535, help="Port to listen on; 0 for a free one."),
     state: Path = typer.Option(Path("tinker-state"), help="Directory of the journal, the checkpoints and the key."),
     device: str = typer.Option("auto", help="cpu, cuda or cuda:N; auto: cuda where there is one."),
     max_rank: int = typer.Option(256, help="The largest rank of an adapter.", min=1),

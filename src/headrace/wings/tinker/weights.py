@@ -58,7 +58,7 @@ class WeightKind(Protocol):
 
 
 class AdapterKind:
-    """Adapters of low rank, as many as there are tenants."""
+    """The kind of weights that are adapters of low rank; every tenant has one, and they share the base."""
 
     alone = False
 
@@ -66,6 +66,8 @@ class AdapterKind:
         self._multi = MultiLora(model)
 
     def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+        """Return the specification of the adapter that a request asks for. Raises
+        :class:`~headrace.base.errors.ConfigError` for a rank, a seed or parts that are not possible."""
         lora = body.lora_config
         if lora is None:
             raise ConfigError(
@@ -83,6 +85,8 @@ class AdapterKind:
         return {"base": body.base_model, "rank": lora.rank, "seed": lora.seed, "parts": parts}
 
     def new(self, spec: Mapping[str, Any]) -> LoraTensors:
+        """Return a new adapter by its specification. Raises :class:`~headrace.base.errors.ConfigError` if the model has
+        no layers of a part that it names."""
         if self._multi.has_experts and MLP in spec["parts"]:
             raise ConfigError("train_mlp=True: the experts of this model get no adapter", remedy="set train_mlp=False")
         missing = {*spec["parts"]} - {layer.part for layer in self._multi.layers.values()}
@@ -114,6 +118,8 @@ class WholeKind:
         ]
 
     def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+        """Return the specification of a model that trains all weights. Raises
+        :class:`~headrace.base.errors.ConfigError` if the request leaves a part out."""
         lora = body.lora_config or LoraBody(rank=1)
         flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
         left_out = next((name for name, wanted in flags.items() if not wanted), None)
@@ -126,6 +132,7 @@ class WholeKind:
 
     @contextmanager
     def on(self, weights: WholeTensors | None) -> Iterator[None]:
+        """Let the module compute with ``weights``, or with the base model's if ``None``, within this context."""
         before = self._now
         self._point(self._base if weights is None else weights.tensors)
         try:

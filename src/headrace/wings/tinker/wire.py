@@ -70,7 +70,7 @@ def place_of(body: bytes) -> tuple[str, int]:
     try:
         for number, value in _fields(body):
             if number == 1:
-                model = bytes(value).decode()
+                model = _text(value)
             elif number == 2:
                 seq_id = int(value)
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
@@ -88,11 +88,13 @@ def read_train_request(body: bytes) -> TrainRequest:
 
 
 def _train_request(body: bytes) -> TrainRequest:
+    """Decode the protocol buffer of a training request. Raises ``ValueError`` for unknown fields and too many
+    numbers."""
     texts, data, config = {1: "", 4: ""}, list[Datum](), dict[str, float | str]()
     seq_id, forward_only, num_numbers = 0, False, 0
     for number, value in _fields(body):
         if number in texts:
-            texts[number] = bytes(value).decode()
+            texts[number] = _text(value)
         elif number == 2:
             seq_id = int(value)
         elif number == 3:
@@ -117,6 +119,8 @@ def _train_request(body: bytes) -> TrainRequest:
 
 
 def _datum(body: memoryview) -> Datum:
+    """Decode one datum: its tokens, its loss inputs by name, and the provenance of its positions. An image or sound is
+    only noted."""
     ids, inputs, problem = list[Array](), dict[str, Array](), ""
     spans: dict[int, list[ProvenanceSpan]] = {3: [], 4: []}
     for number, value in _fields(body):
@@ -136,6 +140,7 @@ def _datum(body: memoryview) -> Datum:
 
 
 def _span(body: memoryview) -> ProvenanceSpan:
+    """Decode the provenance of a range of positions."""
     ((kind, value),) = _fields(body)
     found = dict(_fields(value))
     name = bytes(found.get(1, b"")).decode()
@@ -160,6 +165,13 @@ def _tensor(body: memoryview) -> Array:
         row_starts=np.frombuffer(parts.get(2, b""), np.int64), columns=np.frombuffer(parts.get(3, b""), np.int64)
     )
     return cells.dense(np.frombuffer(parts.get(1, b""), dtype), shape, elsewhere=0)
+
+
+def _text(value: object) -> str:
+    """Return a field as text. Raises ``ValueError`` for a number, of which bytes would be as many zeros."""
+    if not isinstance(value, memoryview):
+        raise ValueError("a number in place of text")
+    return bytes(value).decode()
 
 
 def _entry(body: memoryview) -> tuple[str, Any]:
@@ -193,6 +205,8 @@ def _fields(body: bytes | memoryview | float) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(view: memoryview, place: int) -> tuple[int, int]:
+    """Decode the variable-length integer at ``place``, and return it with the place after it. Raises ``ValueError`` if
+    it has more than 64 bits."""
     value = shift = 0
     while True:
         byte = view[place]
@@ -206,6 +220,7 @@ def _varint(view: memoryview, place: int) -> tuple[int, int]:
 
 
 def _varints(view: memoryview) -> list[int]:
+    """Decode a packed list of variable-length integers."""
     values, place = list[int](), 0
     while place < len(view):
         value, place = _varint(view, place)
@@ -223,6 +238,7 @@ def _bytes(field: int, value: bytes | str) -> bytes:
 
 
 def _raw(value: int) -> bytes:
+    """Encode a whole number ≥ 0 as a variable-length integer."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -58,7 +58,10 @@ def make_app(
     says that the dashboard is reached over TLS only."""
 
     def on_run(answer: Answer) -> Callable[[Request], Response]:
+        """Return a handler that answers about the run whose number is in the path of the request."""
+
         def handler(request: Request) -> Response:
+            """Answer about one run; status 404 if there is no run of that number."""
             number = request.path_params["run"]
             if number >= len(runs):
                 raise HTTPException(404, f"there is no run {number}: {len(runs)} are open")
@@ -67,6 +70,8 @@ def make_app(
         return handler
 
     async def stream(request: Request) -> Response:
+        """Stream an event to the page whenever a run has changed."""
+
         async def events() -> AsyncIterator[bytes]:
             async for event in changes(runs, ending):
                 yield event
@@ -128,6 +133,7 @@ def _page(_: Request) -> Response:
 
 
 def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
+    """Return the tokens of a turn that the request asks for: ``count`` tokens, beginning with number ``from``."""
     first, count = (_parameter(request, name) or default for name, default in (("from", "0"), ("count", "1024")))
     span = episodes.whole_number(first), episodes.whole_number(count)
     if span[0] is None or span[1] is None:
@@ -137,6 +143,8 @@ def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
 
 
 def _search_text(request: Request) -> str:
+    """Return the words that the request searches for. Raises :class:`~headrace.base.errors.DataError` if they are empty
+    or too long."""
     words = _parameter(request, "words")
     if not words.strip() or len(words) > 200:
         raise DataError("there is nothing to search for", remedy="give words of 1 to 200 characters")

@@ -58,6 +58,7 @@ class ViewAuth:
             return
 
         async def send_with_headers(message: Message) -> None:
+            """Send a message of the application, with the security headers added to the beginning of a response."""
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(raw=message.setdefault("headers", []))
                 for name, value in _HEADERS.items():
@@ -85,6 +86,7 @@ class ViewAuth:
         return _token_form() if scope["path"] == "/" else Response(status_code=401, headers=_BEARER_REQUIRED)
 
     def _set_cookie(self) -> Response:
+        """Return a response that sets the session's cookie and leads to the page without the key in its address."""
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
             self._cookie, self._key, httponly=True, samesite="lax", secure=self._secure, max_age=7 * 86400

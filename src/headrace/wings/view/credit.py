@@ -64,12 +64,15 @@ class EpisodeAdvantages:
         return self._reverse_kl_of(run) is not None
 
     def _reverse_kl_of(self, run: OpenRun) -> ReverseKl | None:
+        """Return the run's advantage if it is the reverse KL to a teacher; otherwise ``None``. It is read once for each
+        run."""
         with self._lock:
             if run.directory not in self._reverse_kl:
                 self._reverse_kl[run.directory] = _reverse_kl(run)
             return self._reverse_kl[run.directory]
 
     def _step(self, run: OpenRun, step: int) -> _Step:
+        """Return the advantages of a step; those of the last 16 steps are kept."""
         at = (run.directory, step)
         if at not in self._steps:
             while len(self._steps) >= 16:
@@ -102,6 +105,7 @@ def _compute(run: OpenRun, step: int) -> _Step:
 
 
 def _settings(run: OpenRun) -> AlgoConfig:
+    """Return the settings ``[algo]`` of a run."""
     from headrace.algo.config import AlgoConfig
     from headrace.base.config import validate
 
@@ -109,6 +113,7 @@ def _settings(run: OpenRun) -> AlgoConfig:
 
 
 def _reverse_kl(run: OpenRun) -> ReverseKl | None:
+    """Return the run's advantage if it is the reverse KL to a teacher; otherwise ``None``."""
     from headrace.algo.advantages.tokens import ReverseKl
 
     try:

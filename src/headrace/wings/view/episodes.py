@@ -217,6 +217,8 @@ def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[in
 
 
 def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
+    """Return for each token how many of its experts differ between two records of its routing, over all layers; -1
+    where one of them is missing."""
     counts_T = np.full(len(first), -1, np.int64)
     both_T = first.known_T & again.known_T
     places = np.flatnonzero(both_T)
@@ -290,6 +292,8 @@ def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] |
 
 
 def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
+    """Return the episode called ``name``, and one of its turns. Raises :class:`~headrace.base.errors.DataError` if
+    there is no such turn."""
     key = _parse_key(name)
     episode = run.browser().episode(key)
     if episode is None or not 0 <= turn < len(episode.turns):
@@ -305,6 +309,8 @@ def whole_number(text: str) -> int | None:
 
 
 def _parse_query(parameters: dict[str, str]) -> EpisodeQuery:
+    """Return the filter that the parameters of a request describe. Raises :class:`~headrace.base.errors.DataError` for
+    an unknown parameter or a value that cannot be used."""
     given = {name: value for name, value in parameters.items() if value not in ("", "offset")}
     try:
         return msgspec.convert(given, EpisodeQuery, strict=False)
@@ -314,6 +320,7 @@ def _parse_query(parameters: dict[str, str]) -> EpisodeQuery:
 
 
 def _parse_number(parameters: dict[str, str], name: str, default: int) -> int:
+    """Remove the parameter ``name`` and return its whole number, or ``default`` if it is absent."""
     text = parameters.pop(name, str(default))
     number = whole_number(text)
     if number is None:
@@ -324,6 +331,7 @@ def _parse_number(parameters: dict[str, str], name: str, default: int) -> int:
 
 
 def _parse_key(name: str) -> EpisodeKey:
+    """Return the key of an episode from its text, such as ``12.3``: group 12, place 3."""
     group, dot, place = name.partition(".")
     numbers = whole_number(group), whole_number(place)
     if not dot or numbers[0] is None or numbers[1] is None:
@@ -362,8 +370,8 @@ class TeacherColumns:
         return cls(gaps=learned.gaps(episode), teacher_scores={**learned.teacher_scores(episode), **served})
 
     def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
-        """Return log ν − log μ of each token of a turn; NaN where the teacher computed nothing; ``None`` without a
-        record."""
+        """Return log ν − log μ of each token of turn number ``turn``, NaN for a token that the teacher did not score;
+        ``None`` if no teacher's scores of that turn were recorded."""
         teacher_scores = self.teacher_scores.get(turn)
         return None if teacher_scores is None else teacher_scores.logprobs_T - episode.turns[turn].tokens.logprobs_T
 

@@ -272,6 +272,7 @@ def _usage(pid: object) -> dict[str, Any]:
 
 
 def _thinned(steps: Sequence[StepRecord], most: int = MOST_POINTS) -> list[StepRecord]:
+    """Return at most ``most`` of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= most:
         return list(steps)
     places = sorted({round(index * (len(steps) - 1) / (most - 1)) for index in range(most)})
@@ -279,6 +280,7 @@ def _thinned(steps: Sequence[StepRecord], most: int = MOST_POINTS) -> list[StepR
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested dictionary by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):

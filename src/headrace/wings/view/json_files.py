@@ -62,12 +62,14 @@ class Tail(Generic[R]):
         return self._decode(whole)
 
     def _decode(self, lines: bytes) -> list[R]:
+        """Decode lines of the file, and leave out those that are damaged."""
         try:
             return self._decoder.decode_lines(lines)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return [record for line in lines.splitlines() if line.strip() for record in self._one(line)]
 
     def _one(self, line: bytes) -> list[R]:
+        """Return the record of a line as a list; an empty one, with a note of the problem, if the line is damaged."""
         try:
             return [self._decoder.decode(line)]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

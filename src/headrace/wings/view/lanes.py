@@ -46,6 +46,7 @@ class _Kind:
     """Starts and ends of the disjoint intervals that the spans cover; ``None`` after spans were added."""
 
     def add(self, span: Span, moved_s: float) -> None:
+        """Add a span. ``moved_s`` is the offset, in seconds, from the span's clock to the time axis of the index."""
         self.starts.append(span.start_s + moved_s)
         self.ends.append(span.end_s + moved_s)
         self.steps.append(span.step)
@@ -53,6 +54,7 @@ class _Kind:
         self.columns = self.covered = None
 
     def sorted(self) -> tuple[Column, Column, Places]:
+        """Return the starts and ends of the spans in the order of their starts, and the permutation that sorts them."""
         if self.columns is None:
             starts_S, ends_S = np.array(self.starts), np.array(self.ends)
             order = np.argsort(starts_S, kind="stable")
@@ -60,6 +62,7 @@ class _Kind:
         return self.columns
 
     def union(self) -> tuple[Column, Column]:
+        """Return the starts and ends of the disjoint intervals that the spans cover."""
         if self.covered is None:
             starts_S, ends_S, _ = self.sorted()
             self.covered = merge_intervals(starts_S, ends_S)
@@ -161,6 +164,7 @@ class LaneIndex:
         return [self._lane(lane, edges_B) for lane in self.lanes()]
 
     def _lane(self, lane: str, edges_B: Column) -> dict[str, Any]:
+        """Return the JSON object of what a lane did between the first and the last of the bins' edges."""
         within = float(edges_B[0]), float(edges_B[-1])
         names = sorted(name for owner, name in self._kinds if owner == lane)
         inside = {name: _overlapping(self._kinds[lane, name], within) for name in names}
@@ -169,8 +173,9 @@ class LaneIndex:
         return {"lane": lane, "parts": parts}
 
     def _part(self, lane: str, name: str, inside: Places, few: bool, edges_B: Column) -> dict[str, Any]:
-        """Return one kind of span of a lane in a window: each span if there are ``few``, otherwise the filled share of
-        each bin."""
+        """Return the JSON object of those spans of ``lane`` that are called ``name`` and lie in a window. ``inside``
+        has their places in the order of start. If ``few``, each span is listed; otherwise the fraction of each of the B
+        bins, given by its edges in seconds, that the spans cover."""
         kind = self._kinds[lane, name]
         part: dict[str, Any] = {"name": name, "wait": kind.waits, "count": len(inside)}
         if few:
@@ -184,6 +189,7 @@ class LaneIndex:
         return part
 
     def _busy_of(self, lane: str) -> tuple[Column, Column]:
+        """Return the starts and ends of the disjoint intervals in which a lane worked."""
         if lane not in self._busy_union:
             parts = [kind.sorted() for (owner, _), kind in self._kinds.items() if owner == lane and not kind.waits]
             starts, ends = _concatenated([part[0] for part in parts]), _concatenated([part[1] for part in parts])

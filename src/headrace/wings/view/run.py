@@ -234,6 +234,8 @@ class OpenRun:
 
 
 def _append_steps(steps: list[StepRecord], fresh: list[StepRecord]) -> list[StepRecord]:
+    """Append fresh records of steps. A step that was repeated after a resumption replaces the earlier record, and those
+    after it."""
     for record in fresh:
         while steps and steps[-1].step >= record.step:
             steps.pop()
@@ -283,6 +285,7 @@ def changed_s(directory: Path) -> float:
 
 
 def _mtime(path: Path) -> float:
+    """Return the time at which a file was changed, in seconds; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -290,6 +293,7 @@ def _mtime(path: Path) -> float:
 
 
 def _size(path: Path) -> tuple[int, int] | None:
+    """Return a file's size in bytes and the time of its last change in nanoseconds; ``None`` if it does not exist."""
     try:
         found = os.stat(path)
     except OSError:

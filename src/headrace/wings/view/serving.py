@@ -62,6 +62,7 @@ def open_browser(url: str, report: Callable[[str], None], directory: Path) -> th
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">', encoding="utf-8")
 
     def show() -> None:
+        """Open the page in a browser; report how to open it by hand if there is none that has a window."""
         found: webbrowser.BaseBrowser | None = None
         with suppress(webbrowser.Error):
             found = webbrowser.get()

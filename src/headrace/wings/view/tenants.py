@@ -37,12 +37,14 @@ def make_tenants_app(
         return answered({"directory": str(records.directory), "now_s": now_s, **lists})
 
     def sample(request: Request) -> Response:
+        """Answer with one sampled answer, its tokens as pieces of text."""
         found = records.sample(request.path_params["number"])
         pieces = texts.of(found["base"], [*found["prompt"], *found["ids"]])
         first = len(found["prompt"])
         return answered({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
 
     def trained(request: Request) -> Response:
+        """Answer with the data that a model was trained on, its target tokens as pieces of text."""
         model = request.path_params["model"]
         base = next((each["base"] for each in records.tenants(clock.wall()) if each["model"] == model), "")
         data = records.trained(model)

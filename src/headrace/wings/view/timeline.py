@@ -146,6 +146,8 @@ def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
 
 
 def _moment(text: str, default: float) -> float:
+    """Return the seconds that a text gives, or ``default`` for an empty one. Raises
+    :class:`~headrace.base.errors.DataError` for other text."""
     try:
         found = float(text) if text else default
     except ValueError:

@@ -107,6 +107,7 @@ def _serve(app_of: AppOf, config: ViewConfig, *, browser: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-view-") as private:
 
         def report(url: str) -> None:
+            """Print the address of the page, and open it in a browser if that is wanted."""
             out.print(f"open     {url}", style="bold", soft_wrap=True)
             out.print("end it   Ctrl-C")
             if browser:

@@ -70,6 +70,7 @@ class Jail:
         os.chdir("/tmp")
 
     def _show(self, path: str, target: str) -> None:
+        """Make a path of the machine visible in the sandbox at ``target``, for reading only; a link stays a link."""
         if os.path.islink(path):
             os.makedirs(os.path.dirname(target), exist_ok=True)
             os.symlink(os.readlink(path), target)
@@ -78,6 +79,7 @@ class Jail:
             kernel.make_read_only(target)
 
     def _write_files(self, directory: str) -> None:
+        """Write the files of the order into a directory of the sandbox."""
         for name, content in self.order["files"].items():
             path = os.path.join(directory, name)
             with open(path, "wb") as file:
@@ -131,7 +133,7 @@ def bind(path: str, target: str) -> None:
 
 
 def give_input(data: bytes) -> None:
-    """Make ``data`` the standard input."""
+    """Make ``data`` the standard input of this process, and so of the command that it executes."""
     descriptor = os.memfd_create("stdin")
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)

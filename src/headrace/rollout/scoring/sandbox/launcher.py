@@ -209,6 +209,7 @@ def _check_own_proc() -> None:
 
 
 def _enter_user_namespace() -> None:
+    """Enter a user namespace of its own, in which this user and group keep their ids."""
     user, group = os.getuid(), os.getgid()
     kernel.unshare(kernel.NEW_USER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -260,6 +261,7 @@ def kept(order: Order) -> None:
     bytes_left = order["limits"]["log_bytes"]
 
     def pass_on() -> bool:
+        """Copy output of the program to the log, up to the limit in bytes; return true, so that it is called again."""
         nonlocal bytes_left
         data = os.read(output, PIPE_BYTES)
         write_all(log, data[: max(0, bytes_left)])

@@ -59,6 +59,7 @@ def _cgroup_path(root: str, mark: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
+    """Write text to an existing file, in one call."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())

@@ -96,6 +96,7 @@ def run_python(
 
 
 def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: SandboxLimits) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a command, names of files or limits that cannot be used."""
     if isinstance(argv, str) or not argv or not os.path.isabs(argv[0]):
         raise ConfigError(f"argv={argv!r} does not begin with the path of a program", remedy="give the whole path")
     for name in files:
@@ -146,6 +147,7 @@ class _RunningLauncher:
         self._send(json.dumps(order).encode())
 
     def _send(self, data: bytes) -> None:
+        """Send data to the launcher, after its length."""
         assert self._launcher.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it could not even start: the report is missing, and says so
             self._launcher.stdin.write(len(data).to_bytes(8, "big") + data)
@@ -200,6 +202,7 @@ class _RunningLauncher:
         return None
 
     def _exceeds_limit(self, stream: Any, data: bytes) -> bool:
+        """Keep output up to the limit, and return whether there was more."""
         kept = self._output[stream]
         remaining = self._limits.output_bytes - len(kept)
         kept += data[:remaining]

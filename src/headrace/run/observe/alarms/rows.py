@@ -42,6 +42,7 @@ def _entropy(config: AlarmsConfig) -> Alarm:
     baseline = Baseline("entropy", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
+        """Return a sentence if the entropy is less than a fraction of that of the first steps."""
         values = baseline(numbers)
         if values is None or values[0] >= config.entropy_frac * values[1]:
             return ""
@@ -54,6 +55,8 @@ def _zero_variance(config: AlarmsConfig) -> Alarm:
     """Return the alarm for groups whose rewards are all equal, from which nothing is learned."""
 
     def problem(numbers: Numbers) -> str:
+        """Return a sentence if too many groups have equal rewards, unless that is because nearly all tasks are
+        solved."""
         share = numbers.get("zero_variance_frac", 0.0)
         least, tenth, most = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
         nearly_solved = tenth == most != least  # the few other groups hold what is left to learn
@@ -91,6 +94,7 @@ def _mismatch(config: AlarmsConfig) -> Alarm:
     """Return the alarm for engine and learner that disagree about fresh tokens."""
 
     def problem(numbers: Numbers) -> str:
+        """Return a sentence if the KL between engine and learner is above the limit."""
         kl = numbers.get("mismatch_kl", 0.0)
         if kl <= config.max_mismatch:
             return ""
@@ -104,6 +108,7 @@ def _length(config: AlarmsConfig) -> Alarm:
     baseline = Baseline("length_mean", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
+        """Return a sentence if episodes are many times as long as in the first steps."""
         values = baseline(numbers)
         if values is None or values[0] < config.length_times * values[1]:
             return ""
@@ -118,6 +123,8 @@ def _repetition(config: AlarmsConfig) -> Alarm:
     baseline = Baseline("repetition", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
+        """Return a sentence if episodes repeat themselves more than the limit and twice as much as in the first
+        steps."""
         values = baseline(numbers)
         if values is None or values[0] < config.max_repetition or values[0] < 2 * values[1]:
             return ""
@@ -132,6 +139,7 @@ def _stall(config: AlarmsConfig) -> Alarm:
     steps = 0
 
     def problem(now: Moment) -> str:
+        """Return a sentence if no step has ended for much longer than steps usually take."""
         nonlocal steps
         state = now.state
         if state.phase != "training":

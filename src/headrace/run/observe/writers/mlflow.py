@@ -59,6 +59,7 @@ class _MlflowWriter:
         self._run_id = run_id
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        """Write the values of a step to MLflow, in batches of :data:`AT_ONCE`."""
         from mlflow.entities import Metric
 
         metrics = [Metric(_key(name), value, int(unix_s * 1000), step) for name, value in values.items()]

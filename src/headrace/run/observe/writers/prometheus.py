@@ -109,6 +109,7 @@ class _NewestStep:
             end()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the values of the newest step for Prometheus, as gauges with the run as a label."""
         from prometheus_client.core import GaugeMetricFamily
 
         families: dict[str, GaugeMetricFamily] = {}

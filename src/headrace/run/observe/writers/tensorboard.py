@@ -34,6 +34,7 @@ class _TensorboardWriter:
         self._files = files
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        """Write the values of a step to TensorBoard, with their meanings and units."""
         for name, value in values.items():
             found = find(name)
             words = "" if found is None else f"{found[0].what} ({found[0].unit or 'a number'})"

@@ -85,18 +85,22 @@ class FarProcess:
         return self._end.result().code
 
     async def kill(self) -> None:
+        """Kill the process by ending its supervisor, and wait up to :data:`KILL_S` seconds until its machine says that
+        it is gone."""
         self._supervisor.kill()  # this closes the pipe to the process, which then ends
         await asyncio.wait([self._end], timeout=KILL_S)
         if not self._end.done():
             self._end.set_result(_gone("was ended, and its machine does not say that it is gone"))
 
     async def computed_s(self) -> float:
+        """Return the seconds of processor time that the process has used; 0 if its machine does not answer."""
         try:
             return float(await in_time(self._supervisor.call("computed_s"), METER_S))
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return 0.0
 
     async def halted(self) -> str:
+        """Return why the process makes no progress, in the words of its machine; an empty string if that is unknown."""
         try:
             words: bytes = await in_time(self._supervisor.call("halted"), METER_S)
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
@@ -113,6 +117,7 @@ class FarProcess:
         self._supervisor.kill()
 
     def _learn_end(self, answer: asyncio.Future[Any]) -> None:
+        """Note how the process ended, from the answer of its supervisor or from the error in its place."""
         if self._end.done() or answer.cancelled():
             return
         error = answer.exception()

@@ -138,6 +138,8 @@ class JoinListener:
                 visits.create_task(self._serve_machine(machine, workers, pool))
 
     async def _receive_request(self) -> tuple[bytes, bytes]:
+        """Wait for a request to join, and return the sender's id and the message; messages of another form are
+        ignored."""
         while True:
             frames: list[bytes] = await self._socket.recv_multipart()
             if len(frames) == 2:
@@ -208,6 +210,7 @@ class JoinListener:
                     task.cancel()
 
     def _say_goodbye(self, machine: JoinedStarter) -> None:
+        """Tell the user that a machine has left or was lost."""
         if machine.gone:
             self._tell(f"{machine.address} was lost: what ran there begins again elsewhere", warning=True)
         else:

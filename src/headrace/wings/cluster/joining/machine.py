@@ -38,12 +38,14 @@ class MachinePeer(ForeignPeer):
         """Set when the machine confirms that it leaves."""
 
     async def listen(self) -> None:
+        """Receive messages until the machine leaves. One that sends a wrong token is reported as failed."""
         try:
             await super().listen()
         except RunError:  # it sent a wrong token
             self.reported.set()
 
     def handle(self, message: object) -> None:
+        """Note a sign of life, or that the machine wants to leave or has left; other messages are answers to calls."""
         match message:
             case Alive():
                 self.was_heard = True
@@ -55,6 +57,7 @@ class MachinePeer(ForeignPeer):
                 super().handle(message)
 
     def _fail(self, message: Failure) -> None:
+        """Give a failure to the call that it names; a failure without a call is that of the whole machine."""
         if message.call is None:
             super()._fail(message)
         else:
@@ -168,6 +171,9 @@ class _MachineSupervisor:
         self._machine, self._number = machine, number
 
     def call(self, method: Any, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method of the supervisor on its machine, and return a future of the answer. The future fails with
+        :class:`SupervisorLost` if the machine is gone, with :class:`SupervisorUnusable` if its answer is an error or
+        has the wrong form."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._machine.gone:
             answer.set_exception(SupervisorLost(_LOST))
@@ -176,6 +182,7 @@ class _MachineSupervisor:
         call = peer.next_call()
 
         def settle(done: asyncio.Future[Done]) -> None:
+            """Give the future the machine's answer or error."""
             if answer.done():
                 return
             if done.cancelled():

@@ -126,6 +126,7 @@ async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
 
 
 def _decode(codec: MessageCodec, data: bytes) -> object:
+    """Decode a message of the run. Raises :class:`~headrace.base.errors.RunError` if it is not one."""
     try:
         return codec.decode(data)
     except msgspec.DecodeError as error:
@@ -238,6 +239,7 @@ class _NodeDispatcher:
             self.channel.send(message)
 
     def handle(self, message: node.Message) -> None:
+        """Carry out one message of the run: call a supervisor, drop one, or end this machine's part in the run."""
         match message:
             case Do():
                 self.tasks.create_task(self._do(message))
@@ -290,6 +292,7 @@ class _NodeDispatcher:
             self.send(Done(call=order.call, answer=answer))
 
     async def _drop(self, number: int) -> None:
+        """End a supervisor and the process that it watches."""
         supervisor = self.supervisors.get(number)
         if supervisor is None:
             return

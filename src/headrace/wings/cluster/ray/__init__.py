@@ -36,6 +36,8 @@ def _refuse(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, s
 
 
 def _devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
+    """Return the devices of the engines and the learner's ranks. Raises :class:`~headrace.base.errors.ConfigError` if
+    Ray is not installed."""
     from headrace.wings.cluster.ray.cluster import refuse_absent
     from headrace.wings.cluster.ray.fit import devices_of
 
@@ -49,6 +51,7 @@ def _threads(launch: LaunchConfig, role: str) -> int:
 
 
 def _sentence(launch: LaunchConfig, num_engines: int, num_ranks: int) -> str:
+    """Return a sentence that says what the learner and the engines request from the cluster."""
     ray = launch.ray
     learner = "the learner" if num_ranks == 1 else f"each of {num_ranks} ranks of the learner"
     engine = "the engine" if num_engines == 1 else f"each of {num_engines} engines"

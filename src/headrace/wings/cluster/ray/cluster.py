@@ -49,6 +49,7 @@ class Actor:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def settle(reply: asyncio.Future[Any]) -> None:
+            """Give the future the actor's answer or error."""
             error = None if reply.cancelled() else reply.exception()
             if reply.cancelled() or answer.done():
                 return
@@ -84,6 +85,7 @@ async def _refuse_unreachable(address: str) -> None:
 
 
 def _no_cluster(address: str, why: str) -> ConfigError:
+    """Return the error for an address at which there is no Ray cluster."""
     return ConfigError(
         f"launch.ray.address={address!r} leads to no Ray cluster: {why}",
         remedy="start one (ray start --head; on other machines: ray start --address HEAD:6379), submit the run with "

@@ -219,6 +219,7 @@ def _needs_run_dir(start: Start, order: LaunchOrder) -> bool:
 
 
 def _start_error(name: str, error: Any) -> RunError:
+    """Return the error for a process that cannot be started on its node."""
     return RunError(
         f"{name} cannot be started on its node: {error}",
         remedy="is headrace installed there, in the Python of the cluster, and is there room in its /tmp?",

@@ -167,7 +167,8 @@ class Carrier:
         return _GroupOffer(invitation=invitation, store=store)
 
     def _join_group(self, offer: _GroupOffer) -> ProcessGroup:
-        """Return the process group in which this process is rank 0, once all workers have joined."""
+        """Wait until all workers have joined the offered process group, and return it; this process has rank 0 in it.
+        Raises ``ValueError`` if a worker has not joined within ``deadline_s`` seconds."""
         rank_and_size = (0, offer.invitation["size"])
         if self._config.backend == "gloo":
             try:
@@ -201,6 +202,8 @@ class Carrier:
         return Path(path)
 
     async def _wait_until_received(self, attempt: str) -> list[_ReceiveStatus]:
+        """Return the status of each worker once all have received the version sent as ``attempt``. Raises
+        ``ValueError`` if that takes longer than ``deadline_s`` seconds."""
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 return await self._poll_until_received(attempt)

@@ -58,6 +58,7 @@ class ServerConfig(EngineSettings):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse addresses that are not HTTP URLs or that hold a secret."""
         for url in urls:
             remedy = "name an environment variable that holds the key: engine.server.token_from"
             refuse_secret("engine.server.urls", url, remedy)
@@ -70,6 +71,8 @@ class ServerConfig(EngineSettings):
 
     @model_validator(mode="after")
     def _ways_are_used(self) -> Self:
+        """Refuse settings of another way to send weights than the chosen one, and an address that the server cannot
+        reach."""
         if self.weights_by != "files" and self.weights_dir:
             raise ConfigError(
                 f"engine.server.weights_dir is a folder that the server sees, and weights_by={self.weights_by!r} uses "
@@ -97,6 +100,7 @@ class ServerConfig(EngineSettings):
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:
+        """Refuse settings of a server that is started beside URLs of running ones, and the other way round."""
         if self.urls and (self.python or self.args or self.cache_mb is not None):
             name = "python" if self.python else "args" if self.args else "cache_mb"
             raise ConfigError(
@@ -162,6 +166,7 @@ class SharedFolderConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _weights_are_files(self) -> Self:
+        """Refuse other ways to send weights than files, which this server does not have."""
         if self.weights_by != "files":
             raise ConfigError(
                 f"engine.server.weights_by={self.weights_by!r} is of engine.kind='vllm', and this is another",

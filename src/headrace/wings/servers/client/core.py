@@ -126,6 +126,8 @@ class ServedEngine:
         self._version = version
 
     def add(self, request: GenerateRequest) -> None:
+        """Queue a request for the server. Raises :class:`~headrace.base.errors.RequestError` if the server cannot serve
+        it, :class:`~headrace.base.errors.EngineFull` if too many wait."""
         name = f"request {request.request_id}"
         if problem := self._problem(request):
             raise RequestError(f"{name}: {problem}", remedy="correct it, or take engine.kind = 'native'")
@@ -152,6 +154,7 @@ class ServedEngine:
         self._wire.post(self._streams.add, answer)
 
     def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
+        """End the requests of these ids, and return their last chunks."""
         if self._wire.failure is not None:  # the next step raises, after it has returned earlier chunks
             return []
         self._wire.call(self._withdraw(request_ids), CONTROL_S)
@@ -163,6 +166,8 @@ class ServedEngine:
         return bool(self._live) and not self._paused
 
     def step(self) -> list[TokenChunk]:
+        """Wait a short time for chunks from the server, and return those that have arrived. Raises the error of a
+        broken connection after its last chunks were returned."""
         self._chunk_queue.wait(STEP_S)
         broken = self._wire.failure is not None
         chunks = self._pop_chunks()
@@ -174,6 +179,8 @@ class ServedEngine:
         return self.top_scores(request).logprobs_T
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
+        """Let the server score given tokens. Raises :class:`~headrace.base.errors.RequestError` for what it cannot
+        compute exactly: another temperature than 1, kept-sets, and recorded experts."""
         self._refuse_broken()
         problem = score_problem(request, self._limits.vocab_size)
         if self._version == NOT_SAMPLED:
@@ -191,6 +198,7 @@ class ServedEngine:
         return self._wire.call(self._scores(ids, request.top_k), CONTROL_S)
 
     def stage(self, update: WeightUpdate) -> None:
+        """Receive a version, and write it where the server can load it."""
         if self._receiver is None:
             raise WeightsError(
                 f"version {update.version} is sent to {self._name} with fixed weights", remedy="start it for training"
@@ -199,6 +207,9 @@ class ServedEngine:
         self._server.handover.write(update.version, self._receiver.staged())
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
+        """Begin to let the server load a staged version; :meth:`take_swaps` reports its end. Raises
+        :class:`~headrace.base.errors.WeightsError` for a ``mode`` that the server cannot do, and while another commit
+        runs."""
         if mode not in self._can.interrupts:
             raise WeightsError(
                 f"{self._name} cannot commit with sync.interrupt={mode.value!r}",
@@ -213,12 +224,15 @@ class ServedEngine:
         self._wire.post(self._begin_swap, version, mode)
 
     def take_swaps(self) -> list[SwapReport]:
+        """Remove and return the reports of commits that have ended."""
         swaps = self._chunk_queue.pop_swaps()
         if swaps:
             self._version, self._swapping = swaps[-1].version, None
         return swaps
 
     def pause(self, *, release: bool = False) -> None:
+        """Stop sampling. With ``release``, the server gives its memory back, or
+        :class:`~headrace.base.errors.RequestError` is raised if it cannot."""
         if release and not self._can.releases:
             raise RequestError(
                 f"{self._name} cannot release its memory on {self._config.device}",
@@ -318,6 +332,8 @@ class ServedEngine:
     # -- results and commits ------------------------------------------------------------------------------------------
 
     def _pop_chunks(self) -> list[TokenChunk]:
+        """Remove and return the chunks that have arrived, and keep the tokens of the last ``fork_memory`` ended
+        requests, from which others may be forked."""
         chunks = self._chunk_queue.pop_all()
         for chunk in chunks:
             self._live[chunk.request_id].extend(chunk)
@@ -340,6 +356,8 @@ class ServedEngine:
         return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
 
     async def _adopt(self, version: int) -> None:
+        """Let the server load a version whose files are written, or only name it if its own directory holds these
+        weights."""
         handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
         if handover.form.adapters[""]:  # the server's own directory holds no adapters
             await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)

@@ -43,8 +43,8 @@ class ServedForm:
         return [name for name in self.adapters.values() if name]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return empty tensors with the names, shapes and dtypes of those that the learner sends. The receiver replaces
-        them by its versions."""
+        """Return uninitialised tensors on the CPU with the names, shapes and dtypes of those that the learner sends.
+        The receiver fills them with each version that arrives."""
         held = weight_tensors(self._model)
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in held.items()}
 

@@ -40,6 +40,8 @@ def public_name() -> str:
 
 
 def _claim(claim: socket.socket, name: str) -> bool:
+    """Bind the abstract socket ``name``, which says that this process owns something; return whether that succeeded. If
+    another process holds it, wait once for its end."""
     for _ in range(2):
         with contextlib.suppress(OSError):
             claim.bind(name)

@@ -131,6 +131,8 @@ class Server:
         return "" if code is None else f"{self.dialect.name} ended with exit code {code}"
 
     async def _identify(self, client: httpx.AsyncClient) -> ServerInfo:
+        """Ask the server for its version, its model and its context. Raises :class:`~headrace.base.errors.ConfigError`
+        if its answer is not that of a server of this kind."""
         try:
             return await self.dialect.identify(client)
         except HeadraceError:

@@ -193,6 +193,7 @@ class AnswerStreams:
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def _queue(self, answer: StreamedAnswer) -> None:
+        """Add an answer to the waiting ones; while a commit holds new answers back, to those instead."""
         if self._held_back is None:
             heapq.heappush(self._waiting, (answer.key, answer))
         else:
@@ -212,6 +213,7 @@ class AnswerStreams:
         self._update_stats()
 
     def _remove(self, answer: StreamedAnswer) -> None:
+        """Forget an answer that has ended; when none runs any more, the busy time ends too."""
         request_id = answer.request.request_id
         self._known.pop(request_id, None)
         if self._running.pop(request_id, None) is not None and not self._running:
@@ -219,6 +221,7 @@ class AnswerStreams:
         self._changed.set()
 
     def _expire(self, answer: StreamedAnswer) -> None:
+        """End an answer whose deadline has passed."""
         request_id = answer.request.request_id
         if self._known.get(request_id) is answer:
             for chunk in self.withdraw([request_id], StopReason.DEADLINE):
@@ -233,6 +236,7 @@ class AnswerStreams:
             self._waiting = []
 
     def _start_admitting(self) -> None:
+        """Queue the answers that were held back during a commit, and send as many as may run."""
         held, self._held_back = self._held_back or [], None
         for answer in held:
             self._queue(answer)
@@ -396,6 +400,7 @@ class AnswerStreams:
             self._chunk_queue.put(answer.chunk())
 
     def _experts(self, answer: StreamedAnswer, part: StreamPart) -> Experts:
+        """Return the experts that the server reports for the tokens so far. Raises an error if it reports none."""
         assert self._config.routing is not None
         if part.experts is None:
             raise self._server.lacks("experts")
@@ -411,6 +416,7 @@ class AnswerStreams:
             await self._server.refuse_dead(self._wire.client, ask=is_silent)
 
     def _update_stats(self, **changed: float) -> None:
+        """Replace figures of the statistics, and count the running and the waiting answers."""
         waiting = len(self._known) - len(self._running)
         self.stats = msgspec.structs.replace(
             self.stats, running=len(self._running), waiting=waiting, **changed

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def _parts() -> ServerParts:
+    """Return the parts of an engine that is an SGLang server."""
     from headrace.wings.servers.client.server import ServerParts
     from headrace.wings.servers.sglang.command import command, own_address
     from headrace.wings.servers.sglang.dialect import SglangDialect

@@ -65,6 +65,7 @@ class SglangDialect:
         return f"{self.name} ends streams at a commit, and would count penalties again" * bool(penalised)
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
+        """Return the body of a streamed request in SGLang's format."""
         sampling = request.sampling
         wanted = {
             "max_new_tokens": request.max_new_tokens,
@@ -85,6 +86,8 @@ class SglangDialect:
         }
 
     def part(self, event: str, num_seen: int) -> StreamPart | None:
+        """Decode one event of a stream, after ``num_seen`` tokens were read; ``None`` if it brings nothing new. Raises
+        ``ValueError`` for an error of the server."""
         read = msgspec.json.decode(event, type=_SglangEvent)
         if read.error is not None or read.meta_info is None:
             raise ValueError(str(read.error)[:300])
@@ -112,6 +115,8 @@ class SglangDialect:
         await post(client, "/pause_generation", {"mode": "abort" if mode.abort else "in_place"})
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
+        """Let SGLang load the model's files at ``path`` as version ``label``. Raises
+        :class:`~headrace.base.errors.ComponentDied` if it does not."""
         order = {"model_path": str(path), "load_format": "auto", "weight_version": label, "flush_cache": True}
         answer = await post(client, "/update_weights_from_disk", order)
         if not answer["success"]:
@@ -132,6 +137,8 @@ class SglangDialect:
         await post(client, "/resume_memory_occupation", {})
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
+        """Return the logprob of each of ``ids`` after those before it, and the ``top_k`` likeliest tokens at each
+        place. The first has nothing before it, and gets 0."""
         wanted = {"max_new_tokens": 1, "temperature": 0.0}
         order = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
         answer = await post(client, "/generate", {"input_ids": list(ids), "sampling_params": wanted, **order})

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def _parts() -> ServerParts:
+    """Return the parts of an engine that is a vLLM server."""
     from headrace.wings.servers.client.server import ServerParts
     from headrace.wings.servers.vllm.command import command, own_address
     from headrace.wings.servers.vllm.dialect import VllmDialect, call_workers

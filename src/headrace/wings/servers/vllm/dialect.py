@@ -78,6 +78,7 @@ class VllmDialect:
         )
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
+        """Return the body of a streamed request in vLLM's format."""
         sampling = request.sampling
         wanted = {
             "max_tokens": request.max_new_tokens,
@@ -104,6 +105,8 @@ class VllmDialect:
         }
 
     def part(self, event: str, num_seen: int) -> StreamPart | None:
+        """Decode one event of a stream, after ``num_seen`` tokens were read; ``None`` if it has no tokens. Raises
+        ``ValueError`` for an error of the server, and for an answer without versions."""
         event_data = msgspec.json.decode(event, type=_VllmEvent)
         if event_data.error is not None:
             raise ValueError(str(event_data.error)[:300])
@@ -125,6 +128,8 @@ class VllmDialect:
         )
 
     async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
+        """Return vLLM's version, model and context. Raises :class:`~headrace.base.errors.ConfigError` if it was started
+        without its routes for weights."""
         version = (await client.get("/version")).json()["version"]
         listed = (await client.get("/v1/models")).json()["data"][0]
         answer = await client.get("/weight_info")
@@ -142,6 +147,8 @@ class VllmDialect:
         await post(client, f"/pause?mode={running}&clear_cache={str(clear).lower()}")
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
+        """Let vLLM load the weights at ``path`` as version ``label``: the model itself, or each of ``adapters`` from
+        its folder."""
         if not adapters:
             await post(client, "/start_weight_update")
             await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
@@ -169,6 +176,8 @@ class VllmDialect:
         await post(client, "/wake_up")
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
+        """Return the logprob of each of ``ids`` after those before it, and the ``top_k`` likeliest tokens at each
+        place. The first has nothing before it, and gets 0."""
         wanted = {"max_tokens": 1, "prompt_logprobs": top_k, "top_k": 1, "detokenize": False}
         order = {"token_ids": list(ids), "sampling_params": wanted, **_model_field(adapter)}
         answer = await post(client, self.stream_path, order)

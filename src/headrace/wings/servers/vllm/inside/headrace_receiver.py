@@ -76,6 +76,8 @@ class VersionReceiver:
             self._directory.close()
 
     def _receive(self, order: dict[str, Any]) -> None:
+        """Receive the files of one version and note the outcome, for the sender to read; this is the body of a thread.
+        A later attempt overrides this one."""
         attempt = order["attempt"]
         try:
             status = {"attempt": attempt, **self._receive_files(order)}
@@ -88,6 +90,7 @@ class VersionReceiver:
                 self._directory.drop(order["directory"], order["version"])
 
     def _receive_files(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Receive the files of one version from the process group; return their directory and their hashes."""
         attempt, hashes = order["attempt"], []
         group = self._join_group(order, attempt)
         with self._while_latest(attempt):
@@ -217,6 +220,8 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _locked(path: Path, flags: int) -> int:
+    """Open a file and lock it for this process alone; return its descriptor. Raises ``OSError`` if another process has
+    locked it."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
