@@ -58,6 +58,10 @@ class ReplaceableObjective(Objective):
         return None
 
     @property
+    def num_updates(self) -> int:
+        return self._now.num_updates
+
+    @property
     def columns(self) -> frozenset[Column]:
         return self._now.columns
 
