@@ -73,7 +73,7 @@ ANSWERS: dict[str, dict[str, str]] = {
         "get_weights_info_by_tinker_path": "served",
         "list_training_runs": "served",
         "list_checkpoints": "served",
-        "get_external_weights_urls": "served: one URL for each file, which needs the key",
+        "get_external_weights_urls": "served: one signed URL for each file, valid for an hour",
         "delete_checkpoint": "served",
         "delete_checkpoint_from_tinker_path": "served",
         "get_audit_log": "refused: there is none",

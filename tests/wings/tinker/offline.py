@@ -10,7 +10,8 @@ from headrace.base.clock import RealClock
 from headrace.models import ModelConfig, load_model
 from headrace.wings.tinker.compute import BaseCompute, FrozenBase
 from headrace.wings.tinker.journal import WAITING, Journal, JournalEntry
-from headrace.wings.tinker.performing import Performer
+from headrace.wings.tinker.performing import Performer, spec_of
+from headrace.wings.tinker.schema import CreateModelBody, parse
 from headrace.wings.tinker.tenants import Tenants
 from headrace.wings.tinker.turns import Turns
 
@@ -21,8 +22,8 @@ def compute_of(model: Path, **more) -> BaseCompute:
     return BaseCompute(load_model(ModelConfig(path=str(model))), **{"tokens_per_microbatch": 32, **more})
 
 
-def base_of(compute: BaseCompute) -> FrozenBase:
-    return FrozenBase(path=Path(compute.model.config.name_or_path), compute=compute, max_rank=64, max_context=256)
+def base_of(compute: BaseCompute, max_rank: int = 64) -> FrozenBase:
+    return FrozenBase(path=Path(compute.model.config.name_or_path), compute=compute, max_rank=max_rank, max_context=256)
 
 
 class AnyName(dict[str, FrozenBase]):
@@ -42,11 +43,11 @@ class AnyName(dict[str, FrozenBase]):
 class Offline:
     """The models of a server in ``state``, from its start to :meth:`close`, or to :meth:`kill`."""
 
-    def __init__(self, compute: BaseCompute, state: Path, **more) -> None:
+    def __init__(self, compute: BaseCompute, state: Path, max_rank: int = 64, **more) -> None:
         self.journal, self.failures = Journal(state), []
         self.turns = Turns("test-turns", self.failures.append)
         clock = RealClock()
-        self._bases = AnyName(base_of(compute))
+        self._bases = AnyName(base_of(compute, max_rank))
         self.tenants = Tenants(self.journal, state, self._bases, self.turns, clock=clock, **{"max_resident": 8, **more})
         self.tenants.perform = Performer(
             self.journal, state, self._bases, clock=clock, seed_of=lambda model: 0, ephemeral_s=1e9
@@ -54,13 +55,15 @@ class Offline:
         self.tenants.resume()
 
     def create(self, model: str = MODEL, rank: int = 4, base: str = "b", **lora) -> None:
+        config = {"rank": rank, "seed": 1, **lora}
+        given = {"session_id": "s", "model_seq_id": 0, "base_model": base, "lora_config": config}
+        body = json.dumps(given).encode()
+        spec = spec_of(parse(body, CreateModelBody), self._bases[base])
         self.journal.run(
             "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s, spec) VALUES (?, 's', 0, 0, 0, ?)",
-            model, json.dumps({"base": base}),
+            model, json.dumps(spec),
         )  # fmt: skip
-        config = {"rank": rank, "seed": 1, **lora}
-        body = {"session_id": "s", "model_seq_id": 0, "base_model": base, "lora_config": config}
-        self.send("create_model", 0, json.dumps(body).encode(), model)
+        self.send("create_model", 0, body, model)
 
     def send(self, kind: str, seq: int, body: bytes, model: str = MODEL) -> None:
         self.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))

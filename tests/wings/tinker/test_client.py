@@ -1,18 +1,24 @@
 """The unmodified client of the protocol against a server."""
 
 import itertools
+import os
 import re
 import socket
+import subprocess
+import sys
+import time
 
 import httpx
 import numpy as np
 import pytest
+import tinker
 import torch
 from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
 from tinker.proto import tinker_public_pb2 as messages
 from tinker.types import RequestErrorCategory
 
+from headrace.base.errors import ConfigError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.wings.tinker import tenants
@@ -268,8 +274,14 @@ def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
     listed = rest.list_checkpoints(trained.model_id).result().checkpoints
     assert {each.tinker_path for each in listed} == {training, sampler, external}
     assert [each.expires_at is not None for each in listed if each.tinker_path == training] == [True]
-    urls = rest.get_external_weights_urls(external).result().urls
-    assert set(urls) == {"adapter_model.safetensors", "adapter_config.json"}
+    signed = rest.get_external_weights_urls(external).result()
+    assert set(signed.urls) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert 3000 < signed.expires.timestamp() - time.time() < 3700
+    url = signed.urls["adapter_config.json"]
+    assert httpx.get(url).json()["r"] == 4  # without the key
+    assert httpx.get(url.replace("adapter_config.json", "adapter_model.safetensors")).status_code == 401
+    assert httpx.get(url.replace("expires=", "expires=1")).status_code == 401
+    assert httpx.get(url.partition("?")[0]).status_code == 401
     named = service.create_sampling_client(model_path=sampler).result()
     assert named.get_base_model() == NAME
     rest.delete_checkpoint_from_tinker_path(training).result()
@@ -277,6 +289,52 @@ def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
         service.create_training_client_from_state(training).result()
     with pytest.raises(RequestFailedError, match="exists"):
         trained.save_weights_for_sampler("two").result()
+
+
+def test_the_programs_of_client_and_cookbook_download_checkpoints(service, server, tmp_path):
+    trained = new(service)
+    step(trained)
+    training, external = trained.save_state("one").result().path, trained.save_weights_external("two").result().path
+    shell = {**os.environ, "TINKER_BASE_URL": server[0], "TINKER_API_KEY": server[1], "TINKER_TELEMETRY": "0"}
+    for path in (training, external):
+        command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "-o", str(tmp_path)]
+        subprocess.run(command, check=True, env=shell)
+    cookbook = f"from tinker_cookbook import weights; weights.download(tinker_path={external!r}, output_dir='book')"
+    subprocess.run([sys.executable, "-c", cookbook], check=True, env=shell, cwd=tmp_path)
+    files = [tmp_path.rglob(name) for name in ("adapter_model.safetensors", "adapter_config.json")]
+    assert [len({each.read_bytes() for each in found}) for found in files] == [1, 1]
+    assert len(list(tmp_path.rglob("adapter_model.safetensors"))) == 3
+
+
+def test_lists_come_in_pages_and_runs_of_a_project_alone(server):
+    ask = {"headers": {"x-api-key": server[1]}}
+    with tinker.ServiceClient(base_url=server[0], api_key=server[1], project_id="p1") as service:
+        trained = new(service)
+        rest = RestClient(base_url=server[0], api_key=server[1])
+        assert [each.training_run_id for each in rest.list_training_runs(project_id="p1").result().training_runs] == [
+            trained.model_id
+        ]
+        assert rest.list_training_runs(project_id="p2").result().training_runs == []
+        all_of_them = rest.list_sessions(limit=1000).result().sessions
+        assert all_of_them[0] == trained.model_id.partition(":")[0]
+        assert rest.list_sessions(limit=1).result().sessions == all_of_them[:1]
+        assert rest.list_sessions(limit=1, offset=1).result().sessions == all_of_them[1:2]
+    assert httpx.get(f"{server[0]}/api/v1/sessions?limit=x", **ask).status_code == 400
+
+
+def test_a_state_that_cannot_be_used_is_refused_by_name(model, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"--state .*/file: File exists"), served(model, tmp_path / "file"):
+        pass
+    below = tmp_path / "file" / "in"
+    with pytest.raises(ConfigError, match=r"--state .*/file/in: Not a directory"), served(model, below):
+        pass
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "journal.sqlite").write_text("this is no database at all" * 99)
+    words = "its journal.sqlite cannot be used: file is not a database"
+    with pytest.raises(ConfigError, match=words), served(model, state):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -427,6 +485,10 @@ def test_one_request_cannot_end_or_block_the_server(service, server):
         asked = {"prompt": prompt, "num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=2), **how}
         with pytest.raises(RequestFailedError, match=r"logprobs=90; set 0 to 4"):
             sampler.sample(**asked).result()
+    large = types.ModelInput.from_ints([5, 2**63])
+    with pytest.raises(RequestFailedError, match=r"holds token 9223372036854775808, outside") as failed:
+        sampler.sample(large, 1, types.SamplingParams(max_tokens=2)).result()
+    assert failed.value.category is RequestErrorCategory.User
     far = {"model_id": trained.model_id, "seq_id": 10**6, "adam_params": {}}
     assert "is next" in httpx.post(f"{url}/optim_step", json=far, **ask).json()["error"]
     assert httpx.post(f"{url}/optim_step", json={**far, "seq_id": 2**63}, **ask).status_code == 400
@@ -435,6 +497,23 @@ def test_one_request_cannot_end_or_block_the_server(service, server):
     for name in ("x:\u00b2", f"x:{10**30}"):
         assert httpx.post(f"{url}/retrieve_future", json={"request_id": name}, **ask).status_code == 404
     assert step(trained).metrics["loss:sum"] > 0
+
+
+def test_a_cancelled_request_for_samples_can_be_sent_again(service, server):
+    url, ask = f"{server[0]}/api/v1", {"headers": {"x-api-key": server[1]}}
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    body = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]},
+        "sampling_params": {"max_tokens": 200, "stop": []},
+        "sampling_session_id": sampler._sampling_session_id,
+        "seq_id": 77,
+        "num_samples": 16,
+    }
+    promise = {"request_id": httpx.post(f"{url}/asample", json=body, **ask).json()["request_id"]}
+    assert httpx.post(f"{url}/cancel_future", json=promise, **ask).status_code == 200
+    assert httpx.post(f"{url}/retrieve_future", json=promise, **ask).status_code == 410
+    httpx.post(f"{url}/asample", json=body, **ask)
+    assert httpx.post(f"{url}/retrieve_future", json=promise, timeout=60, **ask).status_code == 200
 
 
 def test_a_wrong_key_is_refused(server):

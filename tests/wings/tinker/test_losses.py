@@ -188,8 +188,15 @@ def test_many_sparse_tensors_that_stand_for_too_much_are_refused(monkeypatch):
     body = sparse_body([0, 1], [0], [1, 100], count=12)
     assert len(read_train_request(body).data) == 12
     monkeypatch.setattr(wire, "MOST_NUMBERS", 1000)
-    with pytest.raises(DataError, match="over 1,000 numbers"):
+    with pytest.raises(DataError, match="a sparse tensor of shape"):  # the eleventh
         read_train_request(body)
+
+
+def test_a_flood_of_empty_fields_is_refused():
+    with pytest.raises(DataError, match="more than 131,072 fields"):
+        read_train_request(b"\x1a\x00" * 10**6)
+    with pytest.raises(DataError, match="more than 131,072 fields"):
+        wire.place_of(b"\x1a\x00" * 10**6)
 
 
 def test_results_of_mixed_shapes_are_what_the_client_reads():

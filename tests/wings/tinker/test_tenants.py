@@ -1,13 +1,17 @@
 """Order, repetition, restarts, eviction and fairness of the models of a server."""
 
+import json
 import random
 import threading
 
 import numpy as np
 import pytest
+from tinker.proto import tinker_public_pb2 as messages
 
+from headrace.base.errors import ConfigError
+from headrace.wings.tinker.tenant import Tenant
 from headrace.wings.tinker.turns import Turns
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, train_body
+from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
 from tests.wings.tinker.serving import tiny
 
 STEPS = 3
@@ -101,6 +105,108 @@ def test_a_request_that_fails_leaves_the_gradient_before_it(compute, expected, t
         server.send(kind, seq + shifted, body)
     assert_equal(server.weights(), expected)
     assert server.journal.outcome(MODEL, 2).status == "failed"
+    server.close()
+
+
+def test_a_state_that_cannot_be_read_ends_no_other_tenant(compute, expected, tmp_path):
+    server, requests = Offline(compute, tmp_path), script(STEPS)
+    server.create()
+    server.create("s:train:1")
+    for request in requests[:4]:
+        server.send(*request)
+    server.wait()
+    server.close()
+    (weights,) = (tmp_path / "runs").glob("s_train_0/copy-*/adapter_model.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:50])
+    server = Offline(compute, tmp_path)
+    for kind, seq, body in requests[4:]:
+        server.send(kind, seq, body)
+    for kind, seq, body in script(STEPS, "s:train:1"):
+        server.send(kind, seq, body, "s:train:1")
+    assert_equal(server.weights("s:train:1"), expected)
+    failed = [json.loads(server.journal.outcome(MODEL, seq).result) for _, seq, _ in requests[4:]]
+    assert {each["category"] for each in failed} == {"server"}
+    assert all("cannot be restored" in each["error"] for each in failed)
+    server.close()
+    weights.write_bytes(whole)  # what has failed is not done after all: the client was told so, and sends it again
+    server, kinds = Offline(compute, tmp_path), [kind for kind, _, _ in requests[4:]]
+    bodies = {"forward_backward": train_again, "optim_step": lambda body, seq: step_body(seq)}
+    for place, (kind, (_, _, body)) in enumerate(zip(kinds, requests[4:], strict=True)):
+        seq = len(requests) + 1 + place
+        server.send(kind, seq, bodies[kind](body, seq))
+    assert_equal(server.weights(), expected)
+    server.close()
+
+
+def train_again(body, seq):
+    """Return a forward_backward with the place ``seq``."""
+    request = messages.ForwardBackwardRequest.FromString(body)
+    request.seq_id = seq
+    return request.SerializeToString()
+
+
+def test_a_model_comes_back_after_a_kill_to_a_server_with_a_lower_limit_of_ranks(compute, expected, tmp_path):
+    server, requests = Offline(compute, tmp_path), script(STEPS)
+    server.create()
+    for request in requests[:4]:
+        server.send(*request)
+    server.wait()
+    server.kill()
+    server = Offline(compute, tmp_path, max_rank=2)
+    for request in requests[4:]:
+        server.send(*request)
+    assert_equal(server.weights(), expected)
+    with pytest.raises(ConfigError, match="rank=4"):
+        server.create("s:train:1")
+    server.close()
+
+
+def test_requests_wait_while_the_disk_is_full_and_change_the_weights_once(compute, expected, tmp_path, caplog):
+    server, requests = Offline(compute, tmp_path), script(STEPS)
+    server.create()
+    for request in requests:
+        server.send(*request)
+        if request[1] == 4:
+            server.wait()
+            pages, limit = (server.journal.one(f"PRAGMA {of}")[0] for of in ("page_count", "max_page_count"))
+            server.journal.run(f"PRAGMA max_page_count = {pages + 50}")  # room for requests, and for no result
+            full = server.journal.end
+            server.journal.end = lambda *_: server.journal.run("UPDATE meta SET value = zeroblob(9999999)")
+    server.wait()
+    assert server.journal.outcome(MODEL, 5).status == "waiting"
+    assert "request 5 of s:train:0 waits until the disk can be written: database or disk is full" in caplog.text
+    server.tenants.retry_held()
+    server.wait()
+    assert server.journal.outcome(MODEL, 5).status == "waiting"
+    server.journal.end = full
+    server.journal.run(f"PRAGMA max_page_count = {limit}")
+    server.tenants.retry_held()
+    server.wait()
+    assert all(server.journal.outcome(MODEL, seq).status == "done" for _, seq, _ in requests)
+    assert_equal(server.weights(), expected)
+    server.close()
+
+
+def test_a_step_in_which_the_server_failed_is_not_made_later(compute, expected, tmp_path, monkeypatch):
+    server, requests = Offline(compute, tmp_path), script(STEPS)
+    server.create()
+    for request in requests[:2]:
+        server.send(*request)
+    server.wait()
+
+    def step(tenant, settings):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tenant, "step", step)
+        server.send("optim_step", 3, step_body(3))
+        server.wait()
+    assert json.loads(server.journal.outcome(MODEL, 3).result)["category"] == "server"
+    server.send("optim_step", 4, step_body(4))
+    for kind, seq, body in requests[3:]:
+        server.send(kind, seq + 1, train_again(body, seq + 1) if kind == "forward_backward" else step_body(seq + 1))
+    assert_equal(server.weights(), expected)
     server.close()
 
 

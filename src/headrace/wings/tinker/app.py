@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import URL, Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -25,8 +26,8 @@ from headrace.wings.tinker import schema
 from headrace.wings.tinker.service import Found, TinkerService, is_number
 
 PREFIX = "/api/v1"
-URLS_S = 3600.0
-"""Seconds for which the client may take the URLs of files for valid; they stay valid while the checkpoint is there."""
+URLS_S = 3600
+"""Seconds for which the URLs of files are valid."""
 
 BEGINNING_BYTES = 4096
 """The bytes of a body that is too long which are looked at, to find whose it is."""
@@ -42,6 +43,12 @@ REFUSED = {
     "billing": "nothing is billed here",
 }
 """The endpoints that are refused, with the reason; all others that are not served are unknown."""
+REFUSED_PARTS = {
+    "publish": "there is one user on this server",
+    "project": "there is one project on this server",
+    "trace_export": "no trace is kept",
+}
+"""The same for the last part of a path."""
 
 
 class ServerHolder:
@@ -57,16 +64,43 @@ class ServerHolder:
         return self.service
 
 
-class KeyAuth:
-    """An ASGI application that passes requests with the server's key on to ``app``, and refuses others."""
+class UrlSigner:
+    """The maker of URLs of files that need no key: the client fetches a file as any browser does."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
+    def __init__(self, key: str, clock: Clock) -> None:
+        self._key, self._clock = key.encode(), clock
+
+    def sign(self, urls: Mapping[str, URL]) -> dict[str, Any]:
+        """Return the answer with the signed ``urls`` of files by name, and the time until which they are valid."""
+        until = int(self._clock.wall()) + URLS_S
+        signed = {
+            name: str(url.include_query_params(expires=until, signature=self._signature(url.path, str(until))))
+            for name, url in urls.items()
+        }
+        return {"urls": signed, "expires": datetime.fromtimestamp(until, UTC).isoformat()}
+
+    def signed(self, request: Request) -> bool:
+        """Return whether a request is for the file of a URL that :meth:`sign` returned and that is still valid."""
+        until, given = (request.query_params.get(name, "") for name in ("expires", "signature"))
+        if request.method not in ("GET", "HEAD") or not is_number(until) or int(until) < self._clock.wall():
+            return False
+        return hmac.compare_digest(given.encode(), self._signature(request.url.path, until).encode())
+
+    def _signature(self, path: str, until: str) -> str:
+        return hmac.new(self._key, f"{path} {until}".encode(), hashlib.sha256).hexdigest()
+
+
+class KeyAuth:
+    """An ASGI application that passes requests with the server's key, and those for a signed URL, on to ``app``, and
+    refuses others."""
+
+    def __init__(self, app: ASGIApp, key: str, signer: UrlSigner) -> None:
+        self._app, self._key, self._signer = app, key.encode(), signer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in ("/healthz", f"{PREFIX}/healthz"):
             given = Headers(scope=scope).get("x-api-key", "").encode("latin-1")
-            if not hmac.compare_digest(given.strip(), self._key):
+            if not (hmac.compare_digest(given.strip(), self._key) or self._signer.signed(Request(scope))):
                 problem = Refusal(
                     "the request does not carry this server's key",
                     remedy="export TINKER_API_KEY as headrace tinker printed it",
@@ -80,7 +114,8 @@ class KeyAuth:
 
 def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Clock) -> KeyAuth:
     """Return the whole server as an ASGI application."""
-    routes = _Routes(holder, max_body_bytes, clock)
+    signer = UrlSigner(key, clock)
+    routes = _Routes(holder, max_body_bytes, signer)
     app = Starlette(
         routes=routes.all(),
         exception_handlers={
@@ -90,7 +125,7 @@ def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Cloc
             Exception: _broken,
         },
     )
-    return KeyAuth(app, key)
+    return KeyAuth(app, key, signer)
 
 
 class LongBody(Refusal):
@@ -106,8 +141,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class _Routes:
-    def __init__(self, holder: ServerHolder, max_body_bytes: int, clock: Clock) -> None:
-        self._holder, self._max_body_bytes, self._clock = holder, max_body_bytes, clock
+    def __init__(self, holder: ServerHolder, max_body_bytes: int, signer: UrlSigner) -> None:
+        self._holder, self._max_body_bytes, self._signer = holder, max_body_bytes, signer
 
     def all(self) -> list[Route]:
         """Return every route of the server."""
@@ -137,9 +172,13 @@ class _Routes:
             f"{PREFIX}/get_server_capabilities": self._got(lambda service, _: service.capabilities()),
             f"{PREFIX}/samplers/{{sampler}}": self._got(lambda service, path: service.get_sampler(path["sampler"])),
             f"{PREFIX}/sessions/{{session}}": self._got(lambda service, path: service.catalog.session(path["session"])),
-            f"{PREFIX}/sessions": self._got(lambda service, _: service.catalog.sessions()),
-            f"{PREFIX}/training_runs": self._listed(lambda service, *page: service.catalog.training_runs(*page)),
-            f"{PREFIX}/checkpoints": self._listed(lambda service, *page: service.catalog.checkpoints(None, *page)),
+            f"{PREFIX}/sessions": self._listed(lambda service, query, *page: service.catalog.sessions(*page)),
+            f"{PREFIX}/training_runs": self._listed(
+                lambda service, query, *page: service.catalog.training_runs(*page, query.get("project_id"))
+            ),
+            f"{PREFIX}/checkpoints": self._listed(
+                lambda service, query, *page: service.catalog.checkpoints(None, *page)
+            ),
             run: self._got(lambda service, path: service.catalog.training_run(path["model"])),
             f"{run}/checkpoints": self._got(lambda service, path: service.catalog.checkpoints(path["model"])),
             f"{checkpoint}/external_weights_urls": self._urls,
@@ -187,7 +226,7 @@ class _Routes:
             page = [request.query_params.get(name, str(default)) for name, default in (("limit", 20), ("offset", 0))]
             if not all(map(is_number, page)):
                 raise Refusal(f"limit and offset are {shown(page)}", remedy="give whole numbers")
-            return JSONResponse(answer(self._holder.ready(), *map(int, page)))
+            return JSONResponse(answer(self._holder.ready(), request.query_params, *map(int, page)))
 
         return endpoint
 
@@ -236,12 +275,11 @@ class _Routes:
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
-        """Answer with the URL of each file of a checkpoint, and the time after which the client should ask for new
-        ones."""
+        """Answer with a URL of each file of a checkpoint that can be fetched without the key, for a time."""
         files = self._holder.ready().catalog.files_of(request.path_params["model"], _named(request))
-        root = str(request.url).removesuffix("external_weights_urls")
-        expires = datetime.fromtimestamp(self._clock.wall() + URLS_S, UTC).isoformat()
-        return JSONResponse({"urls": {file: f"{root}files/{file}" for file in files}, "expires": expires})
+        root = request.url.path.removesuffix("external_weights_urls")
+        urls = {file: request.url.replace(path=f"{root}files/{file}", query="") for file in files}
+        return JSONResponse(self._signer.sign(urls))
 
     async def _file(self, request: Request) -> Response:
         path = request.path_params
@@ -284,8 +322,11 @@ def _not_found(request: Request, error: Exception) -> Response:
     Headrace does not have."""
     assert isinstance(error, HTTPException)
     path = request.url.path.removeprefix(f"{PREFIX}/")
-    why = next((why for name, why in REFUSED.items() if path.startswith(name)), "docs/tinker.md lists what is served")
-    return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=error.status_code))
+    why = next((why for name, why in REFUSED.items() if path.startswith(name)), None)
+    why = why or REFUSED_PARTS.get(path.rpartition("/")[2])
+    status = error.status_code if why is None else 404  # and not 405, where a path of that form is served
+    why = why or "docs/tinker.md lists what is served"
+    return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=status))
 
 
 def _gone(_: Request, __: Exception) -> Response:

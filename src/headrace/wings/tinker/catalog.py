@@ -80,8 +80,12 @@ class Catalog:
             "last_sampler_checkpoint": self._last(model, "sampler_weights"),
         }
 
-    def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
-        rows = self._journal.all("SELECT id FROM models ORDER BY used_s DESC, id")
+    def training_runs(self, limit: int, offset: int, project: str | None = None) -> dict[str, Any]:
+        """Return the models, those used last first; with ``project``, those of sessions that were created in it."""
+        query = "SELECT m.id, s.facts FROM models m LEFT JOIN sessions s ON s.id = m.session ORDER BY used_s DESC, m.id"
+        rows = self._journal.all(query)
+        if project is not None:
+            rows = [row for row in rows if facts_of(row).get("project_id") == project]
         runs = [self.training_run(row["id"]) for row in rows[offset : offset + limit]]
         return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
 
@@ -130,8 +134,8 @@ class Catalog:
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return Path(row["directory"]) / file
 
-    def sessions(self) -> dict[str, Any]:
-        rows = self._journal.all("SELECT id FROM sessions ORDER BY created_s DESC")
+    def sessions(self, limit: int, offset: int) -> dict[str, Any]:
+        rows = self._journal.all("SELECT id FROM sessions ORDER BY created_s DESC LIMIT ? OFFSET ?", limit, offset)
         return {"sessions": [row["id"] for row in rows]}
 
     def session(self, session: str) -> dict[str, Any]:

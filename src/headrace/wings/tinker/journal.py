@@ -78,7 +78,6 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         """Open the journal, or make it. Raises :class:`~headrace.base.errors.ConfigError` for one of another format,
         and if another process has it open."""
-        directory.mkdir(parents=True, exist_ok=True)
         self._descriptor = _hold(directory)
         self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
         self._db.row_factory = sqlite3.Row
@@ -88,14 +87,15 @@ class Journal:
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_TABLES)
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
-        except sqlite3.OperationalError as error:
+            found = self.value("format")
+        except sqlite3.DatabaseError as error:
             self.close()
             raise ConfigError(
-                f"--state {directory}: its journal cannot be used: {error}",
-                remedy="end the program that writes it, or give another directory",
+                f"--state {directory}: its {JOURNAL_FILE} cannot be used: {error}",
+                remedy="end the program that writes it, put its file back, or give another directory",
             ) from None
-        found = self.value("format")
         if found != _FORMAT:
+            self.close()
             raise ConfigError(
                 f"--state {directory} is of format {found}, and this version writes {_FORMAT}",
                 remedy="give another directory, or the version that made it",
@@ -114,10 +114,11 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk may have ended it
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def value(self, key: str) -> str | None:
         """Return a setting of the state; ``None`` if it was never set."""
@@ -158,6 +159,10 @@ class Journal:
         row = self.one("SELECT status, result FROM requests WHERE model = ? AND seq = ?", model, seq)
         return None if row is None else Outcome(status=row["status"], result=row["result"])
 
+    def set_kind(self, model: str, seq: int, kind: str) -> None:
+        """Change the kind of a request, so that a replay does not repeat it."""
+        self.run("UPDATE requests SET kind = ? WHERE model = ? AND seq = ?", kind, model, seq)
+
     def end(self, model: str, seq: int, status: str, result: bytes) -> None:
         """Write the result of a request."""
         self.run("UPDATE requests SET status = ?, result = ? WHERE model = ? AND seq = ?", status, result, model, seq)
@@ -191,7 +196,8 @@ class Journal:
 
 def _hold(directory: Path) -> int:
     """Return a descriptor that holds the directory until it is closed. Raises
-    :class:`~headrace.base.errors.ConfigError` while another process holds it."""
+    :class:`~headrace.base.errors.ConfigError` while another process holds it, and for one that cannot be written."""
+    state_directory(directory)
     descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,6 +207,19 @@ def _hold(directory: Path) -> int:
             f"--state {directory} is used by another server", remedy="end that server, or give another directory"
         ) from None
     return descriptor
+
+
+def state_directory(directory: Path) -> Path:
+    """Return the directory of a state, which is made if there is none. Raises
+    :class:`~headrace.base.errors.ConfigError` if it cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / LOCK_FILE).touch(0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"--state {directory}: {error.strerror}", remedy="give a directory that this user can write"
+        ) from None
+    return directory
 
 
 def facts_of(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:

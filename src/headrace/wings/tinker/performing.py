@@ -84,10 +84,11 @@ class Performer:
         return self._kinds[entry.kind](tenant, entry)
 
     def _create(self, _: Tenant | None, entry: JournalEntry) -> Step:
-        """Make a new model from its specification, with weights from its seed."""
-        body = parse(entry.body, CreateModelBody)
-        base = self._bases[body.base_model]
-        spec = spec_of(body, base)
+        """Make a new model with the settings that were checked when it was accepted, and weights from its seed."""
+        row = self._journal.one("SELECT spec FROM models WHERE id = ?", entry.model)
+        assert row is not None, "requests of unknown models are refused"
+        spec = json.loads(row["spec"])
+        base = self._bases[spec["base"]]
         if spec["seed"] is None:
             spec["seed"] = self._seed_of(entry.model)
         yield Tenant(base.compute.kind.new(spec), spec)

@@ -23,10 +23,10 @@ from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, u
 from headrace.wings.tinker.app import ServerHolder, make_app
 from headrace.wings.tinker.base import LoadedBase, ServedBase, by_name, fingerprint
 from headrace.wings.tinker.config import TinkerConfig
-from headrace.wings.tinker.journal import Journal
+from headrace.wings.tinker.journal import Journal, state_directory
 from headrace.wings.tinker.performing import Performer
 from headrace.wings.tinker.service import ServiceParts, TinkerService
-from headrace.wings.tinker.tenants import Tenants
+from headrace.wings.tinker.tenants import NOT_WRITTEN, Tenants, log
 from headrace.wings.tinker.turns import Turns
 
 SWEEP_S = 5.0
@@ -35,8 +35,7 @@ KEY_FILE = "key"
 
 def key_of(state: Path) -> str:
     """Return the key of the server with this state, which is made when there is none; only its user can read it."""
-    file = state / KEY_FILE
-    state.mkdir(parents=True, exist_ok=True)
+    file = state_directory(state) / KEY_FILE
     if not file.exists():
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writing:
             writing.write(f"tml-{secrets.token_urlsafe(24)}\n")
@@ -123,7 +122,10 @@ class TinkerServer:
     async def _sweep(self, service: TinkerService) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            service.sweep()
+            try:
+                service.sweep()
+            except NOT_WRITTEN as error:
+                log.warning("the state cannot be written: %s", error)
 
 
 class _LoadedParts:

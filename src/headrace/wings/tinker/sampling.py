@@ -103,16 +103,16 @@ def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
     other = next((chunk.type for chunk in prompt.chunks if chunk.type != "encoded_text"), None)
     if other is not None:
         raise DataError(f"the prompt holds a chunk of type {other[:40]!r}", remedy="give tokens: only text is served")
-    ids_N = np.array([token for chunk in prompt.chunks for token in chunk.tokens], np.int64)
-    if not len(ids_N):
+    ids = [token for chunk in prompt.chunks for token in chunk.tokens]
+    if not ids:
         raise DataError("the prompt is empty", remedy="give at least one token")
-    outside = ids_N[(ids_N < 0) | (ids_N >= limits.vocab_size)]
-    if len(outside):
+    outside = next((each for each in ids if not 0 <= each < limits.vocab_size), None)
+    if outside is not None:
         raise DataError(
-            f"the prompt holds token {outside[0]}, outside the vocabulary of {limits.vocab_size}",
+            f"the prompt holds token {outside}, outside the vocabulary of {limits.vocab_size}",
             remedy="encode with the model's tokenizer",
         )
-    return ids_N.astype(np.int32)
+    return np.array(ids, np.int32)
 
 
 def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | None:
@@ -190,7 +190,7 @@ def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[
             np.array(part or [], np.int64) for part in (given.sparse_crow_indices, given.sparse_col_indices)
         )
         cells = wire.SparseCells(row_starts=starts, columns=columns)
-        return cells.dense(ids, shape, elsewhere=-1), cells
+        return cells.dense(ids, shape, elsewhere=-1, most=wire.MOST_NUMBERS), cells
     except (ValueError, OverflowError) as error:
         raise DataError(f"target_prompt_logprobs: {error}", remedy="give a tensor of TensorData") from None
 

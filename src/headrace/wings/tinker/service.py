@@ -94,7 +94,12 @@ class TinkerService:
         """Create a session, to which a client's models and samplers will belong, and return its name."""
         given = schema.parse(body, schema.CreateSessionBody)
         session = str(uuid.uuid4())
-        facts = {"user_metadata": given.user_metadata, "display_name": given.display_name, "sdk": given.sdk_version}
+        facts = {
+            "user_metadata": given.user_metadata,
+            "display_name": given.display_name,
+            "project_id": given.project_id,
+            "sdk": given.sdk_version,
+        }
         self._journal.run(
             "INSERT INTO sessions (id, created_s, facts) VALUES (?, ?, ?)",
             session, self._clock.wall(), json.dumps(facts),
@@ -130,6 +135,7 @@ class TinkerService:
         for session, beat in list(self._beats.items()):
             if now - beat > self._config.session_s:
                 self._park(session)
+        self._parts.tenants.retry_held()
         self._parts.tenants.give_up_missing()
         for name, job in list(self._samples.items()):
             if job.task.done() and job.ended_s is not None and now - job.ended_s > KEPT_S:
@@ -354,7 +360,7 @@ class TinkerService:
         self._session(record.session)
         name = f"{record.id}:{given.seq_id}"
         job = self._samples.get(name)
-        if job is None:
+        if job is None or job.task.cancelled():
             self._refuse_more(record, given.num_samples)
             ids = [f"{name}:{place}" for place in range(max(0, min(given.num_samples, 4096)))]
             task = self._group.create_task(self._sampled(given, record, name))

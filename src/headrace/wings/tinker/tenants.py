@@ -10,17 +10,21 @@ requests after it are computed again; the same data in the same micro-batches gi
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import sqlite3
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from headrace.base.clock import Clock
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, RunError
 from headrace.wings.tinker.compute import FrozenBase
 from headrace.wings.tinker.files import read_state, write_state
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
@@ -62,6 +66,11 @@ class Answer:
     """Whether the state must be on the disk when the result is."""
 
 
+NOT_WRITTEN = (OSError, SafetensorError, sqlite3.OperationalError)
+"""The errors of a disk that is full or cannot be written: requests wait until it can be."""
+
+log = logging.getLogger("headrace")
+
 Perform = Callable[[Tenant | None, JournalEntry], Iterator[Answer | Tenant | None]]
 """Computes one request, piece by piece: yields ``None`` after a piece, a tenant that is new, and an answer at the end.
 On a replay, the answer is not used."""
@@ -84,6 +93,7 @@ class Tenants:
         self._clock, self._max_resident = clock, max_resident
         self._live: OrderedDict[str, Tenant] = OrderedDict()  # used by the turns' thread alone, as is the next
         self._busy: set[str] = set()
+        self._held: dict[str, list[int]] = {}  # the requests of each model that wait until the disk can be written
         self._orders: dict[str, Order] = {}
         self._lock = threading.Lock()
         self.perform: Perform
@@ -131,6 +141,16 @@ class Tenants:
         for model, seq in late:
             self.accept(JournalEntry(model=model, seq=seq, kind=MISSING, body=b"", status=WAITING))
 
+    def retry_held(self) -> None:
+        """Compute the requests again whose results could not be written to the disk."""
+
+        def job(model: str) -> Iterator[object]:
+            for seq in self._held.pop(model, []):
+                yield from self._job(model, seq)
+
+        for model in list(self._held):
+            self._turns.submit(self._key(model), partial(job, model))
+
     def next_seq(self, model: str) -> int:
         """Return the number of the request of a model that is computed next, when it has arrived."""
         order = self._orders.get(model)
@@ -140,7 +160,10 @@ class Tenants:
         """Move a model to the disk, after the requests that are ready."""
 
         def job() -> Iterator[object]:
-            self._evict(model)
+            try:
+                self._evict(model)
+            except NOT_WRITTEN as error:
+                log.warning("%s stays in memory: %s", model, error)
             yield None
 
         if model in self._orders:
@@ -156,7 +179,10 @@ class Tenants:
         computed is left to the journal."""
         for model in list(self._live):
             if model not in self._busy:
-                self._evict(model)
+                try:
+                    self._evict(model)
+                except NOT_WRITTEN as error:
+                    log.warning("%s is not on the disk, and is computed again at the next start: %s", model, error)
 
     def _order(self, model: str) -> Order:
         """Return the order of a model's requests; for a model that this life of the server has not met, one that begins
@@ -190,31 +216,48 @@ class Tenants:
     def _job(self, model: str, seq: int) -> Iterator[object]:
         """Compute one request of ``model``, as an iterator that yields between its parts. Before it, the other models
         of a base that trains one at a time are evicted; after it, those that were used longest ago if too many are in
-        memory."""
+        memory. If the disk cannot be written, the request waits, with those of the model that follow, for
+        :meth:`retry_held`."""
+        if model in self._held:
+            self._held[model].append(seq)
+            return
         base = self._orders[model].base
-        if base.compute.kind.alone:
-            for each in [one for one in self._live if one != model and self._orders[one].base is base]:
-                self._evict(each)
         self._busy.add(model)
-        yield from self._compute_entry(model, seq)
-        self._busy.discard(model)
+        try:
+            if base.compute.kind.alone:
+                for each in [one for one in self._live if one != model and self._orders[one].base is base]:
+                    self._evict(each)
+            yield from self._compute_entry(model, seq)
+        except NOT_WRITTEN as error:
+            self._live.pop(model, None)  # it is a request ahead of the journal, from which it comes back
+            self._held[model] = [seq]
+            log.warning("request %d of %s waits until the disk can be written: %s", seq, model, error)
+            return
+        finally:
+            self._busy.discard(model)
         idle = [each for each in self._live if each not in self._busy]
         for each in idle[: max(0, len(self._live) - self._max_resident)]:
-            self._evict(each)
+            try:
+                self._evict(each)
+            except NOT_WRITTEN as error:
+                log.warning("%s stays in memory: %s", each, error)
 
     def _compute_entry(self, model: str, seq: int) -> Iterator[object]:
-        """Restore the model's state, compute the request ``seq`` and record its result. If the request fails, the
-        gradients are put back as they were before; after an unexpected error, the state is restored from the journal
-        instead."""
+        """Restore the model's state, compute the request ``seq`` and record its result. If the request fails because
+        of what it asks for, the gradients are put back as they were before. If the server fails, the state is restored
+        from the journal for the next request, as if this one had never come."""
         (entry,) = (one for one in self._journal.entries_after(model, seq - 1) if one.seq == seq)
-        tenant = None
-        if seq > 0:
-            yield from self._restore(model, seq)
-            tenant = self._live.get(model)
-        gradients = None if tenant is None or entry.kind != "forward_backward" else tenant.gradients()
+        if entry.status != WAITING:  # it was held after its result was written
+            return
+        tenant, gradients = None, None
         answer: Answer | None = None
         status, started_s = DONE, self._clock.now()
         try:
+            if seq > 0:
+                yield from self._restore(model, seq)
+                tenant = self._live.get(model)
+            if tenant is not None and entry.kind == "forward_backward":
+                gradients = tenant.gradients()
             for piece in self.perform(tenant, entry):
                 if isinstance(piece, Tenant):
                     tenant = self._live[model] = piece
@@ -222,14 +265,15 @@ class Tenants:
                     answer = piece
                     break
                 yield piece
-        except HeadraceError as error:
-            status, answer = FAILED, Answer(result=failure(error))
-            if tenant is not None and gradients is not None:
-                tenant.put_back(gradients)
         except Exception as error:  # noqa: BLE001 - the edge of a request: one tenant's must not end the others'
-            status, tenant = FAILED, None
-            self._live.pop(model, None)  # what is half done is left: the state comes back from the journal
-            answer = Answer(result=failure(error))
+            status, answer = FAILED, Answer(result=failure(error))
+            if not is_of_server(error):
+                if tenant is not None and gradients is not None:
+                    tenant.put_back(gradients)
+            else:
+                tenant = None
+                self._live.pop(model, None)  # what is half done is left: the state comes back from the journal
+                answer = replace(answer, write=partial(self._journal.set_kind, model, seq, MISSING))
         assert answer is not None, "a request ends with an answer"
         self._end(tenant, entry, status, answer, self._clock.now() - started_s)
         yield None
@@ -244,27 +288,30 @@ class Tenants:
             due = entry.kind == "optim_step" and tenant.cost_s > COPY_S
             copied = self._copy(entry.model, tenant) if due or (answer.copy and status == DONE) else None
         with self._journal.transaction():
-            if answer.write is not None and status == DONE:
+            if answer.write is not None:
                 answer.write()
             if copied is not None:
                 self._point(entry.model, copied, entry.seq)
             self._journal.end(entry.model, entry.seq, status, answer.result)
             self._journal.run("UPDATE models SET used_s = ? WHERE id = ?", self._clock.wall(), entry.model)
-        if copied is not None:
-            self._clean(entry.model, copied, entry.seq)
         if tenant is not None:
             self._live.move_to_end(entry.model)
         self.ended(entry)
+        if copied is not None:
+            self._clean(entry.model, copied, entry.seq)
 
     def _restore(self, model: str, seq: int) -> Iterator[object]:
-        """Bring the state before the request ``seq`` into memory."""
+        """Bring the state before the request ``seq`` into memory. Raises :class:`StateLost` if it cannot be had."""
         if model in self._live:
             return
         row = self._journal.one("SELECT copy, copied_seq FROM models WHERE id = ?", model)
         assert row is not None, "requests of unknown models are refused"
         if row["copy"] is not None:
             device = self._orders[model].base.compute.model.device
-            found = read_state(self._place(model) / row["copy"], device, trained=True, moments=True)
+            try:
+                found = read_state(self._place(model) / row["copy"], device, trained=True, moments=True)
+            except HeadraceError as error:
+                raise StateLost(model, error) from None
             self._live[model] = Tenant.restored(found, gradients=True)
             self._live[model].seq = row["copied_seq"]
         for entry in self._journal.entries_after(model, row["copied_seq"]):
@@ -292,8 +339,9 @@ class Tenants:
                 elif isinstance(piece, Answer):
                     break
                 yield None
-        except HeadraceError:
-            assert failed_step
+        except HeadraceError as error:
+            if not failed_step:
+                raise StateLost(model, error) from None
         self._live[model].seq = entry.seq
 
     def _evict(self, model: str) -> None:
@@ -336,12 +384,28 @@ def place_of(directory: Path, model: str) -> Path:
     return directory / "runs" / model.replace(":", "_")
 
 
+class StateLost(RunError):
+    """The error of a model whose state cannot be restored."""
+
+    def __init__(self, model: str, error: HeadraceError) -> None:
+        super().__init__(
+            f"the state of {model} cannot be restored: {error.problem}",
+            remedy="put its files back, or load one of its checkpoints into a new model",
+        )
+
+
+def is_of_server(error: Exception) -> bool:
+    """Return whether a request failed because of the server, and not because of what it asks for."""
+    return isinstance(error, StateLost) or not isinstance(error, HeadraceError)
+
+
 def failure(error: Exception) -> bytes:
-    """Return the answer of a request that failed: because of what it asks for, or else because of the server."""
-    if isinstance(error, HeadraceError):
-        return json.dumps({"error": f"{error.problem}; {error.remedy}", "category": "user"}).encode()
+    """Return the answer of a request that failed."""
+    category = "server" if is_of_server(error) else "user"
     words = f"the server failed: {type(error).__name__}: {error}"
-    return json.dumps({"error": words, "category": "server"}).encode()
+    if isinstance(error, HeadraceError):
+        words = f"{error.problem}; {error.remedy}"
+    return json.dumps({"error": words, "category": category}).encode()
 
 
 def answer_of(value: dict[str, Any], **more: Any) -> Answer:

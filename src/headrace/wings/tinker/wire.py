@@ -25,9 +25,11 @@ VERSIONS_FIELD = 1001
 """The field of a sampled sequence that holds the version of each token, as int32: it is of Headrace, and unknown to the
 client, which skips it."""
 
-MOST_NUMBERS = 2**25
-"""The most numbers of all tensors of a request. A sparse tensor of a few bytes can stand for more than fit the
-memory."""
+MOST_NUMBERS = 2**22
+"""The most numbers that the tensors of a request stand for, if it has fewer bytes than that; else as many as it has
+bytes. A sparse tensor of a few bytes can stand for more numbers than fit the memory."""
+MOST_FIELDS = 2**17
+"""The most fields of a message. Empty ones take two bytes and more time than others of their size."""
 _REMEDY = "use a client of the protocol that docs/tinker.md names"
 
 
@@ -40,10 +42,10 @@ class SparseCells:
     columns: Array
     """The column of each cell."""
 
-    def dense(self, values: Array, shape: Sequence[int], *, elsewhere: float) -> Array:
+    def dense(self, values: Array, shape: Sequence[int], *, elsewhere: float, most: int) -> Array:
         """Return the matrix with ``values`` in these cells, and ``elsewhere`` in all others. Raises ``ValueError`` if
-        the cells do not fit the shape, before memory is taken for it."""
-        if len(shape) != 2 or math.prod(shape) > MOST_NUMBERS:
+        the cells do not fit the shape, or if it has more than ``most`` cells, before memory is taken for it."""
+        if len(shape) != 2 or math.prod(shape) > most:
             raise ValueError(f"a sparse tensor of shape {[*shape]}")
         counts = np.diff(self.row_starts)
         ordered = len(self.row_starts) == shape[0] + 1 and self.row_starts[0] == 0 and (counts >= 0).all()
@@ -73,6 +75,8 @@ def place_of(body: bytes) -> tuple[str, int]:
                 model = _text(value)
             elif number == 2:
                 seq_id = int(value)
+            if model and seq_id:  # a client writes them first
+                break
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
         if not (model and seq_id):
             raise DataError(f"the body is no forward_backward request: {error}", remedy=_REMEDY) from None
@@ -91,17 +95,15 @@ def _train_request(body: bytes) -> TrainRequest:
     """Decode the protocol buffer of a training request. Raises ``ValueError`` for unknown fields and too many
     numbers."""
     texts, data, config = {1: "", 4: ""}, list[Datum](), dict[str, float | str]()
-    seq_id, forward_only, num_numbers = 0, False, 0
+    seq_id, forward_only, left = 0, False, max(MOST_NUMBERS, len(body))
     for number, value in _fields(body):
         if number in texts:
             texts[number] = _text(value)
         elif number == 2:
             seq_id = int(value)
         elif number == 3:
-            data.append(_datum(value))
-            num_numbers += sum(values.size for values in data[-1].inputs.values())
-            if num_numbers > MOST_NUMBERS:
-                raise ValueError(f"its tensors have over {MOST_NUMBERS:,} numbers")
+            data.append(_datum(value, left))
+            left -= sum(values.size for values in data[-1].inputs.values())
         elif number == 5:
             key, number_ = _entry(value)
             config.setdefault(key, float(number_))
@@ -118,9 +120,9 @@ def _train_request(body: bytes) -> TrainRequest:
     )
 
 
-def _datum(body: memoryview) -> Datum:
+def _datum(body: memoryview, most: int) -> Datum:
     """Decode one datum: its tokens, its loss inputs by name, and the provenance of its positions. An image or sound is
-    only noted."""
+    only noted. Raises ``ValueError`` if its tensors have more than ``most`` numbers."""
     ids, inputs, problem = list[Array](), dict[str, Array](), ""
     spans: dict[int, list[ProvenanceSpan]] = {3: [], 4: []}
     for number, value in _fields(body):
@@ -132,7 +134,8 @@ def _datum(body: memoryview) -> Datum:
                 problem = "an image" if kind == 2 else "sound"
         elif number == 2:
             key, tensor = _entry(value)
-            inputs[key] = _tensor(tensor)
+            inputs[key] = _tensor(tensor, most)
+            most -= inputs[key].size
         elif number in spans:
             spans[number].append(_span(value))
     joined = np.concatenate([*ids, np.zeros(0, np.int32)])
@@ -147,8 +150,8 @@ def _span(body: memoryview) -> ProvenanceSpan:
     return ProvenanceSpan(sequence_id=name, offset=int(found.get(2, 0)), length=int(found.get(3, 0)), sampled=kind == 2)
 
 
-def _tensor(body: memoryview) -> Array:
-    """Return a tensor as a dense array; entries that a sparse one does not list are 0."""
+def _tensor(body: memoryview, most: int) -> Array:
+    """Return a tensor as a dense array, of at most ``most`` numbers; entries that a sparse one does not list are 0."""
     found: dict[int, Any] = {}
     shape: list[int] = []
     for number, value in _fields(body):
@@ -164,7 +167,7 @@ def _tensor(body: memoryview) -> Array:
     cells = SparseCells(
         row_starts=np.frombuffer(parts.get(2, b""), np.int64), columns=np.frombuffer(parts.get(3, b""), np.int64)
     )
-    return cells.dense(np.frombuffer(parts.get(1, b""), dtype), shape, elsewhere=0)
+    return cells.dense(np.frombuffer(parts.get(1, b""), dtype), shape, elsewhere=0, most=most)
 
 
 def _text(value: object) -> str:
@@ -184,8 +187,11 @@ def _fields(body: bytes | memoryview | float) -> Iterator[tuple[int, Any]]:
     """Yield number and value of each field of a message."""
     if isinstance(body, int | float):  # a message without fields, which is not sent as a map's value
         return
-    view, place = memoryview(body), 0
+    view, place, left = memoryview(body), 0, MOST_FIELDS
     while place < len(view):
+        left -= 1
+        if left < 0:
+            raise ValueError(f"a message of more than {MOST_FIELDS:,} fields")
         tag, place = _varint(view, place)
         kind = tag & 7
         if kind == 0:
