@@ -136,6 +136,15 @@ def test_a_tensor_that_is_missing_is_named(model_dir: Dirs, saved: Path) -> None
         adapted(model_dir("qwen3"), adapter=str(saved))
 
 
+def test_a_tensor_that_is_not_a_number_is_named(model_dir: Dirs, saved: Path) -> None:
+    tensors = load_file(saved / "adapter_model.safetensors")
+    broken = sorted(tensors)[3]
+    tensors[broken][0, 0] = float("nan")
+    save_file(tensors, saved / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=f"{broken} of adapter_model.safetensors are infinite or not a number"):
+        adapted(model_dir("qwen3"), adapter=str(saved))
+
+
 @pytest.mark.parametrize(
     "extra", [{"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}}, {"use_rslora": True}]
 )

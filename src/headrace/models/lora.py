@@ -231,6 +231,10 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load_file(directory / WEIGHTS_FILE)
         if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":
             raise ValueError(f"{CONFIG_FILE} is not of a LoRA")
+        broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+        if broken:
+            more = f" and {len(broken) - 1} more tensors" if broken[1:] else ""
+            raise ValueError(f"values of {broken[0]}{more} of {WEIGHTS_FILE} are infinite or not a number")
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"{directory} holds no usable adapter: {error}",

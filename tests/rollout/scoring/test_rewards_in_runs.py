@@ -127,7 +127,7 @@ def test_a_reward_for_trl_is_trained_on_and_what_it_logs_is_kept(tmp_path: Path,
 
 def test_an_optional_reward_that_never_works_ends_the_run_with_its_cause(tmp_path: Path, model_dir: Path) -> None:
     judge = {"kind": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0}
-    rubric = [{"kind": "function", "ref": "reward.py:reward"}, {**judge, "optional": True, "default": 0.0}]
+    rubric = [{"ref": "reward.py:reward"}, {**judge, "optional": True, "default": 0.0}]
     tree = {**load_toml(make_run(tmp_path, model_dir)), "env": {"rewards": rubric}}
     for section, key in (("model", "path"), ("data", "path"), ("run", "dir")):
         tree[section][key] = str(tmp_path / tree[section][key])

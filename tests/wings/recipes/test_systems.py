@@ -15,7 +15,7 @@ from headrace.run.cli import main
 from headrace.run.session import load_config
 from headrace.run.session.config import RunConfig
 from headrace.run.session.recipes import AXES, recipe, recipes
-from headrace.wings.recipes.demo.verb import run_file_for
+from headrace.wings.recipes.demo.verb import leave_open
 
 RUN: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "rows.jsonl"}, "env": {"reward": "r.py:reward"}}
 SYSTEMS = (
@@ -101,7 +101,8 @@ def test_what_a_recipe_does_not_say_is_not_told_as_its_own() -> None:
 def test_the_demo_runs_like_any_recipe(name: str, tmp_path: Path) -> None:
     run_file = tmp_path / "demo.toml"
     run_file.write_text((files("headrace.wings.recipes.demo") / "demo.toml").read_text())
-    config = load_config(run_file_for(name, run_file), like=name)
+    leave_open(run_file)
+    config = load_config(run_file, like=name)
     assert config.flow.max_age == load_config(RUN, like=name).flow.max_age
     assert config.flow.groups_per_step == 64
 

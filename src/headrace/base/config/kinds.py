@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, get_args
 
@@ -37,6 +37,8 @@ class Kinds:
     """The dotted name of the table in a run file, for error messages."""
     contract: type[Section]
     """The base class of every class of settings in this registry."""
+    implied: Mapping[str, str] = field(default_factory=dict)
+    """The kind of a table without one, by a key that only tables of that kind have."""
 
     @cached_property
     def registry(self) -> Registry[type[Section]]:
@@ -70,7 +72,7 @@ class Kinds:
 
     def of(self, table: Any) -> type[Any] | None:
         """Return the class of settings for a table or a record; ``None`` if it names no known kind."""
-        kind = _kind_of(table)
+        kind = self._kind_of(table)
         return self.find(kind) if kind is not None and kind in self.registry else None
 
     def _problem(self, made: Any) -> str | None:
@@ -89,9 +91,11 @@ class Kinds:
     def _validate(self, value: Any, handler: Any) -> Any:
         """Validate a table by the model of its ``kind``. A kind that a package offers is imported and validates its own
         settings."""
-        kind = _kind_of(value)
+        kind = self._kind_of(value)
         if kind is None:
             return handler(value)
+        if isinstance(value, Mapping):
+            value = {**value, "kind": kind}
         if kind not in self.registry:
             known = ", ".join(map(repr, self.registry.names()))
             raise PydanticKnownError(
@@ -104,6 +108,15 @@ class Kinds:
             return found.model_validate(value)
         except pydantic.ValidationError as error:
             raise _below(kind, error) from None
+
+    def _kind_of(self, value: Any) -> str | None:
+        """Return the kind of a table or a section; ``None`` if it has none and implies none."""
+        if isinstance(value, pydantic.BaseModel):
+            value = dict(value)
+        if not isinstance(value, Mapping):
+            return None
+        kind = value.get("kind", next((kind for key, kind in self.implied.items() if key in value), None))
+        return kind if isinstance(kind, str) else None
 
 
 def classes_of(form: Any) -> Iterator[type[pydantic.BaseModel]]:
@@ -150,14 +163,6 @@ class NameOf:
             raise PydanticCustomError("unknown_name", "does not exist", {"remedy": nearest(name, self.names())})
         self.registry.offer(name)
         return name
-
-
-def _kind_of(value: Any) -> str | None:
-    """Return the ``kind`` of a table or a section; ``None`` if it has none."""
-    if isinstance(value, pydantic.BaseModel):
-        value = dict(value)
-    kind = value.get("kind") if isinstance(value, Mapping) else None
-    return kind if isinstance(kind, str) else None
 
 
 def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:

@@ -26,7 +26,13 @@ from headrace.rollout.scoring.math import MathReward
 from headrace.rollout.scoring.reward import RewardFunction, load_reward
 
 AnyReward = FunctionReward | ExactReward | MathReward | CodeReward | JudgeReward
-REWARDS = Kinds(AnyReward, group="headrace.scorers", setting="env.rewards", contract=RewardSection)
+REWARDS = Kinds(
+    AnyReward,
+    group="headrace.scorers",
+    setting="env.rewards",
+    contract=RewardSection,
+    implied={"ref": "function"},
+)
 """All kinds of rewards, those of installed packages included."""
 RewardConfig = Annotated[AnyReward, REWARDS]
 

@@ -52,14 +52,18 @@ def demo(
     made = build_demo(target, seed=seed, kind=kind) if as_json else _build_in_sight(target, seed, kind)
     quiet = ["observe.view=none"] if as_json else []
     settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides, *quiet]
-    again = _resuming(made.run_file, settings) if not like else ""
+    recipe = ["--like", like] if like else []
+    if like:
+        leave_open(made.run_file)
+    again = command_line("train", str(made.run_file), *recipe, *(f"--set={each}" for each in settings), "--resume")
     with resumable(again):
-        summary = run(load_config(run_file_for(like, made.run_file), settings, like=like))
+        summary = run(load_config(made.run_file, settings, like=like))
     if as_json:
         print_json(summary)
     else:
         show_summary(summary, again)
-        console().print(f"again    {command_line('train', str(made.run_file), '--set', 'run.dir=runs/again')}")
+        anew = command_line("train", str(made.run_file), *recipe, "--set", "run.dir=runs/again")
+        console().print(f"again    {anew}")
     leave_if_hung_up(summary.stopped_by)
 
 
@@ -78,19 +82,17 @@ def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
         )
 
 
-def _resuming(run_file: Path, settings: list[str]) -> str:
-    """Return the command that continues a demo. Under a recipe there is none, since its run file leaves out what the
-    recipe decides."""
-    return command_line("train", str(run_file), *(f"--set={each}" for each in settings), "--resume")
+def leave_open(run_file: Path) -> None:
+    """Remove from the run file of a demo, whose settings take one line each, those that recipes decide."""
+    from headrace.run.session.recipes import DECIDED
 
-
-def run_file_for(like: str, run_file: Path) -> Path | dict[str, Any]:
-    """Return the run file of a demo; if the recipe ``like`` is named, its settings without those that the recipe
-    decides."""
-    from headrace.run.session.config import run_tree
-    from headrace.run.session.recipes import left_open
-
-    return left_open(run_tree(run_file)) if like else run_file
+    kept, section = list[str](), ""
+    for line in run_file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.startswith("["):
+            section = line.strip().strip("[]")
+        if line.partition("=")[0].strip() not in DECIDED.get(section, ()):
+            kept.append(line)
+    run_file.write_text("".join(kept), encoding="utf-8")
 
 
 VERB = Verb(run=demo, group=BEGIN, place=30)
