@@ -13,6 +13,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,20 +64,34 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._wrapped: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._wrapping = threading.Lock()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, description: str) -> GrammarMask:
         """Return the mask of a new answer. Raises :class:`~headrace.base.errors.RequestError` for a description that
-        llguidance refuses."""
+        llguidance refuses. While one is compiled, which may take seconds, others are not held up."""
         with self._lock:
-            matcher = self._compiled.get(description)
-            if matcher is None:
-                matcher = self._compiled[description] = self._compile(description)
+            found = self._compiled.get(description)
+            compiled = self._compiled[description] = found or Future()
             self._compiled.move_to_end(description)
             if len(self._compiled) > _REMEMBERED:
                 self._compiled.popitem(last=False)
+        if found is None:
+            self._fill(compiled, description)
+        matcher = compiled.result()
+        with self._lock:  # a matcher is not copied by two threads at once
             return GrammarMask(matcher.deep_copy(), self._vocab_size)
+
+    def _fill(self, compiled: Future[LLMatcher], description: str) -> None:
+        """Compile a description for all threads that wait for it. What is refused is not remembered."""
+        try:
+            compiled.set_result(self._compile(description))
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it, this thread too
+            with self._lock:
+                if self._compiled.get(description) is compiled:
+                    del self._compiled[description]
+            compiled.set_exception(error)
 
     def _compile(self, description: str) -> LLMatcher:
         if len(description) > MAX_CHARACTERS:
@@ -111,19 +126,23 @@ class Grammars:
         return matcher
 
     def _wrap(self) -> LLTokenizer:
-        if self._wrapped is None:
-            from llguidance.hf import from_tokenizer
+        """Return the tokenizer in llguidance's form. Raises :class:`~headrace.base.errors.RequestError` for one that
+        has none."""
+        with self._wrapping:
+            if self._wrapped is None:
+                from llguidance.hf import from_tokenizer
 
-            try:
-                self._wrapped = from_tokenizer(
-                    copy.copy(self._tokenizer), n_vocab=self._vocab_size, eos_token=self._stop_ids
-                )
-            except ValueError as error:
-                raise RequestError(
-                    f"structured output needs a tokenizer of bytes, and this one is none: {visible(str(error), 200)}",
-                    remedy="leave the structure out, or serve a model with a byte-level or byte-fallback tokenizer",
-                ) from None
-        return self._wrapped
+                try:
+                    self._wrapped = from_tokenizer(
+                        copy.copy(self._tokenizer), n_vocab=self._vocab_size, eos_token=self._stop_ids
+                    )
+                except ValueError as error:
+                    words = visible(str(error), 200)
+                    raise RequestError(
+                        f"structured output needs a tokenizer of bytes, and this one is none: {words}",
+                        remedy="leave the structure out, or serve a model with a byte-level or byte-fallback tokenizer",
+                    ) from None
+            return self._wrapped
 
 
 def refuse_endless(schema: object) -> None:

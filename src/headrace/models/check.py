@@ -10,6 +10,7 @@ Shape legend: N tokens, V vocabulary.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -144,20 +145,7 @@ def _mask_limits(model: PreTrainedModel) -> dict[int, int]:
     """Return by layer the window, or the size of the chunks, of the masks that transformers makes for the model: 0 for
     all tokens. Layers whose masks come from elsewhere are left out."""
     found: dict[int, int] = {}
-
-    def mask(*, q_length: int, kv_length: int, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
-        return torch.full((1, 1, q_length, kv_length), float(local_size or 0), device=device)
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
-    ) -> tuple[Tensor, None]:
-        size = None if attention_mask is None else attention_mask.flatten()[0].item()
-        if size is not None and size >= 0:  # what a model has made of the mask itself says nothing
-            found[module.layer_idx] = int(size)  # type: ignore[index]
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    AttentionInterface.register(MASKED, attend)
-    AttentionMaskInterface.register(MASKED, mask)
+    token = _FOUND.set(found)
     model.set_attn_implementation(MASKED)
     ids_N = torch.arange(FIRST + SECOND, device=model.device) % model.config.vocab_size
     try:
@@ -166,7 +154,31 @@ def _mask_limits(model: PreTrainedModel) -> dict[int, int]:
         found.clear()
     finally:
         model.set_attn_implementation(NAME)
+        _FOUND.reset(token)
     return found
+
+
+_FOUND: ContextVar[dict[int, int]] = ContextVar("found")
+"""What :func:`_note_mask` has found, of the model that this thread looks at."""
+
+
+def _make_mask(*, q_length: int, kv_length: int, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
+    """Return a mask that holds its window, or the size of its chunks, in every place."""
+    return torch.full((1, 1, q_length, kv_length), float(local_size or 0), device=device)
+
+
+def _note_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    """Note the size that a layer's mask holds, in place of attention."""
+    size = None if attention_mask is None else attention_mask.flatten()[0].item()
+    if size is not None and size >= 0:  # what a model has made of the mask itself says nothing
+        _FOUND.get()[module.layer_idx] = int(size)  # type: ignore[index]
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(MASKED, _note_mask)
+AttentionMaskInterface.register(MASKED, _make_mask)
 
 
 def _refusal(model: PreTrainedModel, path: str, reason: str) -> ModelError:

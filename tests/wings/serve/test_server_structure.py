@@ -7,6 +7,7 @@ import json
 import random
 import re
 import string
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,11 +23,12 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.base.clock import RealClock
 from headrace.base.config import validate
+from headrace.base.errors import RequestError
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
-from headrace.engine.structure import json_schema, regex
+from headrace.engine.structure import Grammars, json_schema, regex
 from headrace.launch.inprocess import LocalEngine
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.serve.answering import Service
@@ -66,6 +68,35 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
         tree = json.loads((directory / name).read_text())
         (directory / name).write_text(json.dumps({**tree, "eos_token_id": 0, "pad_token_id": 0}))
     return validate(ServeConfig, {"model": {"path": str(directory)}, "engine": {"cache_tokens": 2048}})
+
+
+def test_a_slow_structure_holds_up_no_other_and_is_compiled_once() -> None:
+    grammars = Grammars(byte_tokenizer(), 257, [0])
+    begun, go_on, compile_one, done = threading.Event(), threading.Event(), grammars._compile, list[str]()
+
+    def slowly(description: str) -> Any:
+        done.append(description)
+        if description == regex("slow"):
+            begun.set()
+            assert go_on.wait(60)
+        return compile_one(description)
+
+    grammars._compile = slowly  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as threads:
+        slow = [threads.submit(grammars, regex("slow")) for _ in range(2)]
+        assert begun.wait(60)
+        assert (
+            threads.submit(grammars, regex("quick")).result(60).allowed()[byte_tokenizer().convert_tokens_to_ids("q")]
+        )
+        assert not any(each.done() for each in slow)
+        go_on.set()
+        masks = [each.result(60) for each in slow]
+    masks[0].accept(byte_tokenizer().convert_tokens_to_ids("s"))
+    assert masks[0].allowed().nonzero()[0] != masks[1].allowed().nonzero()[0]  # each has a state of its own
+    for _ in range(2):  # what is refused is not remembered
+        with pytest.raises(RequestError):
+            grammars(regex("("))
+    assert done == [regex("slow"), regex("quick"), regex("("), regex("(")]
 
 
 @pytest.fixture(scope="module")

@@ -398,3 +398,16 @@ def test_every_usual_lane_has_a_colour_of_its_own(opened: Any, make_run: MakeRun
     }
     assert len(set(shades.values())) == len(shades)
     assert {*lanes, "episode", "score", "generate"} <= set(shades)
+
+
+@browser_wanted
+def test_work_of_one_name_in_two_kinds_of_lanes_says_whose_it_is(opened: Any, make_run: MakeRun) -> None:
+    run = make_run(1)
+    with JsonlWriter[Span](run / "trace.jsonl") as trace:
+        lanes = ("controller", "environment-0", "environment-1")
+        trace.write(Span(lane=lane, name="run", start_s=CLOCK_ZERO, end_s=CLOCK_ZERO + 1) for lane in lanes)
+    found = opened(write_page(run))
+    found.open("timeline")
+    words = ", ".join(found.tab.locator(".legend li").all_inner_texts()).split(", ")
+    assert {"run (controller)", "run (environment)"} <= set(words)
+    assert len(words) == len(set(words))

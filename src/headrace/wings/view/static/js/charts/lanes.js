@@ -309,12 +309,13 @@ function sized(canvas, width, height) {
 /** What the colours mean: one entry for each, with the names of what has it. */
 export function legend(lanes) {
   const names = new Map();
-  for (const lane of lanes) {
-    for (const part of lane.parts.filter((each) => !INNER.has(each.name))) {
-      const shade = tint(lane.lane, part);
-      if (!names.has(shade)) names.set(shade, new Set());
-      names.get(shade).add(part.wait ? "waiting" : plain(part.name));
-    }
+  const shades = new Map(); // of each name: two kinds of lanes may call different work the same
+  const all = lanes.flatMap((lane) => lane.parts.filter((each) => !INNER.has(each.name)).map((part) =>
+    ({ kind: lane.lane.replace(/-\d+$/, ""), shade: tint(lane.lane, part), word: part.wait ? "waiting" : plain(part.name) })));
+  for (const { shade, word } of all) shades.set(word, (shades.get(word) ?? new Set()).add(shade));
+  for (const { kind, shade, word } of all) {
+    if (!names.has(shade)) names.set(shade, new Set());
+    names.get(shade).add(shades.get(word).size > 1 ? `${word} (${kind})` : word);
   }
   return put(h("ul", { class: "legend", style: { margin: "10px 0 0" } }), [...names].map(([shade, words]) =>
     h("li", {}, h("span", { class: "key", style: { background: `var(--${shade})` } }), [...words].join(", "))));
