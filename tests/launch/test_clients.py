@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +32,8 @@ from headrace.base.types.tokens import Tokens
 from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient, LearnerClient
+from headrace.launch.processes import Processes
+from headrace.sync.config import SyncConfig
 
 GREETING = Ready(token="t", pid=1, facts={})
 
@@ -65,6 +69,33 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
             publication = await taking
         with pytest.raises(DeadlineError, match="publish version 1"):
             await client.published(publication)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("side", ["engine", "learner"])
+def test_the_parts_of_a_run_are_waited_for_as_long_as_its_settings_say(side: str) -> None:
+    order = SimpleNamespace(sync=SyncConfig(), version_bytes=5 * 10**9)  # 60 s, and one for each 50 MB
+    site = SimpleNamespace(token="t", on_spans=lambda _: None)
+    processes = Processes(site=site, starter=None, order=order, weights=Path("weights"))  # type: ignore[arg-type]
+
+    async def main() -> None:
+        if side == "engine":
+            client: EngineClient | LearnerClient = processes._engine_client("engine", Silent())
+        else:
+            client = processes._learner_client(Silent())
+        client.ready.set_result(GREETING)
+        if isinstance(client, EngineClient):
+            waiting = client.stage(announced(3, "ipc:///run/part.orders"))
+        else:
+            taking = asyncio.ensure_future(client.snapshot(3, 0))
+            await asyncio.sleep(0)
+            client._route(SnapshotTaken(call=0, seconds=0.1))
+            waiting = client.published(await taking)
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineError):
+            await waiting
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(160.0, abs=1.0)
 
     run_virtual(main())
 

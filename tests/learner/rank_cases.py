@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from headrace.base.clock import RealClock
-from headrace.base.errors import ComponentDied
+from headrace.base.errors import ComponentDied, ModelError
 from headrace.learner.parallel.config import ParallelConfig
+from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
 from headrace.learner.parallel.shards import like, local, whole, wholes
 from headrace.models import ModelConfig, load_model
@@ -208,6 +209,19 @@ def words(directory: Path) -> Found:
         "said": [one.decode() for one in said],
         "joined": joined.tolist(),
     }
+
+
+def refusals(directory: Path) -> Found:
+    """Directories that cannot be loaded: what each rank says of each, and that they go on together after it."""
+    ranks, found = Ranks(ParallelConfig(data=2), torch.device("cpu")), {}
+    for name in sorted(each.name for each in (directory / "damaged").iterdir()):
+        try:
+            load_sharded(ModelConfig(path=str(directory / "damaged" / name)), ranks)
+            said = "loaded"
+        except ModelError as error:
+            said = error.problem
+        found[name] = [each.decode() for each in ranks.gather(said.encode())]
+    return found
 
 
 def idle(directory: Path) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,13 +113,33 @@ def curve_alone(place: Path, alone: Found) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def two(place: Path, alone: Found) -> Found:
-    others = ["words", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon", "death"]
+    damage(place)
+    others = ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon", "death"]
     return run(place, 2, [*TWO, *others])
 
 
 @pytest.fixture(scope="module")
 def four(place: Path, alone: Found) -> Found:
     return run(place, 4, [*FOUR, "four"])
+
+
+def damage(directory: Path) -> None:
+    """Write copies of the dense model, each with one thing wrong."""
+    tensors = load_file(directory / "dense" / "model.safetensors")
+    up, query = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+    broken = tensors[query].clone()
+    broken[-1, -1] = torch.nan  # in the part of the last rank
+    kinds = {
+        "a number": {**tensors, query: broken},
+        "a shape": {**tensors, up: tensors[up][1:].clone()},
+        "a tensor less": {name: tensor for name, tensor in tensors.items() if name != up},
+        "a tensor more": {**tensors, "model.layers.0.self_attn.extra.weight": tensors[up].clone()},
+        "an end": tensors,
+    }
+    for kind, held in kinds.items():
+        place = Path(shutil.copytree(directory / "dense", directory / "damaged" / kind))
+        save_file(held, place / "model.safetensors", metadata={"format": "pt"})
+    os.truncate(directory / "damaged" / "an end" / "model.safetensors", 5000)
 
 
 def answer(found: Found, case: str) -> Found:
@@ -213,6 +234,21 @@ def test_muon_makes_the_update_of_the_whole_matrix(two: Found) -> None:
 
 def test_orders_reach_every_rank_and_answers_come_in_order(two: Found) -> None:
     assert answer(two, "words") == {"heard": "train", "empty": "", "said": ["x", "xx"], "joined": [0.5, 0.25]}
+
+
+def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found) -> None:
+    found = answer(two, "refusals")
+    assert all(first == second for first, second in found.values()), found
+    words = {
+        "a number": "infinite or not a number: model.layers.1.self_attn.q_proj.weight (1 of",
+        "a shape": "lack what config.json asks for: model.layers.0.mlp.up_proj.weight ([",
+        "a tensor less": "lack what config.json asks for: model.layers.0.mlp.up_proj.weight",
+        "a tensor more": "hold weights of layers that config.json does not ask for: model.layers.0.self_attn.extra",
+        "an end": "cannot be loaded on 2 ranks",
+    }
+    assert found.keys() == words.keys()
+    for name, part in words.items():
+        assert part in found[name][0], name
 
 
 def test_a_rank_without_work_adds_nothing(two: Found) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
@@ -44,27 +47,29 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     ranks.config.refuse_model(config.path, read)
     logging.disable_progress_bar()
     dtype = getattr(torch, config.dtype)
-    try:
-        model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
-            directory,
-            config=read,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            distributed_config=distributed(ranks.config, read, dtype),
-        )
-    except Exception as error:  # a foreign architecture or file may fail in any way
-        raise ModelError(
-            f"model.path={config.path!r} cannot be loaded on {ranks.config.world} ranks: "
-            f"{type(error).__name__}: {error}",
-            remedy="load it on one rank to see whether the files or the cut are at fault",
-        ) from error
-    load.refuse_incomplete(config.path, info)
-    load.refuse_superfluous(config.path, model, info)
-    weights.refuse_not_finite(model, config.path)
+    with _refusing_together(ranks):  # each reads its own part of the files, and a number that is none is in one
+        try:
+            model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
+                directory,
+                config=read,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # and refused below, with their names
+                distributed_config=distributed(ranks.config, read, dtype),
+            )
+        except Exception as error:  # a foreign architecture or file may fail in any way
+            raise ModelError(
+                f"model.path={config.path!r} cannot be loaded on {ranks.config.world} ranks: "
+                f"{type(error).__name__}: {error}",
+                remedy="load it on one rank to see whether the files or the cut are at fault",
+            ) from error
+        load.refuse_incomplete(config.path, info)
+        load.refuse_superfluous(config.path, model, info)
+        weights.refuse_not_finite(model, config.path)
     model = load.ready(model)
     if ranks.config.context > 1 and recurrent.recurrent_layers(model):
         raise ConfigError(
@@ -75,6 +80,21 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     check.check_packing(model, config.path)
     reshard(model)
     return model
+
+
+@contextmanager
+def _refusing_together(ranks: Ranks) -> Iterator[None]:
+    """Raise on every rank the :class:`~headrace.base.errors.ModelError` that the body raised on one: the others would
+    wait for that rank."""
+    words = b""
+    try:
+        yield
+    except ModelError as error:
+        words = json.dumps([error.problem, error.remedy]).encode()
+    said = next(filter(None, ranks.gather(words)), None)
+    if said is not None:
+        problem, remedy = json.loads(said)
+        raise ModelError(problem, remedy=remedy)
 
 
 def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dtype) -> Any:
