@@ -48,11 +48,12 @@ START_REPORT_S = 3.0
 async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
     """Start every process of a run, and yield the launched run when all are ready.
 
-    Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share, and the error
-    that a part reports if it cannot start. Inside the context, the death of a part cancels the body and raises
-    :class:`~headrace.base.errors.ComponentDied`.
+    Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share or an optimizer
+    that is not installed, and the error that a part reports if it cannot start. Inside the context, the death of a part
+    cancels the body and raises :class:`~headrace.base.errors.ComponentDied`.
     """
     order.learner.parallel.refuse_settings(order.model)
+    order.learner.optimizer.refuse_missing()
     if order.learner.parallel.world > 1:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
     async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:

@@ -190,6 +190,19 @@ class LearnerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _low_bit_moments_are_whole(self) -> LearnerConfig:
+        """Refuse moments of 8 bits on several ranks: their blocks would be cut by the ranks, and the result would
+        depend on how many there are."""
+        if self.optimizer.kind == "adamw8bit" and self.parallel.world > 1:
+            raise ConfigError(
+                f"learner.optimizer.kind='adamw8bit' with learner.parallel of {self.parallel.world} ranks: moments are "
+                "rounded in blocks of whole weights, and a rank holds parts",
+                remedy="set learner.optimizer.kind = 'adamw', whose moments the ranks share, or leave "
+                "learner.parallel out",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _context_ranks_share_no_prefixes(self) -> LearnerConfig:
         """Refuse shared prefixes together with context parallelism."""
         if self.share_prefixes is True and self.parallel.context > 1:

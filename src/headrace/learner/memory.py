@@ -23,6 +23,9 @@ from headrace.models.weights import is_adapted
 MOMENTS_BYTES = 8
 """Bytes of AdamW's two moments of one parameter, in float32."""
 
+LOW_BIT_BYTES = 2
+"""Bytes of two moments of 8 bits of one parameter; their scales add a hundredth."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
@@ -79,7 +82,8 @@ class MemoryPlan:
         activations = 0 if memory.offload_activations else tokens * self.num_layers * kept / ways.tensor
         parts = ways.data * ways.context * ways.tensor
         masters = 4 * (memory.masters and self.itemsize < 4)
-        moments = self.trained * (MOMENTS_BYTES + masters) / parts
+        low_bit = config.optimizer.kind == "adamw8bit"
+        moments = self.trained * ((LOW_BIT_BYTES if low_bit else MOMENTS_BYTES) + masters) / parts
         gradients = self.trained * (self.itemsize + 4 * bool(masters)) / parts
         half = max(1, self.tokens // 2)
         offloaded = self.on_host or self.adapted or memory.offload_optimizer
@@ -89,8 +93,11 @@ class MemoryPlan:
             "learner.memory.recompute = true": 0 if memory.recompute else activations - inputs,
             "learner.memory.offload_activations = true": 0 if self.on_host else activations,
             "learner.memory.offload_optimizer = true": 0 if offloaded else moments,
+            "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])": 0
+            if config.optimizer.kind != "adamw" or ways.world > 1 or self.adapted or memory.offload_optimizer
+            else self.trained * (MOMENTS_BYTES - LOW_BIT_BYTES),
             f"learner.parallel.data = {2 * ways.data} (on as many devices)": 0
-            if self.adapted
+            if self.adapted or low_bit
             else (self.trained * self.itemsize / parts + gradients + (0 if memory.offload_optimizer else moments)) / 2,
         }
         for name, policy in config.policies.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from torch.nn import Parameter
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.parallel.config import ParameterGroup
+
+if TYPE_CHECKING:
+    from headrace.learner.low_bit import EightBitAdamW
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
 """Devices for which torch has AdamW as one fused kernel."""
@@ -106,16 +109,25 @@ def _rule(weight: Tensor, config: LearnerConfig, group: ParameterGroup | None = 
 
 def build_optimizer(
     parameters: Iterable[Parameter], config: LearnerConfig, rules: Sequence[UpdateRule] | None = None
-) -> torch.optim.AdamW:
+) -> torch.optim.AdamW | EightBitAdamW:
     """Return AdamW (Loshchilov & Hutter 2019) over ``parameters``, each by its rule; without ``rules``, by the
-    learner's settings alone. Each group of torch's optimizer holds the ``lr_scale`` of its rule."""
+    learner's settings alone. Each group of torch's optimizer holds the ``lr_scale`` of its rule.
+
+    Raises :class:`~headrace.base.errors.ConfigError` for moments of 8 bits where they cannot be had, or have no
+    effect."""
     trained = list(parameters)
     by_rule: dict[UpdateRule, list[Parameter]] = {}
     for parameter, rule in zip(trained, rules or [_rule(p, config) for p in trained], strict=True):
         by_rule.setdefault(rule, []).append(parameter)
+    groups = [{"params": those, **rule._asdict()} for rule, those in by_rule.items()]
+    if config.optimizer.kind == "adamw8bit":
+        config.optimizer.refuse_missing()
+        from headrace.learner.low_bit import EightBitAdamW
+
+        return EightBitAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     fused = all(p.device.type in FUSED_DEVICES for p in trained)
     return torch.optim.AdamW(
-        [{"params": those, **rule._asdict()} for rule, those in by_rule.items()],
+        groups,
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

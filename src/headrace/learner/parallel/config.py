@@ -7,6 +7,7 @@ The experts of a mixture are distributed over the data × context × tensor rank
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -161,9 +162,10 @@ class ParameterGroup(Section):
 class OptimizerConfig(Section):
     """The settings of the kind of optimizer; rates, decay and clipping are settings of the learner."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     """The optimizer. ``muon`` makes orthogonal updates for the matrices between embeddings and head, scaled to the size
-    of AdamW's updates, so that the same ``lr`` can be used; the other parameters use AdamW."""
+    of AdamW's updates, so that the same ``lr`` can be used; the other parameters use AdamW. ``adamw8bit`` is AdamW with
+    moments of 8 bits for weights of 4096 numbers or more, by torchao, on one rank."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """The momentum of Muon; AdamW has ``betas``."""
     groups: tuple[ParameterGroup, ...] = ()
@@ -178,3 +180,12 @@ class OptimizerConfig(Section):
                 remedy="set learner.optimizer.kind = 'muon', or learner.betas",
             )
         return self
+
+    def refuse_missing(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the package that computes this optimizer is not
+        installed."""
+        if self.kind == "adamw8bit" and find_spec("torchao") is None:
+            raise ConfigError(
+                "learner.optimizer.kind='adamw8bit' needs the package torchao, which is not installed",
+                remedy="pip install 'headrace[low-bit]', or set learner.optimizer.kind = 'adamw'",
+            )

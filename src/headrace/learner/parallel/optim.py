@@ -105,12 +105,14 @@ class ShardOptimizer:
         masters, own = [one.master for one in plain], [rules[one.name] for one in plain]
         self.adamw = build_optimizer(masters, config, own) if plain else None
         """The AdamW optimizer; ``None`` if this rank has no parameters for it."""
+        self._low_bit = None if isinstance(self.adamw, torch.optim.AdamW) else self.adamw
+        """The same optimizer, if its moments have 8 bits."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
         self._momentum = config.optimizer.momentum
 
     @property
     def plain(self) -> bool:
-        """Return whether the optimizer is only torch's AdamW over the weights themselves."""
+        """Return whether the optimizer is only AdamW over the weights themselves."""
         return all(one.master is one.weight and not one.muon for one in self.trained)
 
     @property
@@ -167,7 +169,7 @@ class ShardOptimizer:
         ]
         try:
             for one in fresh:
-                held = {key: torch.zeros_like(one.master) for key in (MUON if one.muon else ADAMW)}
+                held = self._zeros(one)
                 self._held(one).update(held if one.muon else {"step": self._count(one, 0), **held})
         except BaseException:
             for one in fresh:
@@ -178,9 +180,12 @@ class ShardOptimizer:
     def step(self, lr: float) -> None:
         """Update the weights at rate ``lr`` and discard the gradients. :meth:`allocate` must be called before."""
         reshard(self._model)
-        if self.adamw is not None:
+        if self._low_bit is not None:
+            self._low_bit.set_rates(lr)
+        elif self.adamw is not None:
             for group in self.adamw.param_groups:
                 group["lr"] = lr * group["lr_scale"]
+        if self.adamw is not None:
             self.adamw.step()
         for one in self.trained:
             if one.muon and one.master.grad is not None:
@@ -200,9 +205,10 @@ class ShardOptimizer:
         every rank; empty before the first update."""
         if not self.updates:
             return {}
-        held = self._held(one)  # empty where this rank's part is
-        nothing = torch.zeros_like(one.master)
-        state = {key: held.get(key, nothing) for key in (MUON if one.muon else ADAMW)}
+        held = self._held(one) or self._zeros(one)  # empty where this rank's part is
+        state = {key: held[key] for key in (MUON if one.muon else ADAMW)}
+        if self._low_bit is not None:
+            state = self._low_bit.plain(state)
         if one.has_own_memory and one.master.dtype != one.weight.dtype:
             state[MASTER] = one.master.detach()
         device = local(one.weight).device
@@ -213,7 +219,7 @@ class ShardOptimizer:
         """Restore some of the tensors that :meth:`state` returned, given whole, after ``updates`` updates. Raises
         ``ValueError`` for the state of another optimizer."""
         known = MUON if one.muon else ADAMW
-        if strange := sorted(state.keys() - {*known, MASTER}):
+        if self._low_bit is None and (strange := sorted(state.keys() - {*known, MASTER})):
             raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
         self.updates = updates
         parts = {key: part_of(tensor, one.weight).to(one.master.device) for key, tensor in state.items()}
@@ -221,11 +227,20 @@ class ShardOptimizer:
             one.master.copy_(parts[MASTER])
         if not one.master.numel() or not updates:
             return
-        for key, part in parts.items():
-            if key in known:
-                self._held(one)[key] = part.to(one.master.dtype)
+        if self._low_bit is not None:
+            held = self._held(one)
+            held.update({} if held else self._zeros(one))
+            self._low_bit.fill(held, {key: part for key, part in parts.items() if key != MASTER})
+        else:
+            self._held(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
         if not one.muon:
             self._held(one)["step"] = self._count(one, updates)
+
+    def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
+        """Return the moments or the momentum of a weight before its first update."""
+        if self._low_bit is not None:
+            return self._low_bit.moments(one.master)
+        return {key: torch.zeros_like(one.master) for key in (MUON if one.muon else ADAMW)}
 
     def _count(self, one: TrainedWeight, updates: int) -> Tensor:
         return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)

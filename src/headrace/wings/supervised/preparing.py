@@ -121,6 +121,7 @@ def prepare_tuning(
     if found != tree:
         config = validate(type(config), found)
     path = config.model.path
+    config.learner.optimizer.refuse_missing()
     verify_model(Path(path))
     if not config.data.files and data is None:
         raise ConfigError("data.path is missing: there are no rows to train on", remedy="set data.path")
