@@ -154,6 +154,7 @@ class TimeLimit:
         await self.scope.__aexit__(*error)
 
     def _check_in(self, nap_s: float) -> None:
+        """Plan the next check, ``nap_s`` seconds from now."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + nap_s
         self._timer = loop.call_at(due_s, self._check, due_s, nap_s)

@@ -255,16 +255,17 @@ def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
     return math.comb(num_passed, k) / math.comb(num_attempts, k)
 
 
-def mean_of(tasks: Sequence[float]) -> IntervalEstimate:
-    """Return the mean over tasks, with a 95 % interval (normal approximation) from their variance.
+def mean_of(figures: Sequence[float]) -> IntervalEstimate:
+    """Return the mean of one figure for each task, with a 95 % interval (normal approximation) from their variance; a
+    single task has no interval.
 
     >>> mean_of([1.0, 2.0, 3.0])
     IntervalEstimate(value=2.0, low=0.868..., high=3.131...)
     """
-    value = fmean(tasks)
-    if len(tasks) == 1:
+    value = fmean(figures)
+    if len(figures) == 1:
         return IntervalEstimate(value=value, low=None, high=None)
-    half = _Z * math.sqrt(variance(tasks) / len(tasks))
+    half = _Z * math.sqrt(variance(figures) / len(figures))
     return IntervalEstimate(value=value, low=value - half, high=value + half)
 
 

@@ -91,7 +91,7 @@ class SynchronousTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadyGroup:
-    """A group that is ready, and in no batch."""
+    """A finished group that no batch has taken yet; times in seconds."""
 
     started_s: float
     ready_s: float

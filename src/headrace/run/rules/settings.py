@@ -300,8 +300,8 @@ def _trial_credit(c: RunSections) -> Floats | DataError | None:
         return error
 
 
-def _unfit(c: RunSections) -> Broken:
-    """Find an advantage that refuses the trial episodes."""
+def _advantage_refuses_trial(c: RunSections) -> Broken:
+    """Find an advantage that raises an error for a few invented episodes of this run's kind."""
     credit = _trial_credit(c)
     return isinstance(credit, DataError) and {"why": credit.problem}
 
@@ -380,7 +380,7 @@ _CREDIT: Rules = (
     ),
     SettingsRule(
         keys=("algo.advantage", "env.kind"),
-        broken=_unfit,
+        broken=_advantage_refuses_trial,
         reason="algo.advantage={algo.advantage.kind!r} does not fit env.kind={env.kind!r}: {why}",
         remedy="choose another algo.advantage",
     ),

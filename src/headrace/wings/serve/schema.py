@@ -282,7 +282,7 @@ class ChatMessageBody(Strict):
 
 
 class ToolChoice(NamedTuple):
-    """What a request says of calls."""
+    """Whether the model may, must or must not call a tool, and which one (``tool_choice`` of a request)."""
 
     kind: str
     """``none``, ``auto`` or ``required``."""
