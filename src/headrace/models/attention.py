@@ -12,7 +12,7 @@ B sequences of one bucket, L padded length of a bucket, H query heads, K key-val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headrace.base.errors import ModelError
+from headrace.models.slots import Slots
 
 if TYPE_CHECKING:
     from headrace.models.recurrent.base import Key, Recurrence, Tensors
@@ -199,9 +200,6 @@ class _Bucket:
 
     num_rows: int
     length: int
-    gather_BL: Tensor | None
-    """The index in the pass of each row's tokens; padding repeats the first. ``None`` if the bucket is all tokens in
-    order."""
     lengths_B: Tensor
     """The number of tokens of each row."""
 
@@ -233,54 +231,74 @@ class PackedPlan:
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(int(lengths.sum())) if rows_T is None else np.asarray(rows_T, np.int64)
         total = int(rows.max()) + 1 if len(rows) else 0
-        positions_N, place_N = np.empty(total, np.int64), np.empty(total, np.int64)
+        positions_N, slot_N = np.empty(total, np.int64), np.empty(total, np.int64)
         positions_N[rows] = np.arange(len(rows)) - np.repeat(starts, lengths)
         self.positions_N = torch.from_numpy(positions_N).to(device)
         self._buckets: list[_Bucket] = []
+        token_S: list[np.ndarray[Any, Any]] = []
         filled = 0
         for members in cut(lengths):
             length = int(lengths[members[0]])
             column = np.arange(length)
             inside = column[None] < lengths[members, None]
             gather = rows[starts[members, None] + np.where(inside, column[None], 0)]
-            place_N[gather[inside]] = filled + np.flatnonzero(inside)  # any row of a shared token will do
+            slot_N[gather[inside]] = filled + np.flatnonzero(inside)  # any row of a shared token will do
             filled += gather.size
-            in_order = gather.size == total and bool((gather.ravel() == np.arange(total)).all())
-            flat = None if in_order else torch.from_numpy(gather.ravel()).to(device)
+            token_S.append(gather.ravel())
             counts_B = torch.from_numpy(lengths[members]).to(device)
-            self._buckets.append(_Bucket(num_rows=len(members), length=length, gather_BL=flat, lengths_B=counts_B))
-        whole = len(self._buckets) == 1 and self._buckets[0].gather_BL is None
-        self._place_N = None if whole else torch.from_numpy(place_N).to(device)
+            self._buckets.append(_Bucket(num_rows=len(members), length=length, lengths_B=counts_B))
+        self._slots: Slots | None = None
+        """The slots of the tokens in the rows of all buckets, one bucket after the other; ``None`` if these are the
+        tokens in order."""
+        if len(self._buckets) > 1 or filled != total or (total and (token_S[0] != np.arange(total)).any()):
+            tokens = torch.from_numpy(np.concatenate([*token_S, np.zeros(0, np.int64)])).to(device)
+            self._slots = Slots(tokens, torch.from_numpy(slot_N).to(device), shared=len(rows) > total)
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of all sequences of the pass by one layer's ``rule``; each token sees only its own
         sequence. Sequences of similar length are computed together, padded."""
-        tensors = query_NHD, key_NKD, value_NKD
+        parts = zip(*(self._by_bucket(each) for each in (query_NHD, key_NKD, value_NKD)), strict=True)
         chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
         return self._join(
-            [self._attend(each, tensors, rule, mask) for each, mask in zip(self._buckets, chosen, strict=True)]
+            [
+                self._attend(bucket, rows, rule, mask)
+                for bucket, rows, mask in zip(self._buckets, parts, chosen, strict=True)
+            ]
         )
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Let an indexer choose among the tokens before each token of its sequence."""
-        return ChosenTokens(tuple(self._choose(bucket, choose, inputs_N) for bucket in self._buckets))
+        parts = zip(*map(self._by_bucket, inputs_N), strict=True)
+        return ChosenTokens(
+            tuple(self._choose(bucket, choose, rows) for bucket, rows in zip(self._buckets, parts, strict=True))
+        )
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence from the beginning of each sequence."""
-        return self._join([self._recur(bucket, recurrence, inputs_N) for bucket in self._buckets])
+        parts = zip(*map(self._by_bucket, inputs_N), strict=True)
+        return self._join(
+            [self._recur(bucket, recurrence, rows) for bucket, rows in zip(self._buckets, parts, strict=True)]
+        )
+
+    def _by_bucket(self, tensor_N: Tensor) -> Sequence[Tensor]:
+        """Return the rows of each bucket, ``[B, L, ...]``."""
+        slots = tensor_N if self._slots is None else self._slots.spread(tensor_N)
+        parts = slots.split([bucket.num_rows * bucket.length for bucket in self._buckets])
+        return [
+            part.unflatten(0, (bucket.num_rows, bucket.length))
+            for part, bucket in zip(parts, self._buckets, strict=True)
+        ]
 
     def _join(self, outputs: list[Tensor]) -> Tensor:
         """Return the outputs of the buckets' rows in the order of the pass."""
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined if self._place_N is None else joined.index_select(0, self._place_N)
+        return joined if self._slots is None else self._slots.collect(joined)
 
-    def _attend(
-        self, bucket: _Bucket, tensors: tuple[Tensor, Tensor, Tensor], rule: Rule, chosen_BLL: Tensor | None
-    ) -> Tensor:
-        """Compute the attention of the sequences of one bucket. ``chosen_BLL`` is true where an indexer lets a token
-        see another; ``None`` without one."""
-        query, key, value = (_rows(tensor, bucket) for tensor in tensors)
+    def _attend(self, bucket: _Bucket, rows: Iterable[Tensor], rule: Rule, chosen_BLL: Tensor | None) -> Tensor:
+        """Compute the attention of the sequences of one bucket, of whose rows ``rows`` are queries, keys and values.
+        ``chosen_BLL`` is true where an indexer lets a token see another; ``None`` without one."""
+        query, key, value = (each.transpose(1, 2) for each in rows)
         masked = rule.limits(bucket.length) or not rule.plain
         mask = self._mask(bucket.length, rule, query.device) if masked else None
         if chosen_BLL is not None:
@@ -289,13 +307,12 @@ class PackedPlan:
         return out_BHLD.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
-    def _choose(bucket: _Bucket, choose: Choose, inputs_N: tuple[Tensor, ...]) -> Tensor:
-        whole = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=inputs_N[0].device)
-        return choose(_padded(bucket, inputs_N), whole.tril().expand(bucket.num_rows, -1, -1), None)
+    def _choose(bucket: _Bucket, choose: Choose, inputs_BL: tuple[Tensor, ...]) -> Tensor:
+        whole = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=inputs_BL[0].device)
+        return choose(inputs_BL, whole.tril().expand(bucket.num_rows, -1, -1), None)
 
     @staticmethod
-    def _recur(bucket: _Bucket, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        inputs_BL = _padded(bucket, inputs_N)
+    def _recur(bucket: _Bucket, recurrence: Recurrence, inputs_BL: Tensors) -> Tensor:
         return recurrence.chunk(inputs_BL, bucket.lengths_B, None)[0].flatten(0, 1)
 
     def _mask(self, length: int, rule: Rule, device: torch.device) -> Tensor:
@@ -326,19 +343,6 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return torch.matmul(weights[..., : key.shape[2]], value[:, :, None]).flatten(1, 2)
-
-
-def _padded(bucket: _Bucket, inputs_N: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the rows of the bucket: ``[B, L, ...]``."""
-    gather = bucket.gather_BL
-    flat = inputs_N if gather is None else tuple(each.index_select(0, gather) for each in inputs_N)
-    return tuple(each.unflatten(0, (bucket.num_rows, bucket.length)) for each in flat)
-
-
-def _rows(tensor_NHD: Tensor, bucket: _Bucket) -> Tensor:
-    """Return the rows of the bucket: ``[B, heads, L, D]``."""
-    flat = tensor_NHD if bucket.gather_BL is None else tensor_NHD.index_select(0, bucket.gather_BL)
-    return flat.reshape(bucket.num_rows, bucket.length, *tensor_NHD.shape[1:]).transpose(1, 2)
 
 
 def cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
