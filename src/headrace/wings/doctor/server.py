@@ -54,10 +54,6 @@ class ServerProbe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def models(self) -> list[str]:
@@ -78,12 +74,12 @@ class ServerProbe:
         """Return whether the server refuses a prompt that holds ``token``."""
         return self._post("/v1/completions", prompt=[token], max_tokens=1, temperature=0) is None
 
-    def prompt_entries(self, sequences: list[list[int]], *, top: int = TOP) -> Entries | None:
-        """Return the logprobs of given tokens, and the ``top`` likeliest entries beside them; ``None`` where the server
-        tells none of prompts."""
+    def prompt_entries(self, sequences: list[list[int]]) -> Entries | None:
+        """Return the logprobs of given tokens, and the likeliest entries beside them; ``None`` where the server tells
+        none of prompts."""
         parts: list[tuple[int, int, int, float]] = []
         for number, ids in enumerate(sequences):
-            body = {"prompt": ids, "echo": True, "logprobs": top, "max_tokens": 1, "temperature": 1.0}
+            body = {"prompt": ids, "echo": True, "logprobs": TOP, "max_tokens": 1, "temperature": 1.0}
             returned = self._logprobs(body)
             if returned is None or len(returned.get("token_logprobs") or ()) < len(ids):
                 return None

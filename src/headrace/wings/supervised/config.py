@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from headrace.algo.losses.preference import AnyPreferenceLoss
 from headrace.algo.losses.supervised import Distill, Dpo
 from headrace.base.config import Section, load_toml, merge, parse_override, validate
-from headrace.base.config.addresses import refuse_secret
 from headrace.base.errors import ConfigError, nearest
 from headrace.learner.config import LearnerConfig
 from headrace.models import ModelConfig
@@ -194,56 +192,25 @@ class SftConfig(TuningConfig):
     verb: ClassVar[str] = "sft"
 
 
-class ServedTeacher(Section):
-    """The settings of a teacher on an engine: a server of OpenAI's protocol that tells the logprobs of prompts."""
-
-    base_url: str
-    """The URL of the server, such as ``http://localhost:8000``: of ``headrace serve``, vLLM or SGLang."""
-    model: str = ""
-    """The name of the teacher at the server; empty: the first that it names."""
-    api_key_env: str = ""
-    """The environment variable that holds the server's key; empty: no key is sent."""
-    top_k: int = Field(default=20, ge=1)
-    """The number of the teacher's likeliest entries that are compared at each token; the remaining probability counts
-    as one more entry. Servers tell 20 unless they are started otherwise."""
-    concurrency: int = Field(default=8, ge=1)
-    """The most requests at once."""
-
-    @model_validator(mode="after")
-    def _has_no_secret(self) -> Self:
-        """Refuse a URL that is none, or that holds a key."""
-        refuse_secret("teacher.base_url", self.base_url, "name the variable that holds the key: teacher.api_key_env")
-        if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
-            raise ConfigError(f"teacher.base_url={self.base_url!r} is no URL", remedy="give http://HOST:PORT")
-        return self
-
-
 class DistillConfig(TuningConfig):
     """A run file of ``headrace distill``: the tokens of the rows, as a teacher would have continued them.
 
-    The teacher is ``[teacher]``, a model on an engine, or ``[[learner.teachers]]``, a model that the learner computes;
-    without either table, the rows themselves say what a teacher gave each token."""
+    The teacher is ``[[learner.teachers]]``, a model that the learner computes; without that table, the rows themselves
+    say what a teacher gave each token."""
 
     verb: ClassVar[str] = "distill"
     has_teacher: ClassVar[bool] = True
-    teacher: ServedTeacher | None = None
-    """The teacher on an engine."""
     loss: Distill = Distill(divergence="forward")
     """The divergence between teacher and model. ``forward`` by default: the rows are not the model's own samples."""
 
     @model_validator(mode="after")
     def _teacher_is_beside_the_learner(self) -> Self:
-        """Refuse two teachers, a teacher with an engine of the run, and settings that distillation does not read."""
+        """Refuse a teacher with an engine, and settings that distillation does not read."""
         if self.learner.served_teachers:
             raise ConfigError(
                 "learner.teachers has engine = {...}, and headrace distill starts no engine",
-                remedy="leave engine out, so that the learner computes the teacher; or serve it (headrace serve, vLLM) "
-                "and name its URL in a table [teacher]; or use headrace train with algo.loss = 'distill'",
-            )
-        if self.teacher is not None and self.learner.teachers:
-            raise ConfigError(
-                "[teacher] and [[learner.teachers]] are two teachers, and the loss reads one",
-                remedy="remove one of them",
+                remedy="leave engine out, so that the learner computes the teacher; or give the rows teacher_ids and "
+                "teacher_logprobs; or use headrace train with algo.loss = 'distill'",
             )
         if self.data.eval_path or (self.run.eval_every and not self.eval):
             raise ConfigError(

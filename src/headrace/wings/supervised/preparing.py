@@ -29,7 +29,6 @@ from headrace.wings.supervised.measuring import check_measuring
 from headrace.wings.supervised.order import RowStream
 from headrace.wings.supervised.reading import Render, RowLimits, RowSet, read_rows
 from headrace.wings.supervised.rendering import RowRenderer
-from headrace.wings.supervised.served import check_teacher
 
 Rows = Iterable[Mapping[str, Any]]
 """Rows that a caller passes in Python: a list of dicts, or a ``datasets`` object."""
@@ -132,7 +131,7 @@ def prepare_tuning(
     renderer = RowRenderer(
         tokenizer, endings, config.data.loss_on, prompt_loss=isinstance(objective.loss, Orpo)
     )  # fmt: skip
-    render = _render(renderer, objective, config)
+    render = _render(renderer, objective, config.learner)
     limits = _limits(config, path)
     rows = read_rows(
         [(file.path, file.weight) for file in config.data.files], data, config.data, render, limits=limits
@@ -140,8 +139,6 @@ def prepare_tuning(
     if isinstance(objective.loss, Kto):
         _refuse_unrated(config, rows, limits)
     _refuse_uneven(rows)
-    if isinstance(config, DistillConfig) and config.teacher is not None:
-        check_teacher(config.teacher, tokenizer, rows, limits.vocab_size)
     if config.eval:
         check_measuring(config.eval, path)
     return PreparedTuning(
@@ -154,11 +151,10 @@ def prepare_tuning(
     )
 
 
-def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:
-    """Return how a row is rendered for a loss. A loss that reads a teacher reads it from the rows where there is none
-    beside them."""
-    served = isinstance(config, DistillConfig) and config.teacher is not None
-    if "top_k" in objective.columns and not (config.learner.teachers or served):
+def _render(renderer: RowRenderer, objective: Objective, learner: LearnerConfig) -> Render:
+    """Return how a row is rendered for a loss. A loss that reads a teacher reads it from the rows where the learner has
+    none."""
+    if "top_k" in objective.columns and not learner.teachers:
         return renderer.taught
     if "pairs" in objective.columns:
         return renderer.compared
@@ -295,8 +291,7 @@ def loss_name(prepared: PreparedTuning) -> str:
     """Return the name of the loss in a run file, with what it means."""
     config = prepared.config
     if isinstance(config, DistillConfig):
-        served = f"at {config.teacher.base_url}" if config.teacher else ""
-        teacher = served or config.learner.own_teacher or "what the rows say of it"
+        teacher = config.learner.own_teacher or "what the rows say of it"
         return f"{config.loss.divergence} divergence from a teacher ({teacher})"
     return config.loss.kind if isinstance(config, DpoConfig) else "cross-entropy"
 

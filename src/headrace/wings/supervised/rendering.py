@@ -108,12 +108,9 @@ class RowRenderer:
     def taught(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the sample of a row of tokens with what a teacher gave each of them. Raises :class:`RowProblem`."""
         if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
-            raise _columns(
-                row,
-                "input_ids, teacher_ids and teacher_logprobs, since there is no [teacher] and no [[learner.teachers]]",
-            )
+            raise _columns(row, "input_ids, teacher_ids and teacher_logprobs, since there is no [[learner.teachers]]")
         (sample,) = self.imitated({name: row[name] for name in ("input_ids", "labels") if name in row})
-        return (replace(sample, teacher_scores=teacher_scores(row, sample)),)
+        return (replace(sample, teacher_scores=_teacher_scores(row, sample)),)
 
     # -- a pair a row -------------------------------------------------------------------------------------------------
 
@@ -309,7 +306,7 @@ def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
     return ids, [label != IGNORED for label in labels]
 
 
-def teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherScores:
+def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherScores:
     """Return the teacher's entries of the tokens of ``sample`` that carry loss. Raises :class:`RowProblem`."""
     columns = [_read(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
     count, places = len(sample.ids_T), np.flatnonzero(sample.mask_T).tolist()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ from headrace.learner.checkpoint import SnapshotState
 from headrace.learner.core import LearnerCore
 from headrace.models import load_model
 from headrace.models.devices import use
-from headrace.models.settings import read_config
-from headrace.run.cli.output import starting
 from headrace.run.observe import AlarmWatch, JsonlWriter, Posting, Raised, Recorder, RunFacts, write_report
 from headrace.run.session.directory import (
     CONFIG_FILE,
@@ -59,7 +57,6 @@ from headrace.wings.supervised.measuring import Measurements, VersionRewards
 from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
 from headrace.wings.supervised.progress import open_progress
 from headrace.wings.supervised.reading import LeftOut, RowSet
-from headrace.wings.supervised.served import with_teacher
 from headrace.wings.supervised.stopping import StopRequest, stopping_on_signals
 from headrace.wings.supervised.summary import TuningSummary, tuning_metrics
 
@@ -99,7 +96,6 @@ def tune(
     run_dir = choose_directory(config.run.dir, clock, prefix=f"{prepared.verb}-")
     with locked(run_dir, resume=resume) as held:
         start = starting_point(run_dir)
-        prepared = _taught(prepared, run_dir)
         _refuse_ended(prepared, start, run_dir)
         with ExitStack() as stack:
             threads = config.run.threads
@@ -110,16 +106,6 @@ def tune(
         if config.observe.report:
             write_report(run_dir)
     return summary
-
-
-def _taught(prepared: PreparedTuning, run_dir: Path) -> PreparedTuning:
-    """Return a run with what its teacher on an engine says of the rows, if it has one."""
-    config = prepared.config
-    if not isinstance(config, DistillConfig) or config.teacher is None:
-        return prepared
-    vocab_size = int(read_config(config.model.path).get_text_config().vocab_size)
-    say = starting if config.observe.view != "none" else lambda _: None
-    return replace(prepared, rows=with_teacher(config.teacher, prepared.rows, run_dir, vocab_size, say))
 
 
 def _refuse_ended(prepared: PreparedTuning, start: StartingPoint, run_dir: Path) -> None:
