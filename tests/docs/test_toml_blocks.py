@@ -56,7 +56,7 @@ def test_settings_of_a_block_are_accepted(block: Block, tmp_path: Path, monkeypa
         assert all(stage.config(loaded.base) for stage in loaded.stages)
         return
     if block.page == "docs/sft.md":
-        taught = "teachers" in tree.get("learner", {})
+        taught = "teacher" in tree or "teachers" in tree.get("learner", {})
         kind: type[TuningConfig] = DpoConfig if "loss" in tree else DistillConfig if taught else SftConfig
         assert load_tuning(kind, merged({"model": BASE["model"]}, tree))
         return

@@ -14,6 +14,7 @@ import pytest
 from headrace.base.errors import EngineFull, RequestError, RunError, SequenceFailed
 from headrace.base.types.episode import StopReason
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.engine.remote import RemoteEngine
 
 SAMPLING = Sampling(max_new_tokens=9, stop_ids=(2,), top_k=5, seed=7)
@@ -108,3 +109,42 @@ def test_one_that_is_full_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("headrace.engine.remote.PAUSES_S", ())
     with pytest.raises(EngineFull, match="full"):
         sampled(answer)
+
+
+def scored(answer: dict[str, Any] | str, *, below: int = 0) -> Any:
+    async def main() -> Any:
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=text))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x/v1/") as client:
+            return await RemoteEngine(client, "m", is_ours=False).top_scores(Tokens.observed(PROMPT_T), 2, below=below)
+
+    return asyncio.run(main())
+
+
+def echo(top: dict[str, float], **change: Any) -> dict[str, Any]:
+    told = {"tokens": ["token_id:4", "token_id:5"], "token_logprobs": [None, -3.0], "top_logprobs": [None, top]}
+    return {"choices": [{"logprobs": {**told, **change}}]}
+
+
+def test_scores_of_given_tokens_are_the_likeliest_entries_without_the_token_itself() -> None:
+    scores = scored(echo({"token_id:5": -3.0, "token_id:8": -1.0, "token_id:7": -0.5}))
+    assert scores.logprobs_T.tolist() == [0.0, -3.0]
+    assert (scores.ids_TK.tolist(), scores.logs_TK.tolist()) == ([[0, 0], [7, 8]], [[0.0, 0.0], [-0.5, -1.0]])
+
+
+@pytest.mark.parametrize(
+    ("answer", "below", "words"),
+    [
+        (echo({"token_id:7": -0.5}), 0, "does not tell the 2 likeliest entries"),
+        (echo({"seven": -0.5, "token_id:8": -1.0}), 0, "does not tell the 2 likeliest entries"),
+        (echo({"token_id:7": -0.5, "token_id:8": -1.0}, tokens=["a", "b"]), 0, "are not those of the prompt"),
+        (echo({"token_id:7": -0.5, "token_id:8": -1.0}, top_logprobs=None), 0, "does not tell the 2 likeliest"),
+        (echo({"token_id:-7": -0.5, "token_id:8": -1.0}), 0, "or an id negative"),
+        (echo({"token_id:7": -0.5, "token_id:8": -1.0}), 8, "names the token 8, and the vocabulary here has 8"),
+        ("[]", 0, "something else than an object"),
+        ("<html>", 0, "something else than an object"),
+    ],
+)
+def test_an_answer_without_scores_is_refused_in_words(answer: Any, below: int, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        scored(answer, below=below)

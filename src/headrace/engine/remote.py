@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import PLAIN, RequestOptions
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.teacher_scores import TopScores
 from headrace.base.types.tokens import IntColumn, Tokens
 
 if TYPE_CHECKING:
@@ -115,14 +116,68 @@ class RemoteEngine:
         finally:
             self._count(running=-1)
 
+    async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        """Return the logprobs of the tokens and the ``num`` likeliest entries; see :class:`~headrace.engine.Engine`.
+
+        Raises :class:`~headrace.base.errors.RequestError` for a temperature other than 1, of which servers tell no
+        logprobs, for an entry with an id of ``below`` or more, which cannot be left out of the server's count, and for
+        an answer that does not tell them, and :class:`~headrace.base.errors.RunError` if the engine cannot be reached.
+        """
+        if temperature != 1.0:
+            raise RequestError(
+                f"logprobs at temperature {temperature} are asked of an engine behind OpenAI's protocol",
+                remedy="set the temperature to 1, or take an engine of your own",
+            )
+        ids = tokens.ids_T.tolist()
+        body = {"model": self._model, "prompt": ids, "echo": True, "logprobs": num, "max_tokens": 0}
+        answer = await self._json("completions", {**body, "return_tokens_as_token_ids": True})
+        scores = read_scores(answer, ids, num)
+        foreign = int(scores.ids_TK.max(initial=0))
+        if below and foreign >= below:
+            raise RequestError(
+                f"the engine names the token {foreign}, and the vocabulary here has {below}: it knows more tokens",
+                remedy="take a model whose vocabulary is the same, or fewer likeliest entries",
+            )
+        return scores
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included. Raises :class:`~headrace.base.errors.RequestError` if the
+        engine does not know them, or has no ``/detokenize``."""
+        path = str(self._client.base_url.join("../detokenize"))  # beside /v1, as in vLLM
+        text = (await self._json(path, {"model": self._model, "tokens": list(ids)})).get("prompt")
+        if not isinstance(text, str):
+            raise RequestError("the engine's /detokenize tells no text", remedy="take headrace serve, or vLLM")
+        return text
+
     def stats(self) -> EngineStats:
         """Return the counters that the client can observe."""
         return self._stats
 
-    async def _ask(self, body: dict[str, Any]) -> httpx.Response:
+    async def _json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the object that the engine answers as a whole."""
+        import httpx
+
+        try:
+            answer = await self._ask(body, path)
+            try:
+                text = await answer.aread()
+            finally:
+                await answer.aclose()
+        except httpx.HTTPError as error:
+            problem = f"the engine at {self._client.base_url} cannot be reached: {type(error).__name__}: {error}"
+            raise RunError(problem, remedy="is it still running?") from None
+        try:
+            tree = json.loads(text)
+        except ValueError:
+            tree = None
+        if not isinstance(tree, dict):
+            raise RequestError(f"the engine answers {path} with something else than an object", remedy=_WHICH)
+        return tree
+
+    async def _ask(self, body: dict[str, Any], path: str = "completions") -> httpx.Response:
         """Send the request until the engine accepts it, and return the response, whose stream has begun."""
         for pause_s in (*PAUSES_S, None):
-            request = self._client.build_request("POST", "completions", json=body)
+            request = self._client.build_request("POST", path, json=body)
             answer = await self._client.send(request, stream=True)
             if answer.status_code == 200:
                 return answer
@@ -215,6 +270,42 @@ def _chunk(line: str) -> TokenChunk | None:
     return TokenChunk(tokens=tokens, stop_reason=_REASONS.get(reason, StopReason.ABORTED) if reason else None)
 
 
+def read_scores(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> TopScores:
+    """Return the logprobs of ``ids`` and the ``num`` likeliest entries at each, from the echo of a completion whose
+    tokens are named ``token_id:N``. Raises :class:`~headrace.base.errors.RequestError` if it does not hold them.
+
+    >>> told = {"tokens": ["token_id:4", "token_id:5"], "token_logprobs": [None, -2.0],
+    ...         "top_logprobs": [None, {"token_id:5": -2.0, "token_id:7": -0.5}]}
+    >>> scores = read_scores({"choices": [{"logprobs": told}]}, [4, 5], 1)
+    >>> scores.logprobs_T.tolist(), scores.ids_TK.tolist(), scores.logs_TK.tolist()
+    ([0.0, -2.0], [[0], [7]], [[0.0], [-0.5]])
+    """
+    logprobs_T = np.zeros(len(ids), np.float32)
+    ids_TK, logs_TK = np.zeros((len(ids), num), np.int32), np.zeros((len(ids), num), np.float32)
+    try:
+        told = answer["choices"][0]["logprobs"]
+        names, tops = told["tokens"][: len(ids)], told["top_logprobs"]
+        if names != [f"{NAMED}{token}" for token in ids]:
+            raise ValueError("the tokens of its echo are not those of the prompt")
+        for place in range(1, len(ids)):
+            entries = sorted(((float(log), -int(name.removeprefix(NAMED))) for name, log in tops[place].items()))
+            best = entries[: -num - 1 : -1]  # a server adds the token itself where it is not among the likeliest
+            if len(best) < num:  # numpy would repeat a single one
+                raise ValueError(f"there are {len(best)}")
+            logprobs_T[place] = float(told["token_logprobs"][place])
+            ids_TK[place], logs_TK[place] = [-token for _, token in best], [log for log, _ in best]
+        if not (np.isfinite(logprobs_T).all() and np.isfinite(logs_TK).all() and ids_TK.min(initial=0) >= 0):
+            raise ValueError("a logprob is not finite, or an id negative")
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise RequestError(
+            f"the engine does not tell the {num} likeliest entries of each token of a prompt: {error!r}", remedy=_WHICH
+        ) from None
+    return TopScores(logprobs_T=logprobs_T, ids_TK=ids_TK, logs_TK=logs_TK)
+
+
+NAMED = "token_id:"
+"""What precedes the id in the name of a token, as ``return_tokens_as_token_ids`` has it."""
+_WHICH = "take headrace serve or vLLM, and as many likeliest entries as it tells (20, of vLLM: --max-logprobs)"
 _OPTIONAL = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Options that not every endpoint knows. They are sent only where they differ from the default."""
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}

@@ -37,7 +37,7 @@ def teacher_orders(
     served = config.learner.served_teachers
     if len(served) > 1:
         _refuse_unnamed(tasks, config.learner.teacher_column, sorted(served))
-    models = {name: _model_of(teacher, config) for name, (teacher, _) in served.items()}
+    models = {name: teacher_model(teacher, config.model) for name, (teacher, _) in served.items()}
     sizes = [_vocabulary(model.path) for model in (config.model, *models.values())]
     num_entries = min(config.learner.top_k, *sizes) if served and "top_k" in config.algo.columns else 0
     orders: dict[str, TeacherOrder] = {}
@@ -63,16 +63,16 @@ def teacher_orders(
     return orders
 
 
-def _model_of(teacher: ServedTeacher, config: RunConfig) -> ModelConfig:
-    """Return the model that the teacher's engine loads."""
+def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
+    """Return the model that a teacher's engine loads; ``policy`` is the model that is trained."""
     if teacher.path is None:
-        return config.model.of_policy()
-    if isinstance(teacher, FrozenTeacher) and config.model.lora is not None:
+        return policy.of_policy()
+    if isinstance(teacher, FrozenTeacher) and policy.lora is not None:
         from headrace.models.lora import config_of
 
         with called("learner.teachers: path"):
-            return config.model.model_copy(update={"lora": config_of(Path(teacher.path))})
-    return config.model.model_copy(update={"path": teacher.path, "lora": None})
+            return policy.model_copy(update={"lora": config_of(Path(teacher.path))})
+    return policy.model_copy(update={"path": teacher.path, "lora": None})
 
 
 def _vocabulary(path: str) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from headrace.algo.losses.preference import AnyPreferenceLoss
 from headrace.algo.losses.supervised import Distill, Dpo
 from headrace.base.config import Section, load_toml, merge, parse_override, validate
+from headrace.base.config.addresses import refuse_secret
 from headrace.base.errors import ConfigError, nearest
+from headrace.learner.auxiliary.config import OwnEngine
 from headrace.learner.config import LearnerConfig
 from headrace.models import ModelConfig
 from headrace.run.observe.config import ObserveConfig
@@ -192,26 +195,78 @@ class SftConfig(TuningConfig):
     verb: ClassVar[str] = "sft"
 
 
+class ServerTeacher(Section):
+    """The settings of a teacher that a server computes: any engine behind OpenAI's completions that tells the logprobs
+    of prompts and has ``/detokenize``, such as ``headrace serve`` and vLLM."""
+
+    base_url: str
+    """The URL of its API, such as ``http://localhost:8000/v1``."""
+    model: str = ""
+    """The server's name for the model; unset: the first that it lists."""
+    api_key_env: str = ""
+    """The environment variable that holds the key; unset: no key is sent."""
+    top_k: int = Field(default=20, ge=1)
+    """The number of the teacher's likeliest entries that are compared at each token; the remaining probability counts
+    as one more entry. ``headrace serve`` tells at most 20, and vLLM too unless ``--max-logprobs`` says otherwise."""
+    concurrency: int = Field(default=8, ge=1)
+    """The most requests at once."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds after which a request without an answer ends the run, which ``--resume`` goes on with."""
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> Self:
+        """Refuse what is no address, and a password in it."""
+        refuse_secret("teacher.base_url", self.base_url, "name an environment variable that holds the key: api_key_env")
+        if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
+            raise ConfigError(
+                f"teacher.base_url={self.base_url!r} is not an address",
+                remedy="write base_url = 'http://localhost:8000/v1'",
+            )
+        return self
+
+
 class DistillConfig(TuningConfig):
     """A run file of ``headrace distill``: the tokens of the rows, as a teacher would have continued them.
 
-    The teacher is ``[[learner.teachers]]``, a model that the learner computes; without that table, the rows themselves
-    say what a teacher gave each token."""
+    The teacher is ``[[learner.teachers]]``, a model that the learner or an engine of this process computes, or
+    ``[teacher]``, a server; without both, the rows themselves say what a teacher gave each token."""
 
     verb: ClassVar[str] = "distill"
     has_teacher: ClassVar[bool] = True
     loss: Distill = Distill(divergence="forward")
     """The divergence between teacher and model. ``forward`` by default: the rows are not the model's own samples."""
+    teacher: ServerTeacher | None = None
+    """A teacher that a server computes; unset: there is none."""
+
+    @property
+    def has_engine(self) -> bool:
+        """Return whether an engine scores the rows before the first step."""
+        return self.teacher is not None or bool(self.learner.served_teachers)
 
     @model_validator(mode="after")
-    def _teacher_is_beside_the_learner(self) -> Self:
-        """Refuse a teacher with an engine, and settings that distillation does not read."""
-        if self.learner.served_teachers:
+    def _there_is_one_teacher(self) -> Self:
+        """Refuse several teachers, and settings of an engine that have no effect where the rows are given."""
+        if self.teacher is not None and self.learner.teachers:
+            raise ConfigError("[teacher] and [[learner.teachers]] are both set", remedy="leave one of them out")
+        if len(self.learner.teachers) > 1:
             raise ConfigError(
-                "learner.teachers has engine = {...}, and headrace distill starts no engine",
-                remedy="leave engine out, so that the learner computes the teacher; or give the rows teacher_ids and "
-                "teacher_logprobs; or use headrace train with algo.loss = 'distill'",
+                f"learner.teachers has {len(self.learner.teachers)}, and headrace distill reads one",
+                remedy="leave one of them, or make a run of each teacher's rows",
             )
+        for _, engine in self.learner.served_teachers.values():
+            default = OwnEngine()
+            idle = [name for name, value in engine if value != dict(default)[name]]
+            if idle:
+                raise ConfigError(
+                    f"learner.teachers: engine.{idle[0]} has no effect: the teacher reads the tokens of the rows, in "
+                    "this process and before the first step",
+                    remedy="write engine = {}",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_idle(self) -> Self:
+        """Refuse settings that distillation does not read."""
         if self.data.eval_path or (self.run.eval_every and not self.eval):
             raise ConfigError(
                 "data.eval_path and run.eval_every: a divergence from a teacher is not measured on held-out rows",

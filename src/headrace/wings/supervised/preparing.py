@@ -29,6 +29,7 @@ from headrace.wings.supervised.measuring import check_measuring
 from headrace.wings.supervised.order import RowStream
 from headrace.wings.supervised.reading import Render, RowLimits, RowSet, read_rows
 from headrace.wings.supervised.rendering import RowRenderer
+from headrace.wings.supervised.teaching import check_teacher
 
 Rows = Iterable[Mapping[str, Any]]
 """Rows that a caller passes in Python: a list of dicts, or a ``datasets`` object."""
@@ -99,7 +100,7 @@ class PreparedTuning:
         order: list[Any] = [run.seed, run.rows_per_step, self.config.data.shuffle]
         order += [(len(source.rows), source.weight) for source in self.rows.sources]
         settings = self.recorded()
-        left = {key: settings[key] for key in ("model", "learner", "loss") if key in settings}
+        left = {key: settings[key] for key in ("model", "learner", "loss", "teacher") if settings.get(key)}
         return f"{self.rows.fingerprint()}{_hash(order)}:{_hash(left)}"
 
 
@@ -131,7 +132,7 @@ def prepare_tuning(
     renderer = RowRenderer(
         tokenizer, endings, config.data.loss_on, prompt_loss=isinstance(objective.loss, Orpo)
     )  # fmt: skip
-    render = _render(renderer, objective, config.learner)
+    render = _render(renderer, objective, config)
     limits = _limits(config, path)
     rows = read_rows(
         [(file.path, file.weight) for file in config.data.files], data, config.data, render, limits=limits
@@ -139,6 +140,8 @@ def prepare_tuning(
     if isinstance(objective.loss, Kto):
         _refuse_unrated(config, rows, limits)
     _refuse_uneven(rows)
+    if isinstance(config, DistillConfig):
+        check_teacher(config, tokenizer, rows)
     if config.eval:
         check_measuring(config.eval, path)
     return PreparedTuning(
@@ -151,10 +154,10 @@ def prepare_tuning(
     )
 
 
-def _render(renderer: RowRenderer, objective: Objective, learner: LearnerConfig) -> Render:
-    """Return how a row is rendered for a loss. A loss that reads a teacher reads it from the rows where the learner has
-    none."""
-    if "top_k" in objective.columns and not learner.teachers:
+def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:
+    """Return how a row is rendered for a loss. A loss that reads a teacher reads it from the rows where no model is
+    one."""
+    if isinstance(config, DistillConfig) and not config.learner.teachers and config.teacher is None:
         return renderer.taught
     if "pairs" in objective.columns:
         return renderer.compared
@@ -291,7 +294,10 @@ def loss_name(prepared: PreparedTuning) -> str:
     """Return the name of the loss in a run file, with what it means."""
     config = prepared.config
     if isinstance(config, DistillConfig):
-        teacher = config.learner.own_teacher or "what the rows say of it"
+        models: list[object] = [*config.learner.teachers]
+        if config.teacher is not None:
+            models.append(f"the model {config.teacher.model} at {config.teacher.base_url}".replace("  ", " "))
+        teacher = models[0] if models else "what the rows say of it"
         return f"{config.loss.divergence} divergence from a teacher ({teacher})"
     return config.loss.kind if isinstance(config, DpoConfig) else "cross-entropy"
 

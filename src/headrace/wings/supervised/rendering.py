@@ -108,7 +108,10 @@ class RowRenderer:
     def taught(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the sample of a row of tokens with what a teacher gave each of them. Raises :class:`RowProblem`."""
         if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
-            raise _columns(row, "input_ids, teacher_ids and teacher_logprobs, since there is no [[learner.teachers]]")
+            raise _columns(
+                row,
+                "input_ids, teacher_ids and teacher_logprobs, since no model is the teacher",
+            )
         (sample,) = self.imitated({name: row[name] for name in ("input_ids", "labels") if name in row})
         return (replace(sample, teacher_scores=_teacher_scores(row, sample)),)
 

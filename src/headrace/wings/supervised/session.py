@@ -10,7 +10,7 @@ snapshot; a resumed run trains the same rows again in the same steps, from the s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,8 +57,10 @@ from headrace.wings.supervised.measuring import Measurements, VersionRewards
 from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
 from headrace.wings.supervised.progress import open_progress
 from headrace.wings.supervised.reading import LeftOut, RowSet
+from headrace.wings.supervised.rendering import RenderedSample
 from headrace.wings.supervised.stopping import StopRequest, stopping_on_signals
 from headrace.wings.supervised.summary import TuningSummary, tuning_metrics
+from headrace.wings.supervised.teaching import taught_rows
 
 LEFT_OUT_FILE = "left_out.jsonl"
 STATUS_EVERY_S = 1.0
@@ -172,6 +174,7 @@ class TuningRun:
         self._rows = RowLedger(self._ledger, clock)
         trained = prepared.schedule.places(start.step - 1).stop if start.step else 0
         self._rows.roll_back(start.step, trained)
+        self._all_rows = self._taught_rows()
         self._core = self._open_learner(start)
         self._saved = start.step if start.snapshot is not None else -1
         self._report_start(start)
@@ -212,6 +215,13 @@ class TuningRun:
         ledger = make_ledger(sizes, self._run_dir)
         stack.callback(ledger.close)
         return ledger
+
+    def _taught_rows(self) -> Sequence[tuple[RenderedSample, ...]]:
+        """Return the rows to train, scored by the teacher if it has an engine, whose memory is free again then."""
+        config, rows = self._prepared.config, self._prepared.rows
+        if isinstance(config, DistillConfig) and config.has_engine:
+            return taught_rows(config, rows, self._run_dir, self._event)
+        return rows.rows
 
     def _open_learner(self, start: StartingPoint) -> LearnerCore:
         """Load the model and restore the snapshot that the run starts from."""
@@ -282,7 +292,7 @@ class TuningRun:
 
     def _step(self, step: int) -> None:
         """Train one step, and record it."""
-        schedule, all_rows = self._prepared.schedule, self._prepared.rows.rows
+        schedule, all_rows = self._prepared.schedule, self._all_rows
         numbers, rows = list(schedule.places(step)), schedule.rows(step)
         batch, episodes = batch_of(
             step, [(number, all_rows[row]) for number, row in zip(numbers, rows, strict=True)]

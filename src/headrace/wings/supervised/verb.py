@@ -73,7 +73,7 @@ def distill(
     dry_run: bool = DRY_RUN,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Train a model towards a teacher, on rows: one beside the learner, or what the rows say of one."""
+    """Train a model towards a teacher, on rows: a model, a server, or what the rows say of one."""
     starting(f"reading {run_file} and loading what a run needs")
     from headrace.wings.supervised.config import DistillConfig, load_tuning
 

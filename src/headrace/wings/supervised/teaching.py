@@ -1,0 +1,319 @@
+"""A teacher on an engine scores the rows of ``headrace distill`` before the first step.
+
+    rows ──▶ the teacher: an engine of this process, or a server ──▶ RUN/teacher/00000.safetensors, ... ──▶ the samples
+
+Each file holds the scores of some rows, and is written whole. A run that is resumed, or that failed while the teacher
+computed, reads what is there and asks for the rest: the scores that it goes on with are the same bits.
+
+Shape legend: T tokens of one sample, M tokens with loss of some samples, K entries of the teacher's distribution.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from headrace.base.clock import RealClock, TimeLimit
+from headrace.base.environ import secret
+from headrace.base.errors import ConfigError, DataError, HeadraceError, RequestError, RunError
+from headrace.base.types.messages.engine import ScoreTokens
+from headrace.base.types.teacher_scores import TeacherScores, TopScores
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import FROZEN, INITIAL
+from headrace.engine.config import EngineConfig
+from headrace.engine.native import NativeEngine
+from headrace.engine.native.swaps import LoadedWeights
+from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
+from headrace.learner.disk import verify_model
+from headrace.models import context_length, load_model
+from headrace.models.devices import use
+from headrace.models.hub import pinned, with_models
+from headrace.models.load import refuse_other_vocabulary
+from headrace.models.settings import read_config
+from headrace.run.observe.words import plural
+from headrace.run.session.own_engines import teacher_model
+from headrace.wings.supervised.config import DistillConfig, ServerTeacher
+from headrace.wings.supervised.reading import RowSet
+from headrace.wings.supervised.rendering import RenderedSample
+
+DIRECTORY = "teacher"
+"""The directory of the scores, in that of the run."""
+ROWS_PER_FILE = 256
+LABEL = "of"
+"""The key, in the metadata of a file, of the hash of what its scores are of."""
+TOKENS_PER_CHECK = 1000
+"""The number of tokens whose texts are compared in one request."""
+SETTING = "learner.teachers[0]"
+
+Row = tuple[RenderedSample, ...]
+ScoreRows = Callable[[Sequence[RenderedSample]], list[TopScores]]
+"""Returns the teacher's scores of samples, in their order."""
+
+
+# -- before the run ---------------------------------------------------------------------------------------------------
+
+
+def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
+    """Check that the teacher's engine, if it has one, can score ``rows``.
+
+    Raises :class:`~headrace.base.errors.ConfigError` for a teacher with another vocabulary or too short a context, and
+    for a server that cannot be asked.
+    """
+    if config.teacher is not None:
+        scored = config.run.dir and all(file.is_whole for file in _files(config, rows, Path(config.run.dir)))
+        if not scored:  # a resumed run that has all scores needs the server no more
+            asyncio.run(_check_server(config.teacher, tokenizer))
+        return
+    for teacher, _ in config.learner.served_teachers.values():
+        if teacher.path is None:
+            continue
+        verify_model(Path(teacher.path))
+        path = teacher_model(teacher, config.model).path
+        refuse_other_vocabulary(path, config.model.path, f"{SETTING} path")
+        longest, most = _longest(rows.rows), context_length(path)
+        if most < longest:
+            raise ConfigError(
+                f"{SETTING} path={path!r} was made for {most} tokens, and the longest row has {longest}",
+                remedy=f"choose a model for >= {longest} tokens, or set data.max_length = {most}",
+            )
+
+
+async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the server has the same tokens for the same ids."""
+    ids = sorted(tokenizer.get_vocab().values())
+    async with connect(_endpoint(teacher)) as engine:
+        try:
+            await engine.detokenize(ids[:1])
+        except HeadraceError as error:
+            raise ConfigError(
+                f"teacher.base_url={teacher.base_url!r} does not tell the texts of tokens, so whether it has the "
+                f"vocabulary of this model cannot be known: {error.problem}",
+                remedy="serve the teacher with headrace serve or vLLM; or give a model directory: [[learner.teachers]]",
+            ) from None
+        for start in range(0, len(ids), TOKENS_PER_CHECK):
+            part = ids[start : start + TOKENS_PER_CHECK]
+            if not await _same_texts(engine, tokenizer, part):
+                token = await _other_token(engine, tokenizer, part)
+                raise ConfigError(
+                    f"teacher.base_url={teacher.base_url!r} has another vocabulary than this model: {token} is "
+                    f"{tokenizer.decode([token])!r} here, and not there, so the same id means different tokens to the "
+                    "two models",
+                    remedy="serve a model of the same family, whose tokenizer has the same entries",
+                )
+
+
+async def _same_texts(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> bool:
+    """Return whether the server's text of ``ids`` is that of ``tokenizer``. Servers tidy spaces, or do not."""
+    try:
+        text = await engine.detokenize(ids)
+    except RequestError:
+        return False
+    return any(
+        text == tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=tidy)
+        for tidy in (False, True)
+    )
+
+
+async def _other_token(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> int:
+    """Return a token of ``ids``, which do not have the same text, that is another one in the server's vocabulary."""
+    while len(ids) > 1:
+        half = len(ids) // 2
+        ids = ids[half:] if await _same_texts(engine, tokenizer, ids[:half]) else ids[:half]
+    return ids[0]
+
+
+def _endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
+    key = secret(teacher.api_key_env) if teacher.api_key_env else ""
+    if teacher.api_key_env and not key:
+        raise ConfigError(
+            f"teacher.api_key_env: the environment variable {teacher.api_key_env} is not set",
+            remedy=f"export {teacher.api_key_env}=..., or leave api_key_env out",
+        )
+    return RemoteEndpoint(url=teacher.base_url, model=teacher.model, token=key or "")
+
+
+# -- in the run -------------------------------------------------------------------------------------------------------
+
+
+def taught_rows(config: DistillConfig, rows: RowSet, run_dir: Path, tell: Callable[[str], None]) -> list[Row]:
+    """Return the rows with what the teacher's engine gave each token that carries loss. ``tell`` reports when it is
+    asked, and how far it is.
+
+    Raises :class:`~headrace.base.errors.DataError` for a row that the teacher cannot score.
+    """
+    files = _files(config, rows, run_dir)
+    missing = [file for file in files if not file.is_whole]
+    if missing:
+        (run_dir / DIRECTORY).mkdir(exist_ok=True)
+        tell(f"the teacher scores {plural(sum(len(file.rows) for file in missing), 'row')}")
+        _score_missing(_scorer(config, rows), missing, tell)
+        gc.collect()  # the engine of this process, whose memory the learner takes next
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return [row for file in files for row in file.read()]
+
+
+def _score_missing(score: ScoreRows, missing: Sequence[_ScoreFile], tell: Callable[[str], None]) -> None:
+    """Write each of the ``missing`` files with the scores of its rows."""
+    done, total = 0, sum(len(file.rows) for file in missing)
+    for file in missing:
+        file.write(score(file.samples))
+        done += len(file.rows)
+        tell(f"the teacher has scored {done:,} of {plural(total, 'row')}")
+
+
+def _files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_ScoreFile]:
+    """Return the files of the scores of ``rows``, whether they are there or not."""
+    teacher, all_rows = _described(config), rows.rows
+    parts = [all_rows[start : start + ROWS_PER_FILE] for start in range(0, len(all_rows), ROWS_PER_FILE)]
+    return [
+        _ScoreFile(path=run_dir / DIRECTORY / f"{number:05d}.safetensors", rows=part, label=_label(part, teacher))
+        for number, part in enumerate(parts)
+    ]
+
+
+def _described(config: DistillConfig) -> str:
+    """Return the teacher and its settings, as far as its scores depend on them."""
+    tree = with_models(config.model_dump(mode="json"), lambda _, path: pinned(path))
+    if config.teacher is not None:
+        tree = {name: tree["teacher"][name] for name in ("base_url", "model", "top_k")}
+    else:
+        tree = {name: tree["learner"][name] for name in ("teachers", "top_k")} | {"model": tree["model"]}
+    return json.dumps(tree, sort_keys=True)
+
+
+def _label(rows: Sequence[Row], teacher: str) -> str:
+    """Return a hash of the tokens of ``rows``, of which of them carry loss, and of the teacher."""
+    digest = hashlib.blake2b(teacher.encode(), digest_size=16)
+    for sample in (sample for row in rows for sample in row):
+        digest.update(sample.ids_T.tobytes() + sample.mask_T.tobytes() + b"|")
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScoreFile:
+    """The file of the scores of some rows."""
+
+    path: Path
+    rows: Sequence[Row]
+    label: str
+    """The hash of what its scores are of."""
+
+    @property
+    def samples(self) -> list[RenderedSample]:
+        """The samples of its rows, in order."""
+        return [sample for row in self.rows for sample in row]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file is there, with the scores of these rows by this teacher."""
+        try:
+            with safe_open(self.path, framework="np") as held:
+                return bool(held.metadata()[LABEL] == self.label)
+        except (OSError, SafetensorError, KeyError, TypeError):
+            return False
+
+    def write(self, scores: Sequence[TopScores]) -> None:
+        """Write the scores of the tokens that carry loss; the file appears whole or not at all."""
+        masks = [sample.mask_T for sample in self.samples]
+        tensors = {
+            name: np.concatenate([column(each)[mask] for each, mask in zip(scores, masks, strict=True)])
+            for name, column in _COLUMNS.items()
+        }
+        unfinished = self.path.with_suffix(".tmp")
+        save_file(tensors, unfinished, metadata={LABEL: self.label})
+        unfinished.rename(self.path)
+
+    def read(self) -> Iterator[Row]:
+        """Yield the rows with their scores."""
+        with safe_open(self.path, framework="np") as held:
+            columns = {name: held.get_tensor(name) for name in _COLUMNS}
+        end = 0
+        for row in self.rows:
+            taught = []
+            for sample in row:
+                start, end = end, end + int(sample.mask_T.sum())
+                scores = TeacherScores.none(len(sample.ids_T), columns["ids_MK"].shape[1])
+                scores.logprobs_T[sample.mask_T] = columns["logprobs_M"][start:end]
+                scores.versions_T[sample.mask_T] = FROZEN
+                scores.ids_TK[sample.mask_T] = columns["ids_MK"][start:end]
+                scores.logs_TK[sample.mask_T] = columns["logs_MK"][start:end]
+                taught.append(replace(sample, teacher_scores=scores))
+            yield tuple(taught)
+
+
+_COLUMNS: dict[str, Callable[[TopScores], Any]] = {
+    "logprobs_M": lambda scores: scores.logprobs_T,
+    "ids_MK": lambda scores: scores.ids_TK,
+    "logs_MK": lambda scores: scores.logs_TK,
+}
+"""The tensors of a file, by name, as columns of the scores of a sample."""
+
+
+def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
+    """Return the function that asks the teacher: a server, or an engine of this process, which it keeps alive."""
+    below = int(read_config(config.model.path).get_text_config().vocab_size)
+    if config.teacher is not None:
+        server = config.teacher
+        return lambda samples: asyncio.run(_ask_server(server, samples, below))
+    (teacher, _) = next(iter(config.learner.served_teachers.values()))
+    device = str(use("learner.device", config.learner.device, only_cpu=config.model.deterministic))
+    model = load_model(teacher_model(teacher, config.model), device)
+    theirs = int(model.config.get_text_config().vocab_size)
+    core = NativeEngine(
+        model,
+        EngineConfig(max_sequences=1).on(device, shared=False),
+        max_context=max(2, _longest(rows.rows)),
+        receiver=LoadedWeights(),
+        clock=RealClock(),
+    )
+    core.commit(INITIAL)
+    options = {"top_k": min(config.learner.top_k, below, theirs), "top_below": below if theirs > below else 0}
+    return lambda samples: [
+        core.top_scores(ScoreTokens.of(number, Tokens.observed(sample.ids_T), 1.0, **options))
+        for number, sample in enumerate(samples)
+    ]
+
+
+async def _ask_server(teacher: ServerTeacher, samples: Sequence[RenderedSample], below: int) -> list[TopScores]:
+    """Return the server's scores of ``samples``, at most ``teacher.concurrency`` at the same time."""
+    gate, num = asyncio.Semaphore(teacher.concurrency), min(teacher.top_k, below)
+
+    async def ask(engine: RemoteEngine, sample: RenderedSample) -> TopScores:
+        async with gate:
+            try:
+                async with TimeLimit(teacher.timeout_s):
+                    return await engine.top_scores(Tokens.observed(sample.ids_T), num, below=below)
+            except TimeoutError:
+                raise RunError(
+                    f"the teacher at {teacher.base_url} has not answered for {teacher.timeout_s:g} s",
+                    remedy="raise teacher.timeout_s or lower teacher.concurrency, and --resume",
+                ) from None
+            except RequestError as error:
+                raise DataError(
+                    f"the teacher cannot score a row of {len(sample.ids_T)} tokens: {error.problem}",
+                    remedy=error.remedy,
+                ) from None
+
+    async with connect(_endpoint(teacher)) as engine:
+        try:
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(ask(engine, sample)) for sample in samples]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    return [call.result() for call in calls]
+
+
+def _longest(rows: Sequence[Row]) -> int:
+    return max(len(sample.ids_T) for row in rows for sample in row)
