@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
@@ -151,3 +152,35 @@ def test_sequences_that_share_rows_attend_as_if_each_had_its_own(
     gradients = torch.autograd.grad((shared * towards).sum(), leaves)
     for found, wanted in zip(gradients, torch.autograd.grad((apart * towards).sum(), leaves), strict=True):
         torch.testing.assert_close(found, wanted, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([7, 3, 40, 1], None),
+        ([5], None),
+        ([4, 4], None),
+        ([6, 5, 30], [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8, *range(9, 39)]),
+    ],
+)
+def test_gradients_come_back_from_the_slots_as_torch_adds_them(lengths: list[int], rows: list[int] | None) -> None:
+    plan = PackedPlan(lengths, rows_T=rows)
+    count = sum(lengths) if rows is None else max(rows) + 1
+    tensors = [torch.randn(count, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    outward = torch.randn(count, 4, 8, dtype=torch.float64)
+    found = torch.autograd.grad(plan.attend(*tensors, Rule(layer=0, scale=0.3)), tensors, outward)
+    rows_T = torch.arange(count) if rows is None else torch.tensor(rows)
+    parts, places = [], rows_T.split(lengths)
+    for place in places:  # each sequence by itself
+        query, key, value = (tensor[place].transpose(0, 1)[None] for tensor in tensors)
+        parts.append(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)[0].transpose(
+                0, 1
+            )
+        )
+    joined = torch.zeros(count, 4, 8, dtype=torch.float64)
+    for place, part in zip(places, parts, strict=True):
+        joined = joined.index_copy(0, place, part)  # of a shared token, any one
+    expected = torch.autograd.grad(joined, tensors, outward)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 OWN_STANDSTILL_S = 2.0
-"""Delay of a check, in seconds, which shows that this process stood still; that time is not counted."""
+"""A check that is this many seconds late shows that this process stood still; such a check does not count."""
 NUM_CHECKS = 16
 """Number of checks that a time limit is counted in."""
 
@@ -146,26 +146,26 @@ class TimeLimit:
     async def __aenter__(self) -> None:
         await self.scope.__aenter__()
         if self._nap_s is not None:
-            self._check_in(self._nap_s)
+            self._schedule_check(self._nap_s)
 
     async def __aexit__(self, *error: Any) -> None:
         if self._timer is not None:
             self._timer.cancel()
         await self.scope.__aexit__(*error)
 
-    def _check_in(self, nap_s: float) -> None:
-        """Plan the next check, ``nap_s`` seconds from now."""
+    def _schedule_check(self, delay_s: float) -> None:
+        """Schedule the next check, ``delay_s`` seconds from now; it compares its real time with that."""
         loop = asyncio.get_running_loop()
-        due_s = loop.time() + nap_s
-        self._timer = loop.call_at(due_s, self._check, due_s, nap_s)
+        due_s = loop.time() + delay_s
+        self._timer = loop.call_at(due_s, self._check, due_s, delay_s)
 
-    def _check(self, due_s: float, nap_s: float) -> None:
+    def _check(self, due_s: float, delay_s: float) -> None:
         """Count one check, unless it came late or ``held`` says not to; end the body when no checks are left."""
         now_s = asyncio.get_running_loop().time()
         stood_still = now_s - due_s > OWN_STANDSTILL_S
         self._checks_left -= not (stood_still or self._held())
         if self._checks_left:
-            self._check_in(nap_s)
+            self._schedule_check(delay_s)
         elif not self.scope.expired():  # it may have been ended earlier
             self.scope.reschedule(now_s)
 

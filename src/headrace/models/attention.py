@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headrace.base.errors import ModelError
-from headrace.models.slots import Slots
+from headrace.models.padding import PaddedSlots
 
 if TYPE_CHECKING:
     from headrace.models.recurrent.base import Key, Recurrence, Tensors
@@ -247,12 +247,12 @@ class PackedPlan:
             token_S.append(gather.ravel())
             counts_B = torch.from_numpy(lengths[members]).to(device)
             self._buckets.append(_Bucket(num_rows=len(members), length=length, lengths_B=counts_B))
-        self._slots: Slots | None = None
+        self._slots: PaddedSlots | None = None
         """The slots of the tokens in the rows of all buckets, one bucket after the other; ``None`` if these are the
         tokens in order."""
         if len(self._buckets) > 1 or filled != total or (total and (token_S[0] != np.arange(total)).any()):
             tokens = torch.from_numpy(np.concatenate([*token_S, np.zeros(0, np.int64)])).to(device)
-            self._slots = Slots(tokens, torch.from_numpy(slot_N).to(device), shared=len(rows) > total)
+            self._slots = PaddedSlots(tokens, torch.from_numpy(slot_N).to(device), shared=len(rows) > total)
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:

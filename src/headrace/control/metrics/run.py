@@ -95,7 +95,8 @@ class RunMetrics:
     # -- events: the run as a whole ----------------------------------------------------------------------------------
 
     def resumed(self, step: int, *, eval_before: float | None, reward_first: float | None) -> None:
-        """Continue from ``step``, with the measurements of the first life of the run."""
+        """Restore the counters of a resumed run: ``step`` steps are done, and the rewards are those that were measured
+        when it first began."""
         totals = self.totals
         totals.steps_done, totals.eval_before, totals.reward_first = step, eval_before, reward_first
 

@@ -43,8 +43,8 @@ class Member:
     """The time since that report, while the engine had sequences."""
 
     def check_silence(self, load: int) -> None:
-        """Check for a new report of statistics; called once a tick. ``load`` is the number of sequences that it
-        serves."""
+        """Update ``silent_s``: for how long the engine, while it has sequences, has reported no new statistics. Called
+        once a tick; ``load`` is the number of its sequences."""
         latest = self.engine.stats()
         self.silent_s = self.silent_s + TICK_S if latest is self.last_stats and load else 0.0
         self.last_stats = latest

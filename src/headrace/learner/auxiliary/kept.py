@@ -1,6 +1,6 @@
-"""Copies of the trained weights, with which the model computes for a while.
+"""Copies of the trained weights that the model can be switched to for a while.
 
-    kind         after an update that makes version v                    used for the batch of version v
+    kind         at an update that makes version v                       used for the batch of version v
     frozen       nothing                                                 the first weights, or those of a directory
     ema          w̄ ← decay·w̄ + (1 − decay)·w   (float32)                w̄, in the model's number format
     refreshed    if v is a multiple of ``every``: copy                   the last copy
@@ -8,8 +8,8 @@
 
 A copy holds this rank's parts of the parameters that require gradients, and the correction biases of routers. For a
 model with an adapter these are the adapter's, so a frozen copy stands for the base model at the price of an adapter.
-Swapping exchanges the contents in
-place, tensor by tensor, so other references to a parameter stay valid: tied names, torch's sharding, the optimizer.
+Swapping exchanges the contents in place,
+tensor by tensor, so that other references to a parameter stay valid: tied names, torch's sharding, the optimizer.
 """
 
 from __future__ import annotations
@@ -230,6 +230,7 @@ class Ring:
         return self._ring[-age].swapped_in()
 
     def before_update(self) -> None:
+        """Save the present weights as the newest copy, in the memory of the oldest once all copies are taken."""
         copy = self._spare.pop() if self._spare else self._ring.popleft()
         copy.take()
         self._ring.append(copy)

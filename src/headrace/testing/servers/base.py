@@ -1,4 +1,4 @@
-"""The common part of the fake servers: an engine, and the state that requests change."""
+"""The common part of the fake vLLM and SGLang servers of tests: an engine, and the state that requests change."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def sleep(server: FakeServer, request: Request) -> Any:
 
 
 async def name_weights(server: FakeServer, request: Request) -> Any:
-    """Set the label of the weights, after committing adapters that are staged."""
+    """Answer ``/update_weight_version``: commit the adapters that are staged, then label the newest weights."""
     label = (await request.json())["new_version"]
     if server.files.adapters:
         await server.commit(label)

@@ -273,7 +273,7 @@ class _PieceBuffer:
         self.arrived.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until there is a piece, at most ``seconds``; return whether there is one."""
+        """Wait up to ``seconds`` for the next piece of the streamed answer; return whether there is one."""
         try:
             async with asyncio.timeout(seconds):
                 await self.arrived.wait()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Slots:
+class PaddedSlots:
     """The slot of every token. Padding repeats a token of its row; where attention is causal, nothing depends on it, so
     its gradient is 0."""
 
@@ -57,7 +57,7 @@ class _Spread(torch.autograd.Function):
     """Tokens to slots; gradients go back from each token's slot."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, slots: Slots) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, slots: PaddedSlots) -> Tensor:
         ctx.slots = slots
         return slots.at_slots(tensor)
 
@@ -67,10 +67,10 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Slots to tokens; gradients go back to each token's slot."""
+    """PaddedSlots to tokens; gradients go back to each token's slot."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, slots: Slots) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, slots: PaddedSlots) -> Tensor:
         ctx.slots = slots
         return slots.at_tokens(tensor)
 
