@@ -4,7 +4,7 @@
     tokens [N, ...] ◀── collect: token n is in slot slot_N[n] ─────────────────────────────────────┘
 
 Each of the two is the backward pass of the other, so that both passes are copies of rows. Torch's own backward of such
-a copy adds row by row into zeros, which took a quarter of a training step on a CPU.
+a copy adds row by row into zeros, once for every group of rows.
 
 Shape legend: N tokens, S slots, padding included.
 """
