@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from headrace.base.errors import ConfigError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.wings.tinker import tenants
+from headrace.wings.tinker.journal import Journal
 from tests.wings.tinker.serving import NAME, client, datum, served
 
 IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
@@ -514,6 +516,21 @@ def test_a_cancelled_request_for_samples_can_be_sent_again(service, server):
     assert httpx.post(f"{url}/retrieve_future", json=promise, **ask).status_code == 410
     httpx.post(f"{url}/asample", json=body, **ask)
     assert httpx.post(f"{url}/retrieve_future", json=promise, timeout=60, **ask).status_code == 200
+
+
+def test_a_journal_that_cannot_be_written_is_told_and_asked_again(model, tmp_path, monkeypatch, caplog):
+    with served(model, tmp_path / "state") as (url, key):
+        ask = {"headers": {"x-api-key": key}}
+        full = sqlite3.OperationalError("database or disk is full")
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "run", lambda *_: (_ for _ in ()).throw(full))
+            found = httpx.post(f"{url}/api/v1/create_session", json={}, **ask)
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+        assert "cannot write its state: database or disk is full; make room" in found.json()["error"]
+        assert not [record for record in caplog.records if record.exc_info]
+        session = httpx.post(f"{url}/api/v1/create_session", json={}, **ask).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 2**63, "base_model": NAME, "lora_config": {"rank": 2}}
+        assert httpx.post(f"{url}/api/v1/create_model", json=body, **ask).status_code == 400
 
 
 def test_a_wrong_key_is_refused(server):

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +25,7 @@ from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
 from headrace.wings.tinker import schema
 from headrace.wings.tinker.service import Found, TinkerService, is_number
+from headrace.wings.tinker.tenants import log
 
 PREFIX = "/api/v1"
 URLS_S = 3600
@@ -122,6 +124,7 @@ def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Cloc
             HeadraceError: _refused,
             HTTPException: _not_found,
             ClientDisconnect: _gone,
+            sqlite3.OperationalError: _not_written,
             Exception: _broken,
         },
     )
@@ -327,6 +330,13 @@ def _not_found(request: Request, error: Exception) -> Response:
     status = error.status_code if why is None else 404  # and not 405, where a path of that form is served
     why = why or "docs/tinker.md lists what is served"
     return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=status))
+
+
+def _not_written(request: Request, error: Exception) -> Response:
+    """Return the response to a request that the journal cannot take now, as on a full disk: the client asks again."""
+    problem = f"the server cannot write its state: {error}"
+    log.warning("%s", problem)
+    return _refused(request, Refusal(problem, remedy="make room on its disk, and ask again", status=503))
 
 
 def _gone(_: Request, __: Exception) -> Response:

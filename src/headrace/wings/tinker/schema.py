@@ -10,7 +10,7 @@ import msgspec
 from headrace.base.errors import DataError
 
 S = TypeVar("S", bound="TinkerBody")
-Place = Annotated[int, msgspec.Meta(ge=0)]
+Place = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 """The number that a client gives to what it makes in a session."""
 
 
