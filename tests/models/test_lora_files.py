@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.base.errors import ModelError
+from headrace.base.errors import CheckpointError, ModelError
+from headrace.learner.snapshot import restore_weights
 from headrace.models import ModelConfig, load_model
 from headrace.models.lora import config_of, load_adapter, save_adapter
 from headrace.models.merge import export_merged
@@ -136,13 +138,30 @@ def test_a_tensor_that_is_missing_is_named(model_dir: Dirs, saved: Path) -> None
         adapted(model_dir("qwen3"), adapter=str(saved))
 
 
-def test_a_tensor_that_is_not_a_number_is_named(model_dir: Dirs, saved: Path) -> None:
-    tensors = load_file(saved / "adapter_model.safetensors")
+def spoil(directory: Path) -> str:
+    """Write a NaN and two infinities into a tensor of an adapter; return how a refusal tells of them."""
+    tensors = load_file(directory / "adapter_model.safetensors")
     broken = sorted(tensors)[3]
-    tensors[broken][0, 0] = float("nan")
-    save_file(tensors, saved / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match=f"{broken} of adapter_model.safetensors are infinite or not a number"):
+    tensors[broken].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return re.escape(
+        f"{directory / 'adapter_model.safetensors'} holds values that are infinite or not a number: "
+        f"{broken} (3 of {tensors[broken].numel()} values)"
+    )
+
+
+def test_a_tensor_that_is_not_a_number_is_told_by_file_name_and_number(model_dir: Dirs, saved: Path) -> None:
+    words = spoil(saved)
+    with pytest.raises(ModelError, match=words) as caught:
         adapted(model_dir("qwen3"), adapter=str(saved))
+    assert "before the training that wrote it diverged" in caught.value.remedy
+    model = adapted(model_dir("qwen3"))
+    before = {key: tensor.clone() for key, tensor in weight_tensors(model).items()}
+    with pytest.raises(ModelError, match=words):
+        load_adapter(model, saved)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in weight_tensors(model).items())
+    with pytest.raises(CheckpointError, match=f"holds no adapter of this run: {words}"):  # as a resume reads it
+        restore_weights(saved, model)
 
 
 @pytest.mark.parametrize(

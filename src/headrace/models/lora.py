@@ -31,7 +31,15 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.hub import called, pinned
 from headrace.models.text_part import prefixes_in_base, with_prefix
-from headrace.models.weights import DEFAULT, adapter_of, of_adapter, weight_tensors, without_adapter
+from headrace.models.weights import (
+    DEFAULT,
+    adapter_of,
+    first_of,
+    not_finite,
+    of_adapter,
+    weight_tensors,
+    without_adapter,
+)
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """The file names of an adapter in peft's format."""
@@ -225,21 +233,26 @@ def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> Non
 
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the settings and the tensors of an adapter on the disk, the latter without peft's prefix."""
+    """Return the settings and the tensors of an adapter on the disk, the latter without peft's prefix.
+
+    Raises :class:`~headrace.base.errors.ModelError` for a directory without an adapter, and for tensors that hold
+    values which are infinite or not a number."""
     try:
         tree = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS_FILE)
         if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":
             raise ValueError(f"{CONFIG_FILE} is not of a LoRA")
-        broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
-        if broken:
-            more = f" and {len(broken) - 1} more tensors" if broken[1:] else ""
-            raise ValueError(f"values of {broken[0]}{more} of {WEIGHTS_FILE} are infinite or not a number")
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"{directory} holds no usable adapter: {error}",
             remedy=f"give a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as peft and the snapshots here write it",
         ) from None
+    if found := not_finite(tensors):
+        raise ModelError(
+            f"{directory / WEIGHTS_FILE} holds values that are infinite or not a number: {first_of(found)}",
+            remedy="copy or fetch the adapter again; if it was written so, take one from before the training that "
+            "wrote it diverged",
+        )
     return tree, {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,20 +72,39 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
     Each parameter is read once and not copied. Buffers are not checked, because masks in them hold -inf. Of a sharded
     parameter, this rank's part is checked.
     """
+    found = not_finite(dict(model.named_parameters()))
+    if found:
+        raise ModelError(
+            f"the weights of model.path={path!r} are infinite or not a number: {first_of(found)}",
+            remedy="copy or fetch the files again; if they were written so, take a checkpoint from before the training "
+            "that wrote them diverged",
+        )
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the tensors with values that are infinite or not a number: the name of each, and how many of its values
+    are. Of a sharded tensor, this rank's part is checked.
+
+    >>> not_finite({"up": torch.tensor([1.0, torch.nan, torch.inf]), "down": torch.ones(2)})
+    ['up (2 of 3 values)']
+    """
     found = []
-    for name, parameter in model.named_parameters():
-        part = parameter.detach()
+    for name, tensor in tensors.items():
+        part = tensor.detach()
         part = part.to_local() if isinstance(part, DTensor) else part
         comparable = part.is_floating_point() and part.element_size() > 1  # no float8
         if comparable and part.numel() and not part.is_meta and not all(map(torch.isfinite, torch.aminmax(part))):
             found.append(f"{name} ({int((~torch.isfinite(part)).sum())} of {part.numel()} values)")
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ModelError(
-            f"the weights of model.path={path!r} are infinite or not a number: {', '.join(found[:5])}{more}",
-            remedy="copy or fetch the files again; if they were written so, take a checkpoint from before the training "
-            "that wrote them diverged",
-        )
+    return found
+
+
+def first_of(found: Sequence[str]) -> str:
+    """Return the first five of ``found``, and how many more there are.
+
+    >>> first_of(["a", "b"]), first_of(list("abcdefg"))
+    ('a, b', 'a, b, c, d, e and 2 more')
+    """
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
 def model_bytes(model: nn.Module) -> int:

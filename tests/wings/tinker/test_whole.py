@@ -1,9 +1,12 @@
 """Whole-weight training: one tenant at a time trains all weights of a base, and the base stays what it is."""
 
+import re
+
 import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
 from transformers import AutoModelForCausalLM
@@ -242,6 +245,25 @@ def test_a_model_that_could_not_be_made_does_not_hold_the_base(both, state):
         with pytest.raises(RequestFailedError, match="cannot be read"):
             failing.create_training_client_from_state_with_optimizer(path).result()
         assert step(new(service)) > 0
+
+
+@pytest.mark.parametrize(
+    ("base", "file"), [(NAME, "adapter_model.safetensors"), (WHOLE, "model.safetensors")], ids=["adapter", "whole"]
+)
+def test_weights_that_are_not_a_number_are_refused_by_file_tensor_and_number(both, state, base, file):
+    more = {"rank": 4} if base == NAME else {}
+    with client(*both) as service:
+        trained = new(service, base, **more)
+        path = trained.save_state("spoilt").result().path
+        (directory,) = (state / "runs" / trained.model_id.replace(":", "_") / "weights").iterdir()
+        tensors = load_file(directory / file)
+        name = sorted(tensors)[0]
+        tensors[name].view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
+        save_file(tensors, directory / file)
+        number = re.escape(f"{name} (2 of {tensors[name].numel()} values)")
+        with pytest.raises(RequestFailedError, match=f"{file} of .* infinite or not a number: {number}"):
+            trained.load_state(path).result()
+        assert step(trained) > 0
 
 
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import DataError
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
-from headrace.models.weights import in_file_format
+from headrace.models.weights import first_of, in_file_format, not_finite
 from headrace.wings.tinker.weights import Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
@@ -130,15 +130,21 @@ def facts_of_state(directory: Path) -> dict[str, Any]:
 def read_state(directory: Path, device: torch.device, *, trained: bool, moments: bool) -> WeightState:
     """Return the weights in ``directory`` on ``device``; ``trained`` says whether they get gradients, ``moments``
     whether the optimizer's state is read. Raises :class:`~headrace.base.errors.DataError` for missing or broken
-    files."""
+    files, and for weights that are infinite or not a number."""
     facts = facts_of_state(directory)
     try:
         whole = (directory / WHOLE_FILE).exists()
-        loaded = load_file(directory / (WHOLE_FILE if whole else WEIGHTS_FILE), device=str(device))
+        file = WHOLE_FILE if whole else WEIGHTS_FILE
+        loaded = load_file(directory / file, device=str(device))
         found = directory / STATE_FILE
         held = load_file(found, device=str(device)) if moments and found.exists() else {}
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(directory, error) from None
+    if broken := not_finite(loaded):
+        raise DataError(
+            f"{file} of {directory.name} holds values that are infinite or not a number: {first_of(broken)}",
+            remedy="load a checkpoint from before the training that wrote it diverged",
+        )
     weights: Weights
     if whole:
         weights = WholeTensors(tensors={key: trainable(each) for key, each in loaded.items()} if trained else loaded)
