@@ -148,6 +148,19 @@ def test_time_in_which_the_controller_itself_was_stopped_is_no_stall() -> None:
     run_virtual(main())
 
 
+def test_a_process_that_is_stopped_for_ever_ends_the_run_after_twelve_timeouts_by_name() -> None:
+    async def main() -> None:
+        words = "learner (pid 7) is stopped (SIGSTOP; kill -CONT 7 lets it continue), for 120 s"
+        stopped = [Standstill(words=words, stopped=True)]
+        with pytest.raises(StallError) as stalled:
+            await ActivityBoard(CONTRACTS, VirtualClock()).watch(10.0, standstills=lambda: stopped)
+        assert VirtualClock().now() == pytest.approx(120.0, abs=1.0)
+        assert "for 120 s (12 times run.stall_timeout_s=10, because a process is stopped)" in stalled.value.problem
+        assert words in stalled.value.problem
+
+    run_virtual(main())
+
+
 def test_a_process_that_was_stopped_and_replaced_leaves_the_others_the_whole_timeout() -> None:
     async def main() -> None:
         stopped = [Standstill(words="environment-0 (pid 7) is stopped", stopped=True)]

@@ -158,6 +158,7 @@ def test_ranks_that_wait_for_one_that_computes_or_is_stopped_do_not_hang() -> No
         await at.during(60, lambda _: first.beats())
         assert [text.partition(" (")[0] for _, text in at.told] == ["learner-1"]
         assert any(each.stopped for each in at.vitals.standstills())
+        assert "the run ends after 192 s, 12 times run.stall_timeout_s" in at.told[-1][1]
 
     run_virtual(main())
 

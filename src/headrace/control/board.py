@@ -151,8 +151,11 @@ class ActivityBoard:
             still_s = self._clock.now() - self._moved_at
             allowed_s = timeout_s * (STOPPED_PATIENCE if held else 1)
             if still_s >= allowed_s:
+                bound = f"run.stall_timeout_s={timeout_s:g}"
+                if held:
+                    bound = f"{STOPPED_PATIENCE} times {bound}, because a process is stopped"
                 raise StallError(
-                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._oldest_pending()}"
+                    f"nothing has moved for {still_s:.0f} s ({bound}){self._oldest_pending()}"
                     f"{''.join(f'; {each.words}' for each in found)}\n{self.in_words()}",
                     remedy="look at the part that owes an answer: its log is in the run directory; "
                     "raise run.stall_timeout_s if it is only slow",

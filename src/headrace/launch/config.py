@@ -167,8 +167,8 @@ class LaunchConfig(Section):
     died. All parts are started again, and answers continue from the tokens that had been streamed. The next death ends
     the run; with 0, every death does."""
     engine_silence_s: float = Field(default=60.0, gt=0)
-    """Seconds after which an engine that has sequences and sends nothing is killed and started again; not used with
-    ``engine_restarts = 0``."""
+    """Seconds after which an engine that has sequences and sends nothing, or that is stopped (SIGSTOP, a debugger) and
+    owes the answer to an order, is killed and started again; not used with ``engine_restarts = 0``."""
 
     @model_validator(mode="after")
     def _others_can_join(self) -> Self:

@@ -5,6 +5,9 @@ of restarts allows.
       ▲                                                                     │ it dies; or it is silent and is killed
       └─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
 
+An engine is silent when it has sequences and sends nothing, or when it is stopped (SIGSTOP, a debugger) and owes the
+answer to an order; either is allowed for ``launch.engine_silence_s``.
+
 The sequences of a dead engine continue on other engines, or wait for its restart, and the learner notices nothing. If
 the first start of an engine fails with an error report, this is a problem of the settings and ends the run with that
 error. If a signal killed it before it was ready, it could not report an error and is started again. An engine that
@@ -24,6 +27,7 @@ from headrace.base.errors import ComponentDied, DeadlineError, EngineUnfit
 from headrace.base.types.observation import Recovery
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.fleet import Fleet
+from headrace.engine.fleet.member import TICK_S
 from headrace.launch.child import Child
 from headrace.launch.clients import EngineClient
 
@@ -47,7 +51,8 @@ class SupervisionConfig:
     start_timeout_s: float
     """Seconds that an engine may take to become ready."""
     silence_s: float
-    """Seconds for which an engine with sequences may send nothing."""
+    """Seconds for which an engine with sequences may send nothing, and for which one that owes an answer may be
+    stopped."""
     version: int = NOT_SAMPLED
     """The version of the weights that an engine has when it is ready."""
 
@@ -146,6 +151,8 @@ class Engines:
                 group.create_task(self._serve_when_ready(child, outage)),
                 group.create_task(self._kill_when_ordered(child)),
             ]
+            if self._config.restarts:
+                tasks.append(group.create_task(self._give_up_when_stopped(child)))
             cause = await child.died()
             await asyncio.sleep(LAST_MESSAGES_S)
             for task in tasks:
@@ -201,6 +208,16 @@ class Engines:
     async def _kill_when_ordered(self, child: Child) -> None:
         await self._kill_ordered[child.role].wait()
         await child.kill()
+
+    async def _give_up_when_stopped(self, child: Child) -> None:
+        """Have the engine's process ended when it owes an answer and has been stopped for ``silence_s``. The deadline
+        of a single engine's answer does not run meanwhile, and without sequences the fleet does not notice it."""
+        stopped_s = 0.0
+        while stopped_s < self._config.silence_s:
+            await asyncio.sleep(TICK_S)  # ticks are counted: time in which this machine stood still is not
+            stopped_s = stopped_s + TICK_S if child.peer.halted and child.peer.awaits_answer else 0.0
+        why = f"{child.role} (pid {child.pid}) {child.peer.halted}, and has owed an answer for {stopped_s:g} s"
+        self._order_kill(child.role, why)
 
     def _record_death(self, child: Child, cause: str, outage: _Outage | None) -> _Outage:
         """Count a death against the budget of restarts, and return the new outage. Raises the error that ends the run

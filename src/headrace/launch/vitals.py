@@ -21,7 +21,7 @@ from typing import Protocol
 import psutil
 
 from headrace.base.clock import OWN_STANDSTILL_S, Clock, off_loop
-from headrace.control.board import Standstill
+from headrace.control.board import STOPPED_PATIENCE, Standstill
 from headrace.launch.child import Child
 from headrace.launch.clients import RankClient
 from headrace.launch.local_process import halted_below
@@ -180,7 +180,10 @@ class Vitals:
             if not stop.warned and now_s - stop.since_s >= min(WARN_STOPPED_S, WARN_SHARE * self.timeout_s):
                 stop.warned = True
                 self.warn(
-                    f"{self._in_words(*who, stop)}: it does nothing until it continues", kind=f"{who[0]} is stopped"
+                    f"{self._in_words(*who, stop)}: it does nothing until it continues; where nothing else moves, the "
+                    f"run ends after {STOPPED_PATIENCE * self.timeout_s:g} s, {STOPPED_PATIENCE} times "
+                    "run.stall_timeout_s",
+                    kind=f"{who[0]} is stopped",
                 )
 
     def _in_words(self, name: str, pid: int, stop: _StopRecord) -> str:

@@ -295,6 +295,41 @@ def test_stopped_engine_that_owes_an_answer_is_waited_for_only_where_it_is_the_o
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    ("restarts", "halted", "owes", "replaced"),
+    [(2, True, True, True), (2, True, False, False), (2, False, True, False), (0, True, True, False)],
+    ids=["stopped and owes", "owes nothing", "works on it", "without restarts"],
+)
+def test_single_engine_that_is_stopped_and_owes_an_answer_is_replaced_after_the_time_of_silence(
+    *, restarts: int, halted: bool, owes: bool, replaced: bool
+) -> None:
+    async def main() -> None:
+        stage = Stage(("engine",), restarts=restarts)
+        await stage.engines.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.engines.run())
+            stage.now("engine").ready()
+            await settle()
+            first = stage.now("engine").peer
+            first.halted = "is stopped (SIGSTOP)" if halted else ""
+            staging = group.create_task(bring(stage.engines.fleet, 1)) if owes else None
+            await asyncio.sleep(4.0)
+            assert len(stage.lives["engine"]) == 1
+            await asyncio.sleep(30.0)  # less than the deadline of an order
+            assert len(stage.lives["engine"]) == 1 + replaced
+            if replaced:
+                cause = "engine (pid 6) is stopped (SIGSTOP), and has owed an answer for 5 s: it was ended"
+                assert [recovery.cause for recovery in stage.told] == [cause]
+                await all_obey(stage)
+                await staging  # the new process has staged and committed it
+            elif staging is not None:
+                assert not staging.done()
+                staging.cancel()
+            running.cancel()
+
+    run_virtual(main())
+
+
 async def all_obey(stage: Stage) -> None:
     """Every engine is there, and does at once what it is told."""
     for name in stage.lives:

@@ -199,6 +199,30 @@ def test_an_engine_that_stands_still_while_a_version_is_announced_stages_it_late
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_the_only_engine_is_replaced_when_it_is_stopped_for_ever_without_sequences(tmp_path: Path) -> None:
+    run_file = a_run(
+        tmp_path,
+        seconds=3.0,
+        launch={"engine_silence_s": 4.0},
+        run={"dir": "run", "steps": ENDLESS, "stall_timeout_s": 15.0},
+    )
+    with running("train", run_file) as life:
+        done = life.until_step(3)
+        pid = components(tmp_path / "run")["engine"]
+        os.kill(pid, signal.SIGSTOP)
+        until_said(life, f"engine (pid {pid}) is stopped (SIGSTOP; kill -CONT {pid} lets it continue)")
+        until_said(life, "and has owed an answer for 4 s: it was ended")
+        life.until_step(done + 5)
+        assert components(tmp_path / "run")["engine"] != pid
+        assert not psutil.pid_exists(pid)
+        life.process.send_signal(signal.SIGINT)
+        life.rest()
+    assert life.process.returncode == 0
+    balanced(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("max_age", [0, 1])
 def test_the_death_of_a_worker_makes_no_step_of_64_episodes_three_times_as_long(tmp_path: Path, max_age: int) -> None:
     run_file = a_run(
