@@ -10,6 +10,9 @@ from headrace.engine.text import overlap
 
 THINK, THOUGHT = "<think>", "</think>"
 
+MAX_BEGINNING = 64
+"""Number of characters up to which text that is held back is looked at again whenever some is added."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedAnswer:
@@ -34,9 +37,11 @@ class Parser(Protocol):
         """Return the content and the calls of a whole answer."""
         ...
 
-    def num_certain(self, text: str) -> int:
+    def num_certain(self, text: str, *, begun: bool = False) -> int:
         """Return how many characters of ``text``, the beginning of an answer that is still being sampled, belong to the
-        content however the answer goes on. They can be streamed to the client now; the rest may become a call."""
+        content however the answer goes on. They can be streamed to the client now; the rest may become a call.
+
+        With ``begun``, ``text`` is not the beginning: it follows content that earlier calls found certain."""
         ...
 
 
@@ -47,6 +52,37 @@ class FramedParser(Parser, Protocol):
 
     frame: tuple[str, str]
     """The texts before and after the JSON of a call; where they are empty, the answer is one call."""
+
+
+class ContentFilter:
+    """A filter of the content of one answer: it passes on what is certain, and holds back what may be a call.
+
+    Each character is looked at a bounded number of times, however long the answer is, so the time is linear in its
+    length.
+    """
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+        self._begun = False
+        self._held: list[str] = []
+        self._num_held = 0
+        self._next_look = 0
+        """Number of held characters at which the parser looks at them again."""
+
+    def push(self, text: str) -> str:
+        """Append text, and return the content that has become certain."""
+        self._held.append(text)
+        self._num_held += len(text)
+        if self._num_held < self._next_look:
+            return ""
+        held = "".join(self._held)
+        num = self._parser.num_certain(held, begun=True) if self._begun else self._parser.num_certain(held)
+        self._begun = self._begun or num > 0
+        self._held, self._num_held = [held[num:]], len(held) - num
+        # more than the beginning of a call is a call, or nearly always so: to look at it at every token would take time
+        # that grows with the square of its length
+        self._next_look = 2 * self._num_held if self._num_held > MAX_BEGINNING else 0
+        return held[:num]
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:

@@ -36,7 +36,7 @@ class Hermes:
         content = content.rstrip() if calls else text
         return ParsedAnswer(content=content, calls=tuple(calls), problems=tuple(problems))
 
-    def num_certain(self, text: str) -> int:
+    def num_certain(self, text: str, *, begun: bool = False) -> int:
         """Return the length up to the first tag, or its possible beginning, without the space before it."""
         before, found, _ = text.partition(BEGIN)
         return len((before if found else before[: len(before) - overlap(before, BEGIN)]).rstrip())
@@ -64,11 +64,11 @@ class BareJson:
             return ParsedAnswer(content=text, problems=(call,))
         return ParsedAnswer(content=before, calls=(call,))
 
-    def num_certain(self, text: str) -> int:
-        """Return 0 for text that may be a call; else the length up to the first block, or its possible beginning,
+    def num_certain(self, text: str, *, begun: bool = False) -> int:
+        """Return 0 for an answer that may be a call; else the length up to the first block, or its possible beginning,
         without the space before it."""
         stripped = text.lstrip()
-        if stripped.startswith(("{", _TAG)) or _TAG.startswith(stripped):
+        if not begun and (stripped.startswith(("{", _TAG)) or _TAG.startswith(stripped)):
             return 0
         before, fenced, _ = text.partition(_FENCE)
         return len((before if fenced else before[: len(before) - overlap(before, _FENCE)]).rstrip())

@@ -8,47 +8,86 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from headrace.base.errors import RequestError
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.chat import Tool
 from headrace.engine.structure import lark, refuse_endless
-from headrace.rollout.answers.base import THINK, THOUGHT, FramedParser, Parser
+from headrace.rollout.answers.base import THINK, THOUGHT, ContentFilter, FramedParser, Parser
 
 
 class CallFinder:
     """A filter of the text of one answer: it passes on the content, and holds back what may be a call until the answer
-    has ended."""
+    has ended. Its time is linear in the length of the text."""
 
     def __init__(self, parser: Parser, *, opened: bool) -> None:
         """Make a filter; ``opened`` says whether the prompt ends with the beginning of a thought."""
-        self._parser, self._opened = parser, opened
-        self._text = ""
+        self._parser = parser
+        self._thought = _Thought(opened=opened)
+        self._content = ContentFilter(parser)
+        self._rest: list[str] = []
         self._num_shown = 0
 
     def push(self, text: str, *, ended: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
         """Append text. Return the content that has become certain and, when the answer has ended, its calls: the name
         and the arguments of each."""
-        self._text += text
-        thought, rest = self._split()
+        thought, rest = self._thought.push(text, ended=ended)
+        self._rest.append(rest)
         if not ended:
-            return self._show(thought + rest[: self._parser.num_certain(rest)]), ()
-        answer = self._parser(rest)
-        return self._show(thought + answer.content), answer.calls
+            certain = self._content.push(rest)
+            self._num_shown += len(certain)
+            return thought + certain, ()
+        answer = self._parser("".join(self._rest))
+        return thought + answer.content[self._num_shown :], answer.calls
 
-    def _split(self) -> tuple[str, str]:
-        """Return the thought with its tags and the space after it, and the rest."""
-        if not (self._opened or self._text.lstrip().startswith(THINK)):
-            return "", self._text
-        thought, tag, rest = self._text.partition(THOUGHT)
-        stripped = rest.lstrip("\n")
-        return thought + tag + rest[: len(rest) - len(stripped)], stripped
 
-    def _show(self, content: str) -> str:
-        """Return the part of ``content`` that has not been passed on."""
-        shown, self._num_shown = self._num_shown, max(self._num_shown, len(content))
-        return content[shown:]
+class _Place(Enum):
+    """How far the text of an answer has come: ``BEGINNING → THOUGHT → AFTER → REST``, or ``BEGINNING → REST``."""
+
+    BEGINNING = "it may begin with a thought"
+    THOUGHT = "within the thought"
+    AFTER = "among the empty lines after the thought"
+    REST = "content and calls"
+
+
+class _Thought:
+    """A filter that parts the text of one answer into the thought at its beginning, with its tags and the empty lines
+    after it, and the rest."""
+
+    def __init__(self, *, opened: bool) -> None:
+        self._place = _Place.THOUGHT if opened else _Place.BEGINNING
+        self._held: list[str] = []
+        """The text so far, until it is certain whether it begins with a thought."""
+        self._first = ""
+        """The first characters that are no space, as many as a tag has."""
+        self._last = ""
+        """The last characters of the thought, one less than its closing tag has."""
+
+    def push(self, text: str, *, ended: bool) -> tuple[str, str]:
+        """Append text. Return what it adds to the thought, and what it adds to the rest."""
+        thought = ""
+        if self._place is _Place.BEGINNING:
+            self._held.append(text)
+            self._first = (self._first + text).lstrip()[: len(THINK)]
+            if not ended and self._first != THINK and THINK.startswith(self._first):
+                return "", ""
+            text = "".join(self._held)
+            self._place = _Place.THOUGHT if self._first == THINK else _Place.REST
+        if self._place is _Place.THOUGHT:
+            seen = self._last + text
+            start = seen.find(THOUGHT)
+            if start < 0:
+                self._last = seen[1 - len(THOUGHT) :]
+                return text, ""
+            end = start + len(THOUGHT) - len(self._last)
+            thought, text, self._place = text[:end], text[end:], _Place.AFTER
+        if self._place is _Place.AFTER:
+            rest = text.lstrip("\n")
+            thought, text = thought + text[: len(text) - len(rest)], rest
+            self._place = _Place.REST if rest else _Place.AFTER
+        return thought, text
 
 
 def forced_calls(

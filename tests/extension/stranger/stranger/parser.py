@@ -16,6 +16,6 @@ class Shout:
         calls = tuple((line.removeprefix("CALL "), "{}") for line in lines if line.startswith("CALL "))
         return ParsedAnswer(content="\n".join(line for line in lines if not line.startswith("CALL ")), calls=calls)
 
-    def num_certain(self, text: str) -> int:
+    def num_certain(self, text: str, *, begun: bool = False) -> int:
         """Nothing is certain before the end."""
         return 0
