@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.clock import RealClock
-from headrace.rollout.answers import PARSERS, ContentFilter, Parser
+from headrace.rollout.answers import PARSERS, ContentFilter, Parser, ReasoningFilter, split_reasoning
+from headrace.rollout.chat import Reading
 from headrace.wings.serve.calls import CallFinder
-from tests.rollout.test_streaming import PIECES
+from tests.rollout.test_streaming import CHATS, PIECES, parts_of, streamed
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SIZE = 50_000
@@ -53,6 +55,25 @@ def test_text_that_comes_in_pieces_is_read_as_the_whole_is(
 
 
 @settings(max_examples=500)
+@given(pieces=st.lists(PIECES, max_size=8), opened=st.booleans(), cut=st.data())
+def test_reasoning_that_comes_in_pieces_is_that_of_the_whole_as_far_as_nothing_can_change_it(
+    pieces: list[str], opened: bool, cut: st.DataObject
+) -> None:
+    text, told, start = "".join(pieces), ("", ""), 0
+    by_piece = ReasoningFilter(opened=opened)
+    while start < len(text):
+        size = cut.draw(st.integers(1, 9))
+        reasoning, content = by_piece.push(text[start : start + size])
+        told = told[0] + reasoning, told[1] + content
+        start += size
+        assert told == ReasoningFilter(opened=opened).push(text[:start])
+        for rest in ("", "\n", "x", "</think>", "<think>\nx</think>\ny"):
+            whole = split_reasoning(text[:start] + rest, opened=opened)
+            assert whole[0].startswith(told[0])
+            assert whole[1].startswith(told[1])
+
+
+@settings(max_examples=500)
 @given(pieces=st.lists(PIECES, max_size=8), parser=st.sampled_from(["hermes", "json"]))
 def test_content_is_passed_on_at_the_character_that_makes_it_certain(pieces: list[str], parser: str) -> None:
     text, made = "".join(pieces), PARSERS.load(parser)()
@@ -80,6 +101,25 @@ def test_no_character_is_looked_at_again_and_again(parser: str, text: str) -> No
     last, calls = finder.push(CALL, ended=True)
     assert counting.looked_at < TIMES * len(text)
     assert (told + last, calls) == CallFinder(counting, opened=False).push(text + CALL, ended=True)
+
+
+def test_an_answer_that_is_streamed_is_looked_at_once() -> None:
+    counting = Counting(PARSERS.load("hermes")())
+    chat = replace(CHATS["hermes"], parser=counting)
+    text = "<think>a</think>" + "so be it " * 500
+    pieces, message = streamed(chat, Reading(calls=True), parts_of(chat, text, 1))
+    assert "".join(piece.content for piece in pieces) == message.content == text.removeprefix("<think>a</think>")
+    assert counting.looked_at < TIMES * len(text)
+
+
+def test_a_long_thought_is_streamed_in_linear_time() -> None:
+    by_piece, clock, number = ReasoningFilter(opened=True), RealClock(), 400_000
+    begun_s = clock.now()
+    for piece in ("ab", "\n"):
+        for _ in range(number):
+            by_piece.push(piece)
+    assert clock.now() - begun_s < 20.0
+    assert by_piece.push("c</think>\nso") == ("\n" * number + "c", "so")
 
 
 def test_a_long_thought_is_passed_on_in_linear_time() -> None:

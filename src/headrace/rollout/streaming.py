@@ -14,9 +14,51 @@ from headrace.base.errors import SequenceFailed
 from headrace.base.types.chat import Message
 from headrace.base.types.episode import TokenChunk
 from headrace.engine.text import Detokenizer, StopFinder
-from headrace.rollout.answers import certain_split
+from headrace.rollout.answers import ContentFilter, ReasoningFilter
 from headrace.rollout.chat import Chat, Reading
 from headrace.rollout.environments.base import AnswerPiece, OnPiece
+
+
+class _Part:
+    """The reasoning or the content of an answer, of which some has been passed on. An answer that is started again must
+    begin with that."""
+
+    def __init__(self) -> None:
+        self._passed_on: list[str] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the text anew, as at a restart."""
+        self._expected = self.passed_on
+        self._new: list[str] = []
+        self._num_new = 0
+        self._differs = False
+
+    @property
+    def passed_on(self) -> str:
+        """The text that has been passed on."""
+        return "".join(self._passed_on)
+
+    def push(self, text: str) -> None:
+        """Append text that is certain."""
+        self._new.append(text)
+        self._num_new += len(text)
+
+    def continues(self) -> bool:
+        """Return whether the text so far continues what has been passed on. It is compared once: when it is as
+        long."""
+        if self._expected and not self._differs and self._num_new >= len(self._expected):
+            text = "".join(self._new)
+            self._differs = not text.startswith(self._expected)
+            if not self._differs:
+                self._new, self._expected = [text[len(self._expected) :]], ""
+        return not self._expected
+
+    def take(self) -> str:
+        """Return the text to pass on now."""
+        text, self._new = "".join(self._new), []
+        self._passed_on.append(text)
+        return text
 
 
 class AnswerStream:
@@ -28,14 +70,17 @@ class AnswerStream:
         self._on_piece = on_piece
         self._num_prompt_tokens = num_prompt_tokens
         self._has_sent = False
-        self._reasoning = self._content = ""
+        self._reasoning, self._content = _Part(), _Part()
         self._begin()
 
     def _begin(self) -> None:
         """Begin an answer with no text, as at the first chunk or after a restart."""
         self._detokenizer = Detokenizer(partial(self._chat.tokenizer.decode, skip_special_tokens=False))
         self._stops = StopFinder(self._reading.stop)
-        self._text = ""
+        self._split = ReasoningFilter(opened=self._reading.opened)
+        self._certain = ContentFilter(self._chat.parser) if self._reading.calls else None
+        self._reasoning.begin()
+        self._content.begin()
         self._stopped = False
         self._last: int | None = None  # a stop token is not part of the text where it is the last
 
@@ -50,32 +95,26 @@ class AnswerStream:
         self._last = spoken.pop() if spoken and spoken[-1] in self._chat.stop_ids else None
         if not self._stopped:
             cut = self._stops.push(self._detokenizer.push(spoken))
-            self._text += cut.text
             self._stopped = cut.stopped
-        reasoning, content = certain_split(self._text, opened=self._reading.opened)
-        if self._reading.calls:
-            content = content[: self._chat.parser.num_certain(content)]
-        self._pass_on(reasoning, content)
+            reasoning, content = self._split.push(cut.text)
+            self._reasoning.push(reasoning)
+            self._content.push(content if self._certain is None else self._certain.push(content))
+        if self._reasoning.continues() and self._content.continues():
+            self._pass_on(self._reasoning.take(), self._content.take())
 
     def end(self, message: Message) -> None:
         """Pass on the rest of the complete answer, which was read as ``message``."""
-        if not (message.reasoning.startswith(self._reasoning) and message.content.startswith(self._content)):
+        reasoning, content = self._reasoning.passed_on, self._content.passed_on
+        if not (message.reasoning.startswith(reasoning) and message.content.startswith(content)):
             raise SequenceFailed(
                 "the answer was started again after the first of it had been streamed, or its tokens have other text "
                 "together than one by one",
                 remedy="ask again, or without a stream",
             )
-        self._pass_on(message.reasoning, message.content)
+        self._pass_on(message.reasoning[len(reasoning) :], message.content[len(content) :])
 
     def _pass_on(self, reasoning: str, content: str) -> None:
-        """Pass on the new text of both parts; nothing, if they do not continue the text passed on before."""
-        if not (reasoning.startswith(self._reasoning) and content.startswith(self._content)):
-            return
-        piece = AnswerPiece(
-            num_prompt_tokens=self._num_prompt_tokens,
-            reasoning=reasoning[len(self._reasoning) :],
-            content=content[len(self._content) :],
-        )
-        if piece.reasoning or piece.content or not self._has_sent:
-            self._reasoning, self._content, self._has_sent = reasoning, content, True
-            self._on_piece(piece)
+        """Pass on new text of both parts; the first piece even if it is empty."""
+        if reasoning or content or not self._has_sent:
+            self._has_sent = True
+            self._on_piece(AnswerPiece(num_prompt_tokens=self._num_prompt_tokens, reasoning=reasoning, content=content))

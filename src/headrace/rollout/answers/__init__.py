@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.base.plugins import Registry
-from headrace.rollout.answers.base import ContentFilter, ParsedAnswer, Parser, certain_split, split_reasoning
+from headrace.rollout.answers.base import ContentFilter, ParsedAnswer, Parser, ReasoningFilter, split_reasoning
 
 PARSERS = Registry[Callable[[], Parser]](
     group="headrace.parsers",
@@ -15,7 +15,7 @@ PARSERS = Registry[Callable[[], Parser]](
 )
 """The constructors of parsers, by their names in ``env.tool_parser``."""
 
-__all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "certain_split", "parser_for", "split_reasoning"]
+__all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "ReasoningFilter", "parser_for", "split_reasoning"]
 
 
 def parser_for(name: str, template: str) -> Parser:

@@ -100,23 +100,68 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
     return thought.lstrip().removeprefix(THINK).strip("\n"), content.lstrip("\n")
 
 
-def certain_split(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Return the parts of :func:`split_reasoning` that cannot change, whatever follows ``text``.
+class ReasoningFilter:
+    """A filter of the text of one answer: it passes on the parts of :func:`split_reasoning` that cannot change,
+    whatever follows. Its time is linear in the length of the text.
 
-    >>> certain_split("<thi"), certain_split("<think>2+2\\n</th"), certain_split("<think>a</think>\\n\\nb")
-    (('', ''), ('2+2', ''), ('a', 'b'))
-    >>> certain_split("4 <thi"), certain_split("so be it", opened=True)
+    >>> filter_ = ReasoningFilter()
+    >>> [filter_.push(text) for text in ("<thi", "nk>2+2\\n", "</th", "ink>\\n\\n", "4")]
+    [('', ''), ('2+2', ''), ('', ''), ('', ''), ('', '4')]
+    >>> ReasoningFilter().push("4 <thi"), ReasoningFilter(opened=True).push("so be it")
     (('', '4 <thi'), ('so be it', ''))
     """
-    stripped = text.lstrip()
-    if THINK.startswith(stripped):
-        return "", ""
-    if not opened and not stripped.startswith(THINK):
-        return "", text
-    if THOUGHT in text:
-        return split_reasoning(text, opened=opened)
-    thought = stripped.removeprefix(THINK)
-    return thought[: len(thought) - overlap(thought, THOUGHT)].strip("\n"), ""
+
+    def __init__(self, *, opened: bool = False) -> None:
+        self._opened = opened
+        self._held: list[str] | None = []
+        """The text so far, until it is certain whether it begins with a thought; ``None`` afterwards."""
+        self._first = ""
+        """The first characters that are no space, one more than a tag has."""
+        self._in_thought = self._blank = True
+        """Whether the closing tag has not come; and whether there was nothing but empty lines, before the first text of
+        the thought and of the content."""
+        self._num_lines = 0
+        """Number of line ends that are held back: those at the end of the thought are not part of it."""
+        self._tag = ""
+        """The text after them, which may begin the closing tag."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Append text, and return the reasoning and the content that have become certain."""
+        if self._held is not None:
+            self._held.append(text)
+            self._first = (self._first + text).lstrip()[: len(THINK) + 1]
+            if THINK.startswith(self._first):
+                return "", ""
+            text, self._held = "".join(self._held), None
+            self._in_thought = self._opened or self._first.startswith(THINK)
+            if not self._in_thought:
+                self._blank = False
+            else:
+                text = text.lstrip().removeprefix(THINK)
+        reasoning = ""
+        if self._in_thought:
+            thought, tag, text = (self._tag + text).partition(THOUGHT)
+            reasoning = self._reasoning(thought, ended=bool(tag))
+            if not tag:
+                return reasoning, ""
+            self._in_thought, self._blank = False, True
+        if self._blank:
+            text = text.lstrip("\n")
+            self._blank = not text
+        return reasoning, text
+
+    def _reasoning(self, thought: str, *, ended: bool) -> str:
+        """Return the certain part of what is added to the thought, and hold back the rest of it."""
+        if not ended:
+            length = len(thought) - overlap(thought, THOUGHT)
+            thought, self._tag = thought[:length], thought[length:]
+        if self._blank:
+            thought = thought.lstrip("\n")
+            self._blank = not thought
+        stripped = thought.rstrip("\n")
+        lines = "\n" * self._num_lines if stripped else ""
+        self._num_lines = len(thought) - len(stripped) + (0 if stripped else self._num_lines)
+        return lines + stripped
 
 
 def read_call(text: str) -> tuple[str, str] | str:
