@@ -239,14 +239,13 @@ asyncio.run(main())
 
 def test_the_fork_server_has_one_thread_and_asks_for_no_gpu() -> None:
     code = """
-import importlib, os
+import os
 import torch
 def refuse(*_): raise SystemExit("asked for a GPU")
 torch._C._cuda_init = refuse
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = refuse
-from headrace.launch.hosts.forkserver import IMPORTED
-for name in IMPORTED:
-    importlib.import_module(name)
+from headrace.launch.hosts.forkserver import _import
+_import()
 print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

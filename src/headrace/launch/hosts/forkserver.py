@@ -36,6 +36,9 @@ IMPORTED = (
 """The modules that an engine and a learner import for every model."""
 FOR_GPUS = "triton"
 """A module that torch imports wherever it is installed: 100 MB that have no use on a machine without a GPU."""
+ASKS_FOR_GPUS = "torchao"
+"""A module that transformers imports wherever it is installed, and that asks for GPUs. It is of use to checkpoints of
+kinds that are refused, and to one optimizer, which imports it after the fork."""
 
 
 def serve(control: socket.socket, lifeline: int) -> None:
@@ -142,7 +145,9 @@ def _set_command_line(words: str) -> None:
 def _import() -> None:
     """Import the modules that forked parts need. Without a GPU driver, :data:`FOR_GPUS` is hidden meanwhile, so that
     torch does not import it."""
-    blocked: dict[str, Any] = {} if has_gpu_driver() else {FOR_GPUS: None}  # a module that is None counts as missing
+    blocked: dict[str, Any] = {ASKS_FOR_GPUS: None}  # a module that is None counts as missing
+    if not has_gpu_driver():
+        blocked[FOR_GPUS] = None
     sys.modules.update(blocked)
     for name in IMPORTED:
         importlib.import_module(name)
