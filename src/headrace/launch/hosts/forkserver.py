@@ -143,8 +143,8 @@ def _set_command_line(words: str) -> None:
 
 
 def _import() -> None:
-    """Import the modules that forked parts need. Without a GPU driver, :data:`FOR_GPUS` is hidden meanwhile, so that
-    torch does not import it."""
+    """Import the modules that forked parts need. :data:`ASKS_FOR_GPUS` and, without a GPU driver, :data:`FOR_GPUS` are
+    hidden meanwhile, so that they are not imported."""
     blocked: dict[str, Any] = {ASKS_FOR_GPUS: None}  # a module that is None counts as missing
     if not has_gpu_driver():
         blocked[FOR_GPUS] = None
