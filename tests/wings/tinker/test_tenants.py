@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from tinker.proto import tinker_public_pb2 as messages
 
 from headrace.base.errors import ConfigError
+from headrace.learner.disk import CHECKSUMS_FILE
 from headrace.wings.tinker.tenant import Tenant
 from headrace.wings.tinker.turns import Turns
 from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
@@ -137,6 +139,43 @@ def test_a_state_that_cannot_be_read_ends_no_other_tenant(compute, expected, tmp
         server.send(kind, seq, bodies[kind](body, seq))
     assert_equal(server.weights(), expected)
     server.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove", "swap"])
+def test_no_model_goes_on_with_a_copy_that_has_changed(damage, compute, tmp_path):
+    server = Offline(compute, tmp_path)
+    for number, model in enumerate((MODEL, "s:train:1")):
+        server.create(model, rank=2 + 2 * number)
+        for kind, seq, body in script(1, model):
+            server.send(kind, seq, body, model)
+    server.wait()
+    server.close()
+    copies = [next((tmp_path / "runs" / name).glob("copy-*")) for name in ("s_train_0", "s_train_1")]
+    files = sorted(file.name for file in copies[0].iterdir())
+    assert len(files) == 5
+    for name in files if damage != "swap" else [""]:
+        file, whole = copies[0] / name, b""
+        if name:
+            whole = file.read_bytes()
+        if damage == "flip":
+            file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
+        elif damage == "swap":
+            file.rename(tmp_path / "own")
+            shutil.copytree(copies[1], file)
+        elif name == CHECKSUMS_FILE:
+            continue  # as a state of an older version
+        else:
+            file.unlink()
+        server = Offline(compute, tmp_path)
+        seq = server.tenants.next_seq(MODEL)
+        server.send("optim_step", seq, step_body(seq))
+        server.wait()
+        found = json.loads(server.journal.outcome(MODEL, seq).result)
+        assert found["category"] == "server", (name, found)
+        assert (name or "is of another model") in found["error"] or name == CHECKSUMS_FILE  # which may name another
+        server.close()
+        if name:
+            file.write_bytes(whole)
 
 
 def train_again(body, seq):

@@ -11,6 +11,7 @@ from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
 from transformers import AutoModelForCausalLM
 
+from headrace.learner.disk import CHECKSUMS_FILE
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.wings.tinker import wire
@@ -260,6 +261,7 @@ def test_weights_that_are_not_a_number_are_refused_by_file_tensor_and_number(bot
         name = sorted(tensors)[0]
         tensors[name].view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
         save_file(tensors, directory / file)
+        (directory / CHECKSUMS_FILE).unlink()  # it was changed on purpose
         number = re.escape(f"{name} (2 of {tensors[name].numel()} values)")
         with pytest.raises(RequestFailedError, match=f"{file} of .* infinite or not a number: {number}"):
             trained.load_state(path).result()

@@ -12,7 +12,7 @@ from headrace.base.clock import Clock
 from headrace.base.net.refusal import Refusal, shown
 from headrace.models.multilora import ATTENTION, HEAD, MLP
 from headrace.wings.tinker import schema
-from headrace.wings.tinker.files import FACTS_FILE, STATE_FILE, checked_ttl
+from headrace.wings.tinker.files import OWN_FILES, checked_ttl, facts_of_state
 from headrace.wings.tinker.journal import Journal, facts_of
 
 FLAGS = {"train_unembed": HEAD, "train_mlp": MLP, "train_attn": ATTENTION}
@@ -47,7 +47,7 @@ class Catalog:
 
     def spec(self, row: Any) -> dict[str, Any]:
         """Return the settings of the model whose checkpoint ``row`` is."""
-        found: dict[str, Any] = json.loads((Path(row["directory"]) / FACTS_FILE).read_text(encoding="utf-8"))["spec"]
+        found: dict[str, Any] = facts_of_state(Path(row["directory"]))["spec"]
         return found
 
     def weights_info(self, body: bytes) -> dict[str, Any]:
@@ -123,9 +123,7 @@ class Catalog:
     def files_of(self, model: str, name: str) -> list[str]:
         """Return the names of the files of an external checkpoint."""
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
-        return sorted(
-            each.name for each in Path(row["directory"]).iterdir() if each.name not in (FACTS_FILE, STATE_FILE)
-        )
+        return sorted(each.name for each in Path(row["directory"]).iterdir() if each.name not in OWN_FILES)
 
     def file_of(self, model: str, name: str, file: str) -> Path:
         """Return a file of an external checkpoint."""

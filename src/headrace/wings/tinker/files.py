@@ -1,7 +1,8 @@
 """Weights on the disk, with the optimizer's state beside them where it is wanted: adapters in peft's format, and whole
 weights by the names of the model's parameters.
 
-A directory is written under another name, flushed, and renamed, so that it is whole or not there.
+A directory is written under another name, flushed, and renamed, so that it is whole or not there. Its files have
+checksums, which are compared before any of them is used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.errors import DataError
+from headrace.learner.disk import CHECKSUMS_FILE, Damaged, listed_checksums, seal, verify
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
 from headrace.models.weights import first_of, in_file_format, not_finite
@@ -31,6 +33,8 @@ from headrace.wings.tinker.weights import Weights, WholeTensors, trainable
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
 """The files that peft does not read: the moments of the optimizer with gradients not yet used, and the settings."""
 
+OWN_FILES = frozenset({STATE_FILE, FACTS_FILE, CHECKSUMS_FILE})
+"""The files that are of use to this server alone."""
 WHOLE_FILE = "model.safetensors"
 """The file of whole weights."""
 
@@ -109,7 +113,8 @@ def write_model(directory: Path, state: WeightState, model: PreTrainedModel) -> 
 
 
 def _put_in_place(unfinished: Path, directory: Path) -> int:
-    """Rename a directory when all of it is on the disk; return its size in bytes."""
+    """Rename a directory when all of it is on the disk, with checksums; return its size in bytes."""
+    seal(unfinished)
     size = sum(map(_flush, unfinished.iterdir()))
     shutil.rmtree(directory, ignore_errors=True)
     unfinished.rename(directory)
@@ -121,7 +126,13 @@ def facts_of_state(directory: Path) -> dict[str, Any]:
     """Return the settings and the version of the weights in ``directory``. Raises
     :class:`~headrace.base.errors.DataError` for a missing or broken file."""
     try:
-        found: dict[str, Any] = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
+        listed = listed_checksums(directory)
+        verify(directory, [FACTS_FILE] if listed else [])
+        found = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not isinstance(found.get("spec"), dict):
+            raise ValueError(f"{FACTS_FILE} holds no settings of a model")
+    except Damaged as error:
+        raise _unreadable(directory, error.problem) from None
     except (OSError, ValueError) as error:
         raise _unreadable(directory, error) from None
     return found
@@ -133,11 +144,14 @@ def read_state(directory: Path, device: torch.device, *, trained: bool, moments:
     files, and for weights that are infinite or not a number."""
     facts = facts_of_state(directory)
     try:
+        verify(directory)
         whole = (directory / WHOLE_FILE).exists()
         file = WHOLE_FILE if whole else WEIGHTS_FILE
         loaded = load_file(directory / file, device=str(device))
         found = directory / STATE_FILE
         held = load_file(found, device=str(device)) if moments and found.exists() else {}
+    except Damaged as error:
+        raise _unreadable(directory, error.problem) from None
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(directory, error) from None
     if broken := not_finite(loaded):
@@ -154,7 +168,7 @@ def read_state(directory: Path, device: torch.device, *, trained: bool, moments:
     return WeightState(weights=weights, spec=facts["spec"], version=facts["version"], moments=held)
 
 
-def _unreadable(directory: Path, error: Exception) -> DataError:
+def _unreadable(directory: Path, error: object) -> DataError:
     return DataError(f"{directory.name} cannot be read: {error}", remedy="load another checkpoint")
 
 

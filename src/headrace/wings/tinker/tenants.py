@@ -24,7 +24,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from headrace.base.clock import Clock
-from headrace.base.errors import HeadraceError, RunError
+from headrace.base.errors import DataError, HeadraceError, RunError
 from headrace.wings.tinker.compute import FrozenBase
 from headrace.wings.tinker.files import read_state, write_state
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
@@ -304,12 +304,15 @@ class Tenants:
         """Bring the state before the request ``seq`` into memory. Raises :class:`StateLost` if it cannot be had."""
         if model in self._live:
             return
-        row = self._journal.one("SELECT copy, copied_seq FROM models WHERE id = ?", model)
+        row = self._journal.one("SELECT copy, copied_seq, spec FROM models WHERE id = ?", model)
         assert row is not None, "requests of unknown models are refused"
         if row["copy"] is not None:
             device = self._orders[model].base.compute.model.device
             try:
                 found = read_state(self._place(model) / row["copy"], device, trained=True, moments=True)
+                wanted = json.loads(row["spec"])
+                if any(found.spec[key] != wanted[key] for key in ("rank", "parts")):
+                    raise DataError(f"{row['copy']} is of another model", remedy="put its own files back")
             except HeadraceError as error:
                 raise StateLost(model, error) from None
             self._live[model] = Tenant.restored(found, gradients=True)
