@@ -6,11 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from headrace.base.errors import ModelError
-from headrace.models import ModelConfig, check, context_length, load_model, load_tokenizer
+from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.load import CACHE_LINE, num_weight_bytes
 from headrace.models.weights import refuse_not_finite
@@ -245,25 +242,6 @@ def test_window_that_a_model_puts_into_its_mask_alone_is_refused_unless_it_is_lo
     load_model(
         ModelConfig(path=str(tiny(tmp_path / "long", "phimoe", sliding_window=128, max_position_embeddings=128)))
     )
-
-
-def test_two_threads_may_look_at_the_masks_of_two_models_at_once(tmp_path: Path) -> None:
-    sizes = {"one": 64, "two": 32}
-    models = [
-        load_model(ModelConfig(path=str(tiny(tmp_path / name, "mistral", sliding_window=size))))
-        for name, size in sizes.items()
-    ]
-    together, whole = threading.Barrier(2, timeout=60), check.forward
-
-    def meet(*args: Any) -> torch.Tensor:
-        together.wait()  # both have begun
-        found = whole(*args)
-        together.wait()
-        return found
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
-        patch.setattr(check, "forward", meet)
-        assert list(threads.map(check._mask_limits, models)) == [{0: 64, 1: 64}, {0: 32, 1: 32}]
 
 
 def test_window_that_a_layer_names_and_its_mask_has_not_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from headrace.models.config import SUPPORTED, ModelConfig
 from headrace.models.hub import pinned
 from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope
 from headrace.models.settings import (
+    BUILDING,
     LAYER_TYPES,
     REMEDY,
     model_directory,
@@ -48,7 +49,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     with ``config.lora``, frozen and with an adapter.
 
     Before it is returned, the model is tested on a few tokens: packing must not change what a sequence gets alone
-    with the architecture's own attention. Raises :class:`~headrace.base.errors.ModelError`.
+    with the architecture's own attention. Several threads may load models at once. Raises
+    :class:`~headrace.base.errors.ModelError`.
     """
     from transformers.utils import logging
 
@@ -59,7 +61,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     logging.disable_progress_bar()
     try:
         _refuse_other_size(config.path, read_whole_config(config.path), read)
-        model, info = _from_files(config, read)
+        with BUILDING:
+            model, info = _from_files(config, read)
     except Exception as error:  # a foreign architecture or file may raise anything
         if isinstance(error, ModelError):
             raise

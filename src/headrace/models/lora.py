@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.hub import called, pinned
+from headrace.models.settings import BUILDING
 from headrace.models.text_part import prefixes_in_base, with_prefix
 from headrace.models.weights import (
     DEFAULT,
@@ -132,7 +133,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str
     peft = _peft()
     setattr(model, _PREFIXES, prefixes_in_base(base, model))
     wanted = _peft_config(peft, model, config, base)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with BUILDING, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # about adapters that exist already
         torch.manual_seed(config.seed)  # noqa: TID251 - peft initialises from the global generator
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,10 @@ LAYER_TYPES = frozenset(
     }
 )
 """The types of layers that are supported: those that attend, those that keep a state, and those that do neither."""
+BUILDING = threading.RLock()
+"""The lock that a thread holds while transformers or peft builds a model for it. Meanwhile they change what the whole
+process uses: torch's default dtype, its random generator, and the method that ties weights. Of two threads that did so
+at once, the second would keep and restore what the first had changed."""
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from headrace.models.settings import BUILDING
+
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 
@@ -69,7 +71,7 @@ def make_tiny(directory: Path, spec: TinySpec) -> Path:
             **spec.extra,
         },
     )
-    with torch.random.fork_rng(devices=[]):
+    with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)  # noqa: TID251 - transformers initialises from the global generator
         model = AutoModelForCausalLM.from_config(config)
     if spec.even_ends:

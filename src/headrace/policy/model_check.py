@@ -31,7 +31,7 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.gap import Gap, largest_gap
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.rope import rope_types
-from headrace.models.settings import by_layer, limit_of, read_config, read_whole_config
+from headrace.models.settings import BUILDING, by_layer, limit_of, read_config, read_whole_config
 from headrace.models.text_part import causal_class
 from headrace.policy.policy import Policy
 from headrace.run.session.exporting import export
@@ -298,7 +298,9 @@ def plain(config: ModelConfig) -> Iterator[PlainModel]:
     kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)] if multimodal else causal_class(read)
     if kind is None:
         raise ModelError(f"model.path={config.path!r} is not a causal language model", remedy="name another model")
-    model = kind.from_pretrained(config.path, dtype=getattr(torch, config.dtype), attn_implementation="eager").eval()
+    with BUILDING:
+        model = kind.from_pretrained(config.path, dtype=getattr(torch, config.dtype), attn_implementation="eager")
+    model.eval()
     yield PlainModel(model=model, exact=_in_float64(model))
 
 

@@ -49,18 +49,19 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     dtype = getattr(torch, config.dtype)
     with _refusing_together(ranks):  # each reads its own part of the files, and a number that is none is in one
         try:
-            model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
-                directory,
-                config=read,
-                dtype=dtype,
-                attn_implementation=attention.NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # and refused below, with their names
-                distributed_config=distributed(ranks.config, read, dtype),
-            )
+            with settings.BUILDING:
+                model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
+                    directory,
+                    config=read,
+                    dtype=dtype,
+                    attn_implementation=attention.NAME,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # and refused below, with their names
+                    distributed_config=distributed(ranks.config, read, dtype),
+                )
         except Exception as error:  # a foreign architecture or file may fail in any way
             raise ModelError(
                 f"model.path={config.path!r} cannot be loaded on {ranks.config.world} ranks: "

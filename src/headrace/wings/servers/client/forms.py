@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.models.lora import add_adapters, write_adapters
 from headrace.models.routing import find_routing
-from headrace.models.settings import read_config
+from headrace.models.settings import BUILDING, read_config
 from headrace.models.weights import DEFAULT, in_file_format, weight_tensors
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.records import RoutingDecoder
@@ -29,7 +29,7 @@ class ServedForm:
 
     def __init__(self, required: ServeRequirements) -> None:
         lora, dtype = required.lora, getattr(torch, required.dtype)
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             self._model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(required.path), dtype=dtype)
             if lora is not None:
                 add_adapters(self._model, lora.model_copy(update={"adapter": None}), required.path)
