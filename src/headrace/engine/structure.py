@@ -87,7 +87,7 @@ class Grammars:
         """Compile a description for all threads that wait for it. What is refused is not remembered."""
         try:
             compiled.set_result(self._compile(description))
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it, this thread too
+        except BaseException as error:  # noqa: BLE001 - it is raised in each thread that waits for the result
             with self._lock:
                 if self._compiled.get(description) is compiled:
                     del self._compiled[description]

@@ -11,10 +11,14 @@ Shape legend: N tokens, S slots, padding included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+CopyRows = Callable[[Tensor], Tensor]
+"""Returns rows of a tensor in another order, some of them several times or not at all."""
 
 
 class PaddedSlots:
@@ -25,55 +29,45 @@ class PaddedSlots:
         """``token_S`` is the token in each slot, and ``slot_N`` one slot of each token. If sequences share tokens
         (``shared``), a token has several slots, and torch sums their gradients."""
         self._token_S, self._slot_N, self._shared = token_S, slot_N, shared
-        is_empty = torch.ones(len(token_S), dtype=torch.bool, device=token_S.device)
-        is_empty[slot_N] = False
-        self.empty = is_empty.nonzero().flatten()
-        """The slots that :meth:`collect` does not read."""
+        is_unread = torch.ones(len(token_S), dtype=torch.bool, device=token_S.device)
+        is_unread[slot_N] = False
+        self._unread = is_unread.nonzero().flatten()
 
     def spread(self, tensor: Tensor) -> Tensor:
         """Return the slots ``[S, ...]`` of the tokens ``[N, ...]``."""
         if self._shared or not tensor.requires_grad:
-            return self.at_slots(tensor)
-        found: Tensor = _Spread.apply(tensor, self)  # type: ignore[no-untyped-call]
+            return self._into_slots(tensor)
+        found: Tensor = _Copy.apply(tensor, self._into_slots, self._out_of_slots)  # type: ignore[no-untyped-call]
         return found
 
     def collect(self, tensor: Tensor) -> Tensor:
         """Return the tokens ``[N, ...]`` of the slots ``[S, ...]``."""
         if not tensor.requires_grad:
-            return self.at_tokens(tensor)
-        found: Tensor = _Collect.apply(tensor, self)  # type: ignore[no-untyped-call]
+            return self._out_of_slots(tensor)
+        found: Tensor = _Copy.apply(tensor, self._out_of_slots, self._into_slots_read)  # type: ignore[no-untyped-call]
         return found
 
-    def at_slots(self, tensor: Tensor) -> Tensor:
-        """Copy the tokens to their slots."""
+    def _into_slots(self, tensor: Tensor) -> Tensor:
+        """Copy the tokens into their slots, and into the padding."""
         return tensor.index_select(0, self._token_S)
 
-    def at_tokens(self, tensor: Tensor) -> Tensor:
-        """Copy the slots to their tokens."""
+    def _into_slots_read(self, tensor: Tensor) -> Tensor:
+        """Copy the tokens into the slots that :meth:`collect` reads, and zeros into the others."""
+        return self._into_slots(tensor).index_fill_(0, self._unread, 0)
+
+    def _out_of_slots(self, tensor: Tensor) -> Tensor:
+        """Copy the tokens out of their slots."""
         return tensor.index_select(0, self._slot_N)
 
 
-class _Spread(torch.autograd.Function):
-    """Tokens to slots; gradients go back from each token's slot."""
+class _Copy(torch.autograd.Function):
+    """A copy of rows whose backward pass is another copy of rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, slots: PaddedSlots) -> Tensor:
-        ctx.slots = slots
-        return slots.at_slots(tensor)
+    def forward(ctx: Any, tensor: Tensor, there: CopyRows, back: CopyRows) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.at_tokens(grad), None
-
-
-class _Collect(torch.autograd.Function):
-    """PaddedSlots to tokens; gradients go back to each token's slot."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, slots: PaddedSlots) -> Tensor:
-        ctx.slots = slots
-        return slots.at_tokens(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.at_slots(grad).index_fill_(0, ctx.slots.empty, 0), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None

@@ -106,7 +106,7 @@ class ShardOptimizer:
         self.adamw = build_optimizer(masters, config, own) if plain else None
         """The AdamW optimizer; ``None`` if this rank has no parameters for it."""
         self._low_bit = None if isinstance(self.adamw, torch.optim.AdamW) else self.adamw
-        """The same optimizer, if its moments have 8 bits."""
+        """The AdamW optimizer if its moments have 8 bits; ``None`` for another one."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
         self._momentum = config.optimizer.momentum
 

@@ -50,7 +50,7 @@ REFUSED_PARTS = {
     "project": "there is one project on this server",
     "trace_export": "no trace is kept",
 }
-"""The same for the last part of a path."""
+"""The endpoints that are refused by the last part of their path, with the reason."""
 
 
 class ServerHolder:

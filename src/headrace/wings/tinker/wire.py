@@ -122,7 +122,7 @@ def _train_request(body: bytes) -> TrainRequest:
 
 def _datum(body: memoryview, most: int) -> Datum:
     """Decode one datum: its tokens, its loss inputs by name, and the provenance of its positions. An image or sound is
-    only noted. Raises ``ValueError`` if its tensors have more than ``most`` numbers."""
+    only noted. Raises ``ValueError`` if a sparse tensor brings its numbers above ``most``."""
     ids, inputs, problem = list[Array](), dict[str, Array](), ""
     spans: dict[int, list[ProvenanceSpan]] = {3: [], 4: []}
     for number, value in _fields(body):
