@@ -14,12 +14,12 @@ import httpx
 import numpy as np
 
 from headrace.base.errors import ConfigError, HeadraceError, visible
+from headrace.engine.remote import NAMED
 from headrace.wings.doctor.candidates import Entries
 
 TOP = 20
 """Likeliest entries asked for at each token."""
 DEADLINE_S = 120.0
-NAMED = "token_id:"
 
 
 class ServerSilent(HeadraceError):
