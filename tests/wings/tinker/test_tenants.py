@@ -232,7 +232,7 @@ def test_a_step_in_which_the_server_failed_is_not_made_later(compute, expected, 
     server.create()
     for request in requests[:2]:
         server.send(*request)
-    server.wait()
+    before = server.weights()
 
     def step(tenant, settings):
         raise MemoryError("no room")
@@ -242,6 +242,7 @@ def test_a_step_in_which_the_server_failed_is_not_made_later(compute, expected, 
         server.send("optim_step", 3, step_body(3))
         server.wait()
     assert json.loads(server.journal.outcome(MODEL, 3).result)["category"] == "server"
+    assert_equal(server.weights(), before)  # which come back from the journal
     server.send("optim_step", 4, step_body(4))
     for kind, seq, body in requests[3:]:
         server.send(kind, seq + 1, train_again(body, seq + 1) if kind == "forward_backward" else step_body(seq + 1))
