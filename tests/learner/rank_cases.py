@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headrace.base.clock import RealClock
-from headrace.base.errors import ComponentDied, ModelError
+from headrace.base.errors import ComponentDied, HeadraceError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
@@ -215,13 +215,22 @@ def refusals(directory: Path) -> Found:
     """Directories that cannot be loaded: what each rank says of each, and that they go on together after it."""
     ranks, found = Ranks(ParallelConfig(data=2), torch.device("cpu")), {}
     for name in sorted(each.name for each in (directory / "damaged").iterdir()):
-        try:
-            load_sharded(ModelConfig(path=str(directory / "damaged" / name)), ranks)
-            said = "loaded"
-        except ModelError as error:
-            said = error.problem
-        found[name] = [each.decode() for each in ranks.gather(said.encode())]
+        found[name] = _refusal(directory / "damaged" / name, ranks)
+    for name in sorted(each.name for each in (directory / "damaged_on_one").iterdir()):  # rank 0 reads a whole one
+        found[name] = _refusal(directory / ("damaged_on_one" if ranks.rank else "damaged_on_none") / name, ranks)
+    for name, parallel in {"a state": {"context": 2}, "heads": {"tensor": 2}}.items():
+        found[name] = _refusal(directory / name, Ranks(ParallelConfig(**parallel), torch.device("cpu")))
     return found
+
+
+def _refusal(path: Path, ranks: Ranks) -> list[str]:
+    """What each rank says of a directory."""
+    try:
+        load_sharded(ModelConfig(path=str(path)), ranks)
+        said = "loaded"
+    except HeadraceError as error:
+        said = f"{type(error).__name__}: {error.problem}"
+    return [each.decode() for each in ranks.gather(said.encode())]
 
 
 def idle(directory: Path) -> Found:

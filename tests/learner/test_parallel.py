@@ -20,6 +20,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_cases import BUNDLES, LAYOUTS
+from tests.models.kinds import HYBRIDS
 from tests.venvs import python_with
 
 Found = dict[str, Any]
@@ -140,6 +141,22 @@ def damage(directory: Path) -> None:
         place = Path(shutil.copytree(directory / "dense", directory / "damaged" / kind))
         save_file(held, place / "model.safetensors", metadata={"format": "pt"})
     os.truncate(directory / "damaged" / "an end" / "model.safetensors", 5000)
+    _settings(Path(shutil.copytree(directory / "dense", directory / "damaged" / "a size")), vocab_size=200_000)
+    for kind in ("nothing", "settings", "one end", "one tensor less"):
+        (directory / "damaged_on_none").mkdir(exist_ok=True)
+        (directory / "damaged_on_none" / kind).symlink_to(directory / "dense")
+    one = directory / "damaged_on_one"
+    (one / "nothing").mkdir(parents=True)
+    _settings(Path(shutil.copytree(directory / "dense", one / "settings")), model_type="no_such_model")
+    shutil.copytree(directory / "damaged" / "an end", one / "one end")
+    shutil.copytree(directory / "damaged" / "a tensor less", one / "one tensor less")
+    tiny(directory / "a state", kind="qwen3_next", extra=HYBRIDS["qwen3_next"])
+    _settings(Path(shutil.copytree(directory / "dense", directory / "heads")), num_attention_heads=3)
+
+
+def _settings(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def answer(found: Found, case: str) -> Found:
@@ -236,19 +253,28 @@ def test_orders_reach_every_rank_and_answers_come_in_order(two: Found) -> None:
     assert answer(two, "words") == {"heard": "train", "empty": "", "said": ["x", "xx"], "joined": [0.5, 0.25]}
 
 
-def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found) -> None:
+def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found, place: Path) -> None:
     found = answer(two, "refusals")
     assert all(first == second for first, second in found.values()), found
+    other = "on rank 1 of the learner, "
+    one = f"{place}/damaged_on_one"
     words = {
+        "a size": "describes a qwen3 of",
+        "nothing": f"ModelError: {other}model.path='{one}/nothing' holds no config.json",
+        "settings": f"ModelError: {other}{one}/settings/config.json cannot be used",
+        "one end": f"{other}{one}/one end/model.safetensors is damaged or incomplete",
+        "one tensor less": f"{other}the weights of model.path='{one}/one tensor less' lack what config.json asks for",
+        "a state": "ConfigError: learner.parallel.context=2 with",
+        "heads": "ConfigError: learner.parallel.tensor=2 does not fit",
         "a number": "infinite or not a number: model.layers.1.self_attn.q_proj.weight (1 of",
         "a shape": "lack what config.json asks for: model.layers.0.mlp.up_proj.weight ([",
         "a tensor less": "lack what config.json asks for: model.layers.0.mlp.up_proj.weight",
         "a tensor more": "hold weights of layers that config.json does not ask for: model.layers.0.self_attn.extra",
-        "an end": "cannot be loaded on 2 ranks",
+        "an end": "model.safetensors is damaged or incomplete",
     }
     assert found.keys() == words.keys()
     for name, part in words.items():
-        assert part in found[name][0], name
+        assert part in found[name][0], found[name]
 
 
 def test_a_rank_without_work_adds_nothing(two: Found) -> None:

@@ -60,7 +60,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     refuse_damaged_weights(model_directory(config.path))
     logging.disable_progress_bar()
     try:
-        _refuse_other_size(config.path, read_whole_config(config.path), read)
+        refuse_other_size(config.path, read_whole_config(config.path), read)
         with BUILDING:
             model, info = _from_files(config, read)
     except Exception as error:  # a foreign architecture or file may raise anything
@@ -368,7 +368,7 @@ def _num_later_layers(config: PreTrainedConfig) -> int:
     return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
-def _refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig) -> None:
+def refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig) -> None:
     """Raise :class:`ModelError` if ``config.json`` describes a model far larger than the files, before it is built:
     where settings are missing, transformers takes those of a model of many billions of weights."""
     import torch

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headrace.base.errors import ConfigError, ModelError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import reshard
@@ -39,35 +39,24 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
 
     from headrace.models.text_part import causal_class
 
-    if ranks.config.world > 1:
-        refuse_libraries()
-    directory = settings.model_directory(config.path)
-    load.refuse_multimodal(config.path, "several ranks cannot read it without the other parts")
-    read = load.supported_config(config.path)
-    ranks.config.refuse_model(config.path, read)
     logging.disable_progress_bar()
     dtype = getattr(torch, config.dtype)
-    with _refusing_together(ranks):  # each reads its own part of the files, and a number that is none is in one
-        try:
-            with settings.BUILDING:
-                model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
-                    directory,
-                    config=read,
-                    dtype=dtype,
-                    attn_implementation=attention.NAME,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # and refused below, with their names
-                    distributed_config=distributed(ranks.config, read, dtype),
-                )
-        except Exception as error:  # a foreign architecture or file may fail in any way
-            raise ModelError(
-                f"model.path={config.path!r} cannot be loaded on {ranks.config.world} ranks: "
-                f"{type(error).__name__}: {error}",
-                remedy="load it on one rank to see whether the files or the cut are at fault",
-            ) from error
+    with _refusing_together(config, ranks):  # each machine may have other files and libraries
+        read = _readable(config, ranks.config)
+    with _refusing_together(config, ranks):  # each reads its own part of the files, and a number that is none is in one
+        with settings.BUILDING:
+            model, info = causal_class(read).from_pretrained(  # type: ignore[union-attr]
+                settings.model_directory(config.path),
+                config=read,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # and refused below, with their names
+                distributed_config=distributed(ranks.config, read, dtype),
+            )
         load.refuse_incomplete(config.path, info)
         load.refuse_superfluous(config.path, model, info)
         weights.refuse_not_finite(model, config.path)
@@ -78,24 +67,51 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
             f"{type(model).__name__}: the state of its recurrent layers cannot be handed from rank to rank",
             remedy="set learner.parallel.context = 1",
         )
+    # the ranks compute this together and find the same; one that fails alone must end, not wait for the others
     check.check_packing(model, config.path)
     reshard(model)
     return model
 
 
+def _readable(config: ModelConfig, parallel: ParallelConfig) -> PreTrainedConfig:
+    """Return the settings of a model whose files can be read and sharded. Raises :class:`ModelError` and
+    :class:`ConfigError`."""
+    if parallel.world > 1:
+        refuse_libraries()
+    directory = settings.model_directory(config.path)
+    load.refuse_multimodal(config.path, "several ranks cannot read it without the other parts")
+    read = load.supported_config(config.path)
+    parallel.refuse_model(config.path, read)
+    load.refuse_damaged_weights(directory)
+    load.refuse_other_size(config.path, read, read)
+    return read
+
+
 @contextmanager
-def _refusing_together(ranks: Ranks) -> Iterator[None]:
-    """Raise on every rank the :class:`~headrace.base.errors.ModelError` that the body raised on one: the others would
-    wait for that rank."""
-    words = b""
+def _refusing_together(config: ModelConfig, ranks: Ranks) -> Iterator[None]:
+    """Raise on every rank what the body raised on one, or the first of them: the others would wait for that rank. It
+    becomes a :class:`~headrace.base.errors.ModelError`, unless it is a :class:`~headrace.base.errors.ConfigError`. The
+    ranks must not communicate in the body."""
+    failed: HeadraceError | None = None
     try:
         yield
-    except ModelError as error:
-        words = json.dumps([error.problem, error.remedy]).encode()
-    said = next(filter(None, ranks.gather(words)), None)
-    if said is not None:
-        problem, remedy = json.loads(said)
-        raise ModelError(problem, remedy=remedy)
+    except (ModelError, ConfigError) as error:
+        failed = error
+    except Exception as error:  # noqa: BLE001 - a foreign architecture or file may fail in any way
+        failed = ModelError(
+            f"model.path={config.path!r} cannot be loaded on {ranks.config.world} ranks: "
+            f"{type(error).__name__}: {error}",
+            remedy="load it on one rank to see whether the files or the cut are at fault",
+        )
+        failed.__cause__ = error
+    words = [isinstance(failed, ConfigError), failed.problem, failed.remedy] if failed else []
+    said = [json.loads(each) for each in ranks.gather(json.dumps(words).encode())]
+    rank = next((rank for rank, each in enumerate(said) if each), None)
+    if rank is not None:
+        of_config, problem, remedy = said[rank]
+        if not all(said):
+            problem = f"on rank {rank} of the learner, {problem}"
+        raise (ConfigError if of_config else ModelError)(problem, remedy=remedy) from failed
 
 
 def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dtype) -> Any:
