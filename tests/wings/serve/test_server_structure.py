@@ -8,8 +8,10 @@ import random
 import re
 import string
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
+from headrace.engine.native.masks import MaskMaker, TokenMask
 from headrace.engine.structure import Grammars, json_schema, regex
 from headrace.launch.inprocess import LocalEngine
 from headrace.models.tiny import TinySpec, make_tiny
@@ -104,21 +107,57 @@ def loaded(config: ServeConfig) -> LoadedModel:
     return load(config, clock=RealClock())
 
 
+@asynccontextmanager
+async def serving(config: ServeConfig, loaded: LoadedModel, masks: MaskMaker) -> AsyncIterator[httpx.AsyncClient]:
+    served = ServedModel(name=loaded.name, max_context=loaded.max_context, settings=config.serve)
+    with ThreadPoolExecutor(1) as encoder:
+        async with asyncio.timeout(60), LocalEngine(loaded.core, clock=RealClock()) as engine:
+            service = Service(
+                engine=engine, masks=masks, tokenizer=loaded.tokenizer, served=served, clock=RealClock(),
+                encoder=encoder,
+            )  # fmt: skip
+            transport = httpx.ASGITransport(make_app(ServerState(service=service), ""))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                yield client
+
+
 @pytest.fixture(scope="module")
 def post(config: ServeConfig, loaded: LoadedModel) -> Post:
     async def run(path: str, body: dict[str, Any]) -> httpx.Response:
-        served = ServedModel(name=loaded.name, max_context=loaded.max_context, settings=config.serve)
-        with ThreadPoolExecutor(1) as encoder:
-            async with asyncio.timeout(60), LocalEngine(loaded.core, clock=RealClock()) as engine:
-                service = Service(
-                    engine=engine, masks=loaded.masks, tokenizer=loaded.tokenizer, served=served, clock=RealClock(),
-                    encoder=encoder,
-                )  # fmt: skip
-                transport = httpx.ASGITransport(make_app(ServerState(service=service), ""))
-                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-                    return await client.post(path, json=body)
+        async with serving(config, loaded, loaded.masks) as client:
+            return await client.post(path, json=body)
 
     return lambda path, **body: asyncio.run(run(path, body))
+
+
+def test_requests_are_answered_while_the_structure_of_another_one_is_compiled(
+    config: ServeConfig, loaded: LoadedModel
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def masks(description: str) -> TokenMask:
+        if description == regex("slow"):
+            begun.set()
+            assert go_on.wait(60)
+        return loaded.masks(description)
+
+    async def main() -> tuple[list[str], list[str]]:
+        async with serving(config, loaded, masks) as client:
+            ask = partial(client.post, "/v1/completions")
+            slow = asyncio.create_task(ask(json={"prompt": "Hi", "guided_regex": "slow"}))
+            try:
+                assert await asyncio.to_thread(begun.wait, 60)
+                plain = asyncio.create_task(ask(json={"prompt": "Hi", "max_tokens": 3}))
+                quick = asyncio.create_task(ask(json={"prompt": "Hi", "guided_regex": "quick"}))
+                others, _ = await asyncio.wait([plain, quick], timeout=30)
+                assert others == {plain, quick}
+                assert not slow.done()
+            finally:
+                go_on.set()
+            assert (await plain).status_code == 200
+            return texts(await quick), texts(await slow)
+
+    assert asyncio.run(main()) == (["quick"], ["slow"])
 
 
 def texts(answer: Any) -> list[str]:

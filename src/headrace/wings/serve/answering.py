@@ -96,7 +96,8 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
     structure = prompts.structure(body, ids, tokenizer)
     if structure and service.masks is not None:
         param = "response_format" if body.structure else "tools"
-        await loop.run_in_executor(service.encoder, _compile, service.masks, structure, param)
+        # not in the encoder's thread, where the prompts of all requests would wait for a structure that takes seconds
+        await asyncio.to_thread(_compile, service.masks, structure, param)
     choices = prompts.choices(body, ids, tokenizer, service.served, structure)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = AnswerHead(
