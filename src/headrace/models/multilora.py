@@ -212,13 +212,24 @@ class MultiLora:
         layer in the order of names; B is 0, so that training begins at the base. torch's generators do not change."""
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, Tensor] = {}
+        for name, shape in self.shapes_of(rank=rank, parts=parts).items():
+            if name.endswith(".lora_A"):
+                bound = 1.0 / math.sqrt(shape[1])
+                drawn = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+                tensors[name] = drawn.to(self.device).requires_grad_()
+            else:
+                tensors[name] = torch.zeros(shape, device=self.device).requires_grad_()
+        return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
+
+    def shapes_of(self, *, rank: int, parts: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Return the names and shapes of the tensors of an adapter of the layers of ``parts``, in the order of
+        names."""
+        shapes: dict[str, tuple[int, int]] = {}
         for name, layer in sorted(self.layers.items()):
             if layer.part in parts:
-                bound = 1.0 / math.sqrt(layer.num_inputs)
-                drawn = torch.empty(rank, layer.num_inputs).uniform_(-bound, bound, generator=generator)
-                tensors[f"{name}.lora_A"] = drawn.to(self.device).requires_grad_()
-                tensors[f"{name}.lora_B"] = torch.zeros(layer.num_outputs, rank, device=self.device).requires_grad_()
-        return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)
+                shapes[f"{name}.lora_A"] = rank, layer.num_inputs
+                shapes[f"{name}.lora_B"] = layer.num_outputs, rank
+        return shapes
 
     @contextmanager
     def on(self, segments: Sequence[Segment]) -> Iterator[None]:

@@ -8,6 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import numpy as np
@@ -337,6 +339,20 @@ def test_a_state_that_cannot_be_used_is_refused_by_name(model, tmp_path):
     words = "its journal.sqlite cannot be used: file is not a database"
     with pytest.raises(ConfigError, match=words), served(model, state):
         pass
+    for name, words in {
+        "key": "as the server's key",
+        "server.lock": "is a directory",
+        "journal.sqlite": "open",
+    }.items():
+        state = tmp_path / name
+        (state / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=f"{name}.*{words}"), served(model, state):
+            pass
+    state = tmp_path / "other"
+    state.mkdir()
+    (state / "key").write_bytes(b"tml-\xff")
+    with pytest.raises(ConfigError, match="key cannot be used as the server's key"), served(model, state):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -531,6 +547,26 @@ def test_a_journal_that_cannot_be_written_is_told_and_asked_again(model, tmp_pat
         session = httpx.post(f"{url}/api/v1/create_session", json={}, **ask).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 2**63, "base_model": NAME, "lora_config": {"rank": 2}}
         assert httpx.post(f"{url}/api/v1/create_model", json=body, **ask).status_code == 400
+
+
+def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp_path, caplog):
+    with ThreadPoolExecutor() as pool, served(model, tmp_path) as (url, key):
+        service = client(url, key)
+        trained, sampler = new(service), service.create_sampling_client(base_model=NAME).result()
+        step = {"model_id": trained.model_id, "seq_id": 7, "adam_params": {}}  # others have to come before
+        body = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]}, "num_samples": 128, "seq_id": 9,
+            "sampling_params": {"max_tokens": 240}, "sampling_session_id": sampler._sampling_session_id,
+        }  # fmt: skip
+        ask = partial(httpx.post, headers={"x-api-key": key}, timeout=60)
+        promises = [
+            ask(f"{url}/api/v1/{kind}", json=each).json() for kind, each in (("optim_step", step), ("asample", body))
+        ]
+        fetch = partial(ask, f"{url}/api/v1/retrieve_future")
+        waiting = [pool.submit(fetch, json={"request_id": each["request_id"]}) for each in promises]
+        time.sleep(0.2)  # they are waited for
+    assert [each.result().status_code for each in waiting] == [408, 408]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_wrong_key_is_refused(server):

@@ -1,5 +1,6 @@
 """Whole-weight training: one tenant at a time trains all weights of a base, and the base stays what it is."""
 
+import json
 import re
 
 import httpx
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from headrace.learner.disk import CHECKSUMS_FILE
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
+from headrace.models.lora import WEIGHTS_FILE
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import TrainResult
 from headrace.wings.tinker.losses import loss_of
@@ -266,6 +268,28 @@ def test_weights_that_are_not_a_number_are_refused_by_file_tensor_and_number(bot
         with pytest.raises(RequestFailedError, match=f"{file} of .* infinite or not a number: {number}"):
             trained.load_state(path).result()
         assert step(trained) > 0
+
+
+def test_weights_that_do_not_fit_their_settings_end_no_pass(both, state):
+    with client(*both) as service:
+        trained = new(service, NAME, rank=4)
+        path = trained.save_weights_for_sampler("odd").result().path
+        (directory,) = (state / "runs" / trained.model_id.replace(":", "_") / "sampler_weights").iterdir()
+        (directory / CHECKSUMS_FILE).unlink()  # it was changed on purpose
+        facts, whole = json.loads((directory / "tinker.json").read_text()), load_file(directory / WEIGHTS_FILE)
+        lacking, wide = {**whole}, {**facts, "spec": {**facts["spec"], "rank": 8}}
+        del lacking[min(lacking)]
+        unset = {key: value for key, value in facts.items() if key != "scale"}
+        for settings, tensors, words in (
+            (wide, whole, r"has shape \[4, 32\], and its settings say \[8, 32\]"),
+            (facts, lacking, "lora_A in one of them only"),
+            (unset, whole, r"lacks a setting \('scale'\)"),
+        ):
+            (directory / "tinker.json").write_text(json.dumps(settings))
+            save_file(tensors, directory / WEIGHTS_FILE)
+            with pytest.raises(RequestFailedError, match=words):
+                asked(service.create_sampling_client(path).result(), 1.0).result()
+            assert step(trained) > 0
 
 
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,14 +46,21 @@ class ShellLimits:
 class HttpServer(uvicorn.Server):
     """A server of ``app``. Setting :attr:`should_exit` stops it.
 
-    ``own_logging`` configures uvicorn's loggers. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM,
+    ``own_logging`` configures uvicorn's loggers. ``ending`` is called when the server stops, to let requests answer
+    that would wait longer. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM,
     without raising them again afterwards as uvicorn does; otherwise the program handles signals.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: ShellLimits, *, own_logging: bool = False, takes_signals: bool = False
-    ) -> None:  # fmt: skip
-        self._takes_signals = takes_signals
+        self,
+        app: ASGIApp,
+        limits: ShellLimits,
+        *,
+        own_logging: bool = False,
+        takes_signals: bool = False,
+        ending: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._takes_signals, self._ending = takes_signals, ending
         settings: dict[str, Any] = {"log_config": _LOGGING if own_logging else None}
         super().__init__(
             uvicorn.Config(
@@ -85,6 +92,11 @@ class HttpServer(uvicorn.Server):
                     ssl_handshake_timeout=self.config.timeout_keep_alive if tls is not None else None,
                 )
             )  # fmt: skip
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop: let requests end, and close all connections."""
+        self._ending()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -65,6 +65,11 @@ class ServerHolder:
             raise Refusal("the model is being loaded", remedy="ask again soon", status=503)
         return self.service
 
+    def end_waits(self) -> None:
+        """Let the requests that wait for a result be answered, because the server ends."""
+        if self.service is not None:
+            self.service.end_waits()
+
 
 class UrlSigner:
     """The maker of URLs of files that need no key: the client fetches a file as any browser does."""

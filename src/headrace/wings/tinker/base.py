@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import xxhash
 
 from headrace.base.clock import Clock
@@ -29,6 +28,7 @@ from headrace.models.paged.base import BLOCK
 from headrace.models.settings import context_length
 from headrace.wings.tinker.compute import BaseCompute, FrozenBase
 from headrace.wings.tinker.config import BaseConfig, TinkerConfig
+from headrace.wings.tinker.files import WeightState, read_state
 from headrace.wings.tinker.samplers import AdapterPasses, SamplerWeights, WholePasses
 from headrace.wings.tinker.sampling import SampleLimits
 from headrace.wings.tinker.weights import WholeKind
@@ -56,11 +56,11 @@ class ServedBase:
         """The name of the model's class."""
         return type(self.training.compute.model).__name__
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        found: torch.device = self.training.compute.model.device
-        return found
+    def read_weights(self, directory: Path) -> WeightState:
+        """Return the weights in ``directory``, to sample with. Raises what
+        :func:`~headrace.wings.tinker.files.read_state` raises."""
+        compute = self.training.compute
+        return read_state(directory, compute.kind, compute.model.device, trained=False, moments=False)
 
 
 class LoadedBase:

@@ -28,7 +28,7 @@ from headrace.learner.disk import CHECKSUMS_FILE, Damaged, listed_checksums, sea
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
 from headrace.models.weights import first_of, in_file_format, not_finite
-from headrace.wings.tinker.weights import Weights, WholeTensors, trainable
+from headrace.wings.tinker.weights import WeightKind, Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
 """The files that peft does not read: the moments of the optimizer with gradients not yet used, and the settings."""
@@ -138,23 +138,29 @@ def facts_of_state(directory: Path) -> dict[str, Any]:
     return found
 
 
-def read_state(directory: Path, device: torch.device, *, trained: bool, moments: bool) -> WeightState:
-    """Return the weights in ``directory`` on ``device``; ``trained`` says whether they get gradients, ``moments``
-    whether the optimizer's state is read. Raises :class:`~headrace.base.errors.DataError` for missing or broken
-    files, and for weights that are infinite or not a number."""
+def read_state(directory: Path, kind: WeightKind, device: torch.device, *, trained: bool, moments: bool) -> WeightState:
+    """Return the weights in ``directory`` on ``device``, for a base that computes with weights of ``kind``; ``trained``
+    says whether they get gradients, ``moments`` whether the optimizer's state is read. Raises
+    :class:`~headrace.base.errors.DataError` for missing or broken files, for tensors that are not those of the
+    settings beside them, and for weights that are infinite or not a number."""
     facts = facts_of_state(directory)
     try:
         verify(directory)
         whole = (directory / WHOLE_FILE).exists()
         file = WHOLE_FILE if whole else WEIGHTS_FILE
-        loaded = load_file(directory / file, device=str(device))
+        in_file = load_file(directory / file, device=str(device))
+        loaded = {_own_name(key): tensor for key, tensor in in_file.items()}
         found = directory / STATE_FILE
         held = load_file(found, device=str(device)) if moments and found.exists() else {}
+        _check_shapes(kind.shapes_of(facts["spec"]), loaded, held)
+        scale, version = 1.0 if whole else float(facts["scale"]), int(facts["version"])
     except Damaged as error:
         raise _unreadable(directory, error.problem) from None
+    except (KeyError, TypeError) as error:
+        raise _unreadable(directory, f"{FACTS_FILE} lacks a setting ({error})") from None
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(directory, error) from None
-    if broken := not_finite(loaded):
+    if broken := not_finite(in_file):
         raise DataError(
             f"{file} of {directory.name} holds values that are infinite or not a number: {first_of(broken)}",
             remedy="load a checkpoint from before the training that wrote it diverged",
@@ -163,9 +169,27 @@ def read_state(directory: Path, device: torch.device, *, trained: bool, moments:
     if whole:
         weights = WholeTensors(tensors={key: trainable(each) for key, each in loaded.items()} if trained else loaded)
     else:
-        names = {key.removeprefix(_PREFIX).removesuffix(_SUFFIX): tensor for key, tensor in loaded.items()}
-        weights = from_tensors(names, rank=facts["spec"]["rank"], scale=facts["scale"], trained=trained)
-    return WeightState(weights=weights, spec=facts["spec"], version=facts["version"], moments=held)
+        weights = from_tensors(loaded, rank=facts["spec"]["rank"], scale=scale, trained=trained)
+    return WeightState(weights=weights, spec=facts["spec"], version=version, moments=held)
+
+
+def _own_name(key: str) -> str:
+    """Return the name of a tensor in a file of peft as the adapter has it; names of whole weights stay."""
+    return key.removeprefix(_PREFIX).removesuffix(_SUFFIX) if key.startswith(_PREFIX) else key
+
+
+def _check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+) -> None:
+    """Raise ``ValueError`` for weights, and for moments of the optimizer, that are not of these names and shapes: one
+    that a pass meets later would end the passes of all."""
+    if odd := sorted(shapes.keys() ^ weights.keys()):
+        raise ValueError(f"its tensors are not those of its settings: {first_of(odd)} in one of them only")
+    found = {**weights, **{key: each for key, each in moments.items() if each.ndim}}  # a count of steps has no shape
+    for key, tensor in found.items():
+        name = key.partition("/")[2] or key
+        if (wanted := shapes.get(name)) != tuple(tensor.shape):
+            raise ValueError(f"{key} has shape {list(tensor.shape)}, and its settings say {list(wanted or ())}")
 
 
 def _unreadable(directory: Path, error: object) -> DataError:

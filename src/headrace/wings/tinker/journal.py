@@ -79,9 +79,13 @@ class Journal:
         """Open the journal, or make it. Raises :class:`~headrace.base.errors.ConfigError` for one of another format,
         and if another process has it open."""
         self._descriptor = _hold(directory)
-        self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
         self._lock = threading.RLock()
+        try:
+            self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
+        except sqlite3.DatabaseError as error:
+            os.close(self._descriptor)
+            raise _unusable(directory, error) from None
+        self._db.row_factory = sqlite3.Row
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -90,10 +94,7 @@ class Journal:
             found = self.value("format")
         except sqlite3.DatabaseError as error:
             self.close()
-            raise ConfigError(
-                f"--state {directory}: its {JOURNAL_FILE} cannot be used: {error}",
-                remedy="end the program that writes it, put its file back, or give another directory",
-            ) from None
+            raise _unusable(directory, error) from None
         if found != _FORMAT:
             self.close()
             raise ConfigError(
@@ -198,7 +199,7 @@ def _hold(directory: Path) -> int:
     """Return a descriptor that holds the directory until it is closed. Raises
     :class:`~headrace.base.errors.ConfigError` while another process holds it, and for one that cannot be written."""
     state_directory(directory)
-    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -209,12 +210,23 @@ def _hold(directory: Path) -> int:
     return descriptor
 
 
+def _unusable(directory: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--state {directory}: its {JOURNAL_FILE} cannot be used: {error}",
+        remedy="end the program that writes it, put its file back, or give another directory",
+    )
+
+
 def state_directory(directory: Path) -> Path:
     """Return the directory of a state, which is made if there is none. Raises
     :class:`~headrace.base.errors.ConfigError` if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / LOCK_FILE).touch(0o600)
+        os.close(os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600))
+    except IsADirectoryError:
+        raise ConfigError(
+            f"--state {directory}: its {LOCK_FILE} is a directory", remedy="delete it, or give another directory"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"--state {directory}: {error.strerror}", remedy="give a directory that this user can write"

@@ -200,7 +200,8 @@ class Performer:
             )
         if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
             raise ConfigError(f"optimizer_config.type={body.optimizer_config.type[:40]!r}", remedy="take 'adamw'")
-        found = read_state(directory, base.compute.model.device, trained=True, moments=body.optimizer)
+        compute = base.compute
+        found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=body.optimizer)
         loaded = Tenant.restored(found, gradients=False)
         if tenant is not None and not self._fits(loaded.spec, tenant.spec):
             raise DataError(

@@ -34,14 +34,19 @@ KEY_FILE = "key"
 
 
 def key_of(state: Path) -> str:
-    """Return the key of the server with this state, which is made when there is none; only its user can read it."""
+    """Return the key of the server with this state, which is made when there is none; only its user can read it.
+    Raises :class:`~headrace.base.errors.ConfigError` for a file that holds no key."""
     file = state_directory(state) / KEY_FILE
-    if not file.exists():
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writing:
-            writing.write(f"tml-{secrets.token_urlsafe(24)}\n")
-    key = file.read_text(encoding="utf-8").strip()
+    remedy = "delete it, and a new key is made"
+    try:
+        if not file.exists():
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writing:
+                writing.write(f"tml-{secrets.token_urlsafe(24)}\n")
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be used as the server's key: {error}", remedy=remedy) from None
     if not key.startswith("tml-"):
-        raise ConfigError(f"{file} does not begin with tml-", remedy="delete it, and a new key is made")
+        raise ConfigError(f"{file} does not begin with tml-", remedy=remedy)
     return key
 
 
@@ -65,7 +70,10 @@ class TinkerServer:
         self._config, self._clock, self._serving = config, clock, serving
         self._holder = ServerHolder()
         app = make_app(self._holder, key, max_body_bytes=config.max_body_bytes, clock=clock)
-        self._http = HttpServer(app, ShellLimits(max_connections=4096), own_logging=True, takes_signals=True)
+        limits = ShellLimits(max_connections=4096)
+        self._http = HttpServer(
+            app, limits, own_logging=True, takes_signals=True, ending=self._holder.end_waits
+        )  # fmt: skip
 
     def stop(self) -> None:
         """End the server soon, as Ctrl-C does; any thread may call."""

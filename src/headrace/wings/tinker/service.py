@@ -8,6 +8,7 @@ import json
 import secrets
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from headrace.wings.tinker.base import MOST_WHOLE_SAMPLERS, ServedBase
 from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.compute import PromptScores
 from headrace.wings.tinker.config import TinkerConfig
-from headrace.wings.tinker.files import facts_of_state, read_state
+from headrace.wings.tinker.files import facts_of_state
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
 from headrace.wings.tinker.performing import spec_of
 from headrace.wings.tinker.samplers import SamplerRecord
@@ -83,6 +84,7 @@ class TinkerService:
         self.catalog = Catalog(parts.journal, clock)
         self._loop = asyncio.get_running_loop()
         self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
+        self._ending = self._loop.create_future()
         self._samples: dict[str, SampleJob] = {}
         self._beats: dict[str, float] = {}
         self._trains_alone: dict[str, str] = {}  # the model that trains, by the directory of a base for one
@@ -317,7 +319,7 @@ class TinkerService:
         used = [record for record in records if record.session in self._beats]
         if used:
             try:
-                state = read_state(Path(records[0].directory), base.device, trained=False, moments=False)
+                state = base.read_weights(Path(records[0].directory))
             except DataError:  # these weights have expired: who samples with them is told so
                 return
             for record in used:  # also one that has not sampled yet: it may be reading the weights of before
@@ -443,12 +445,12 @@ class TinkerService:
 
     def _read_sampler(self, record: SamplerRecord) -> Any:
         """Read a sampler's weights and their version from the disk; again, if newer weights replaced them meanwhile."""
-        device = self._base(record.base).device
+        base = self._base(record.base)
         while True:
             directory = self._sampler(record.id).directory
             assert directory is not None
             try:
-                state = read_state(Path(directory), device, trained=False, moments=False)
+                state = base.read_weights(Path(directory))
             except DataError:
                 if self._sampler(record.id).directory == directory:
                     raise
@@ -495,14 +497,14 @@ class TinkerService:
         found = self._journal.outcome(model, seq)  # after the event is there: it cannot be missed
         if found is not None and found.status == WAITING:
             self._base_of(self.catalog.model(model))
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), self._config.poll_s)
-            except TimeoutError:
-                return _again()
             found = self._journal.outcome(model, seq)
         else:
             self._arrivals.pop((model, seq), None)
         assert found is not None
+        if found.status == WAITING:
+            return _again()
         if found.result is None:
             raise Refusal(f"the result of {name} was fetched long ago", remedy="send a new request", status=410)
         now = self._clock.wall()
@@ -521,8 +523,9 @@ class TinkerService:
         )
         if job is None:
             raise gone
-        done, _ = await asyncio.wait([job.task], timeout=self._config.poll_s)
-        if not done:
+        waited = [job.task, self._ending]
+        await asyncio.wait(waited, timeout=self._config.poll_s, return_when=asyncio.FIRST_COMPLETED)
+        if not job.task.done():
             return _again()
         if job.task.cancelled():
             raise gone
@@ -531,6 +534,12 @@ class TinkerService:
             del self._samples[name]
             raise gone
         return found
+
+    def end_waits(self) -> None:
+        """Tell the clients that wait for a result to ask again, because the server ends."""
+        for event in self._arrivals.values():
+            event.set()
+        self._ending.cancel()
 
     # -- what is known ----------------------------------------------------------------------------------------------
 

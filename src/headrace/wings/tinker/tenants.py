@@ -307,9 +307,10 @@ class Tenants:
         row = self._journal.one("SELECT copy, copied_seq, spec FROM models WHERE id = ?", model)
         assert row is not None, "requests of unknown models are refused"
         if row["copy"] is not None:
-            device = self._orders[model].base.compute.model.device
+            compute = self._orders[model].base.compute
             try:
-                found = read_state(self._place(model) / row["copy"], device, trained=True, moments=True)
+                directory = self._place(model) / row["copy"]
+                found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=True)
                 wanted = json.loads(row["spec"])
                 if any(found.spec[key] != wanted[key] for key in ("rank", "parts")):
                     raise DataError(f"{row['copy']} is of another model", remedy="put its own files back")

@@ -48,6 +48,10 @@ class WeightKind(Protocol):
         """Return new weights, which are trained from the base on."""
         ...
 
+    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the tensors of weights with these settings."""
+        ...
+
     def on(self, weights: Any) -> AbstractContextManager[None]:
         """Compute with ``weights`` within this context, ``None`` being the base's: forward and backward passes."""
         ...
@@ -94,6 +98,9 @@ class AdapterKind:
             raise ConfigError(f"this model has no layer of {', '.join(sorted(missing))}", remedy="leave that part out")
         return self._multi.new(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"])
 
+    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {**self._multi.shapes_of(rank=spec["rank"], parts=spec["parts"])}
+
     def on(self, weights: LoraTensors | None) -> AbstractContextManager[None]:
         return self._multi.on([Segment(lora=weights)])
 
@@ -129,6 +136,9 @@ class WholeKind:
 
     def new(self, spec: Mapping[str, Any]) -> WholeTensors:
         return WholeTensors(tensors={name: trainable(tensor.clone()) for name, tensor in self._base.items()})
+
+    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._base.items()}
 
     @contextmanager
     def on(self, weights: WholeTensors | None) -> Iterator[None]:
