@@ -189,3 +189,23 @@ def test_attention_whose_queries_depend_on_their_position_is_left_to_the_module(
     assert report.kept["model.layers.0.self_attn"] == "the kernels do not compute what it computes"
     assert report.swapped["Linear"]
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_chosen_while_blocks_are_zero_compute_what_is_trained_later(model_dir: Directory, kind: str) -> None:
+    model = load(model_dir, kind)
+    trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "o_proj" in name or "down_proj" in name:  # as blocks begin that are added later
+                parameter.fill_(float(parameter.ndim == 1))
+    given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    report = fuse(model)
+    assert all(torch.equal(parameter, given[name]) for name, parameter in model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(trained[name] + 0.1 * (parameter.ndim == 1) * torch.randn(parameter.shape))
+    on_kernels = logits(model)
+    unfuse(model)
+    wanted = logits(model)
+    assert float((on_kernels - wanted).abs().max() / wanted.abs().max()) < 1e-4, str(report)

@@ -8,8 +8,9 @@
     layers       a decoder layer that consists of just these: all of it in one call (:mod:`.decoder`)
 
 A module's class does not tell what it computes. So a replacement stays only if it computes what the module computed on
-a probe of a few tokens, and all replacements stay only if the whole model's logits are the same. Parameters are looked
-up at every call, so that weights may be exchanged (``parameter.data = view``), and with them their packed copies
+a probe of a few tokens, and all replacements stay only if the whole model's logits are the same. Both are compared with
+:func:`telling_weights`: under the weights of now a wrong kernel may be right until they are trained. Parameters are
+looked up at every call, so that weights may be exchanged (``parameter.data = view``), and with them their packed copies
 (:mod:`.panels`).
 
 Shape legend: N tokens, H query heads, K key-value heads, E head size, V vocabulary.
@@ -19,8 +20,10 @@ Shape legend: N tokens, H query heads, K key-value heads, E head size, V vocabul
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +50,9 @@ from headrace.models.rope import context_limit
 _PROBE = (3, 9)
 """The lengths of the sequences of the probe. The second ends at the end of the longest context: what a module computes
 of a token may depend on its position."""
+
+_SHIFT, _SMALLEST = 0.1, 1e-3
+"""How far vectors of parameters are moved for the probe, and the largest value of a matrix that it replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +102,26 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
     reason = ops.reason if isinstance(ops, Unavailable) else _unfit(model)
     if reason is not None or isinstance(ops, Unavailable):
         return FuseReport(swapped={}, kept={"model": str(reason)})
-    with torch.inference_mode():
-        before_NV, seen = _watch(model)
-        swapped: Counter[str] = Counter()
-        for name, module in model.named_modules():
-            offer = _offer(module, ops, seen)
-            why = None if offer is None else _swap(offer, seen.get(id(module)))
-            if why is not None:
-                kept[name] = why
-            elif offer is not None:
-                swapped[type(module).__name__] += 1
-        try:
-            after_NV = forward(model, _ids(model), _ProbePlan(model))
-            wrong = None if close(after_NV, before_NV) else "the logits are not those of the model on torch"
-        except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
-            wrong = f"a forward pass fails on kernels: {error}"
+    with torch.inference_mode(), telling_weights(model):
+        return _fuse(model, ops, kept, layers=layers)
+
+
+def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool) -> FuseReport:
+    """Replace what can be replaced under the present parameters; ``kept`` gets the reasons for the rest."""
+    before_NV, seen = _watch(model)
+    swapped: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        offer = _offer(module, ops, seen)
+        why = None if offer is None else _swap(offer, seen.get(id(module)))
+        if why is not None:
+            kept[name] = why
+        elif offer is not None:
+            swapped[type(module).__name__] += 1
+    try:
+        after_NV = forward(model, _ids(model), _ProbePlan(model))
+        wrong = None if close(after_NV, before_NV) else "the logits are not those of the model on torch"
+    except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
+        wrong = f"a forward pass fails on kernels: {error}"
     if wrong is not None:
         unfuse(model)
         return FuseReport(swapped={}, kept={**kept, "model": wrong})
@@ -119,6 +130,38 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
         kept[wrong] = "the kernel does not compute what it computes when it decodes"
     whole = fuse_layers(model, ops) if layers else {}
     return FuseReport(swapped={**swapped, **mixers, **whole}, kept=kept)
+
+
+@contextmanager
+def telling_weights(model: nn.Module) -> Iterator[None]:
+    """Give the modules of ``model``, within this context, parameters that show what they compute.
+
+    Norms whose weights are all 0 or all 1, biases of 0 and blocks that begin as the identity compute the same as other
+    functions until they are trained. So vectors are moved by random numbers, and matrices that are nearly 0 are random.
+    Parameters that others hold, such as a learner of the same process, are not touched.
+    """
+    generator, put = torch.Generator().manual_seed(0), dict[int, nn.Parameter]()
+    before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            places: dict[str, Any] = module._parameters
+            for name, own in places.items():
+                if own is not None and (id(own) in put or own.ndim < 2 or _is_small(own)):
+                    before.append((places, name, own))
+                    if id(own) not in put:  # else it is tied to one that was met
+                        drawn = torch.randn(own.shape, generator=generator)
+                        scale = _SHIFT if own.ndim < 2 else 1 / math.sqrt(own.shape[-1])
+                        put[id(own)] = nn.Parameter(own + scale * drawn, requires_grad=False)
+                    places[name] = put[id(own)]
+        yield
+    finally:
+        for places, name, own in before:
+            places[name] = own
+
+
+def _is_small(parameter: Tensor) -> bool:
+    least, most = parameter.aminmax()
+    return bool(max(-least, most) < _SMALLEST)
 
 
 def unfuse(model: nn.Module) -> None:
