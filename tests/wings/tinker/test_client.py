@@ -358,7 +358,7 @@ def test_a_state_that_cannot_be_used_is_refused_by_name(model, tmp_path):
 @pytest.mark.parametrize(
     ("how", "loss", "words"),
     [
-        ({"target_tokens": np.array([1, 2])}, "cross_entropy", "target_tokens has shape"),
+        ({"target_tokens": np.array([1, 2])}, "cross_entropy", "target_tokens of int64 has shape"),
         ({"target_tokens": np.array([99] * 11)}, "cross_entropy", "outside the vocabulary"),
         ({"weights": np.full(11, np.nan, np.float32)}, "cross_entropy", "not finite"),
         ({"advantages": np.ones(11, np.float32)}, "ppo", "lacks logprobs"),
@@ -547,6 +547,35 @@ def test_a_journal_that_cannot_be_written_is_told_and_asked_again(model, tmp_pat
         session = httpx.post(f"{url}/api/v1/create_session", json={}, **ask).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 2**63, "base_model": NAME, "lora_config": {"rank": 2}}
         assert httpx.post(f"{url}/api/v1/create_model", json=body, **ask).status_code == 400
+
+
+def test_weights_that_are_not_finite_are_not_saved(service):
+    trained = new(service)
+    sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    trained.forward_backward([datum(IDS)], "cross_entropy").result()
+    trained.optim_step(types.AdamParams(learning_rate=1e39)).result()
+    for save in (
+        lambda: trained.save_state("far"),
+        lambda: trained.save_weights_for_sampler("far"),
+        lambda: trained.save_weights_and_get_sampling_client(kind="inflight"),
+    ):
+        with pytest.raises(RequestFailedError, match=r"after 1 optimizer steps hold values .* nothing is saved"):
+            save().result()
+    assert sampled(sampler).sequences[0].tokens
+
+
+def test_a_sampler_keeps_the_weights_of_a_checkpoint_that_is_replaced(service):
+    trained = new(service)
+    path = trained.save_state("again").result().path
+    used, later = (service.create_sampling_client(model_path=path).result() for _ in range(2))
+    before = sampled(used, temperature=1.0).sequences[0]
+    for _ in range(3):
+        step(trained)
+    trained.save_state("again", overwrite=True).result()
+    trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    assert sampled(later, temperature=1.0).sequences[0].logprobs == before.logprobs
+    newest = service.create_sampling_client(model_path=path).result()
+    assert sampled(newest, temperature=1.0).sequences[0].logprobs != before.logprobs
 
 
 def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp_path, caplog):

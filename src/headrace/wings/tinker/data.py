@@ -110,7 +110,8 @@ def _problem(
             return f"{name} holds token {int(outside.flat[0])}, outside {vocab}", "encode with the model's tokenizer"
     shape = datum.targets.shape
     if not np.issubdtype(datum.targets.dtype, np.integer) or shape[:1] != (count,) or len(shape) > 2 or 0 in shape:
-        return f"{TARGETS} has shape {list(shape)} for {count} tokens", f"give int64 of shape [{count}] or [{count}, K]"
+        found = f"{TARGETS} of {datum.targets.dtype} has shape {list(shape)} for {count} tokens"
+        return found, f"give int64 of shape [{count}] or [{count}, K]"
     if len(shape) == 2 and TARGETS in needed and ADVANTAGES in needed:
         return f"{TARGETS} has shape {list(shape)}", "only cross_entropy has several targets at a position"
     return _wrong_columns(datum, shape) or _wrong_spans(datum, count)

@@ -128,8 +128,9 @@ def facts_of_state(directory: Path) -> dict[str, Any]:
     try:
         listed = listed_checksums(directory)
         verify(directory, [FACTS_FILE] if listed else [])
-        found = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not isinstance(found.get("spec"), dict):
+        found: dict[str, Any] = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
+        spec = found.get("spec") if isinstance(found, dict) else None
+        if not isinstance(spec, dict) or not {"base", "rank", "parts", "seed"} <= spec.keys() or "version" not in found:
             raise ValueError(f"{FACTS_FILE} holds no settings of a model")
     except Damaged as error:
         raise _unreadable(directory, error.problem) from None

@@ -11,12 +11,21 @@ from typing import Any
 import msgspec
 
 from headrace.base.clock import Clock
-from headrace.base.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.models.text_part import prefixes_in_base
+from headrace.models.weights import first_of, not_finite
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import FrozenBase, TrainResult
 from headrace.wings.tinker.data import DataLimits, check_data
-from headrace.wings.tinker.files import checked_name, checked_ttl, facts_of_state, read_state, write_model, write_state
+from headrace.wings.tinker.files import (
+    WeightState,
+    checked_name,
+    checked_ttl,
+    facts_of_state,
+    read_state,
+    write_model,
+    write_state,
+)
 from headrace.wings.tinker.journal import Journal, JournalEntry
 from headrace.wings.tinker.losses import loss_of
 from headrace.wings.tinker.schema import (
@@ -157,7 +166,7 @@ class Performer:
         sampler = f"{session}:sample:{body.sampling_session_seq_id}"
         place = f"ephemeral-{entry.seq}"
         directory = place_of(self._directory, entry.model) / place
-        size = write_state(directory, tenant.state(gradients=False), base=str(tenant.spec["base"]))
+        size = write_state(directory, _finite_state(tenant), base=str(tenant.spec["base"]))
         version = tenant.version
 
         def note() -> None:
@@ -177,8 +186,8 @@ class Performer:
             )  # fmt: skip
             self._journal.run(  # what these weights took the place of is deleted soon
                 "UPDATE checkpoints SET expires_s = ? WHERE model = ? AND kind = 'ephemeral' "
-                "AND directory NOT IN (SELECT directory FROM samplers WHERE model = ?)",
-                now, entry.model, entry.model,
+                "AND directory NOT IN (SELECT directory FROM samplers WHERE directory IS NOT NULL)",
+                now, entry.model,
             )  # fmt: skip
 
         yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
@@ -254,11 +263,11 @@ class Performer:
         kind = KINDS[entry.kind]
         path = f"tinker://{entry.model}/{kind}/{checked_name(name)}"
         checked_ttl(ttl_s)
-        old = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
+        old = self._journal.one("SELECT directory, size_bytes FROM checkpoints WHERE path = ?", path)
         if old is not None and not overwrite:
             raise DataError(f"{path} exists", remedy="take another name, or overwrite=True in save_state")
         directory = place_of(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
-        state, external = tenant.state(gradients=False), kind == "external_weights"
+        state, external = _finite_state(tenant), kind == "external_weights"
         base = self._bases[tenant.spec["base"]]
         if external and isinstance(state.weights, WholeTensors):
             size = write_model(directory, state, base.compute.model)
@@ -275,10 +284,31 @@ class Performer:
                 "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 path, entry.model, kind, now, expires, str(directory), size, facts,
             )  # fmt: skip
-            if old is not None and old["directory"] != str(directory):
+            if old is None or old["directory"] == str(directory):
+                return
+            if self._journal.one("SELECT 1 FROM samplers WHERE directory = ?", old["directory"]) is None:
                 shutil.rmtree(old["directory"], ignore_errors=True)
+                return
+            self._journal.run(  # samplers of the checkpoint stay what they were
+                "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, 'ephemeral', ?, ?, ?, ?, '{}')",
+                f"{entry.model}/replaced-{entry.seq}", entry.model, now, now + self._ephemeral_s, old["directory"],
+                old["size_bytes"],
+            )  # fmt: skip
 
         return path, write
+
+
+def _finite_state(tenant: Tenant) -> WeightState:
+    """Return the state of a model for a checkpoint or a sampler. Raises :class:`~headrace.base.errors.RunError` for
+    weights that are infinite or not a number, with which nothing can be done later."""
+    state = tenant.state(gradients=False)
+    if broken := not_finite(state.weights.tensors):
+        raise RunError(
+            f"the weights after {tenant.version} optimizer steps hold values that are infinite or not a number: "
+            f"{first_of(broken)}; nothing is saved",
+            remedy="load a checkpoint from before, and lower learning_rate",
+        )
+    return state
 
 
 def _described(spec: Mapping[str, Any]) -> str:

@@ -143,7 +143,7 @@ def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Samplin
     if room < 1 or (given.max_tokens is not None and given.max_tokens > room):
         raise DataError(
             f"a prompt of {length} tokens and max_tokens={given.max_tokens} exceed the context of {limits.max_context}",
-            remedy=f"lower max_tokens to {max(room, 0)}, or shorten the prompt",
+            remedy=f"lower max_tokens to {room}, or shorten the prompt" if room > 0 else "shorten the prompt",
         )
     return Sampling(
         max_new_tokens=room if given.max_tokens is None else given.max_tokens,
