@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,10 +39,11 @@ class Setup:
     temperature: float = 1.0
     total_steps: int = 10
     config: dict[str, object] = field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def learner(self) -> LearnerCore:
         return LearnerCore(
-            load_model(ModelConfig(path=str(self.model_dir))),
+            load_model(ModelConfig(path=str(self.model_dir), dtype=self.dtype)),
             LearnerConfig(**{"lr": 1e-2, **self.config}),
             self.objective or Objective.build(AlgoConfig.model_validate(self.algo)),
             LearnerContext(

@@ -54,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     },
+    **{kind: {"kind": kind, "extra": HYBRIDS.get(kind, {})} for kind in ("falcon_h1", "mamba2")},
 }
 TWO = [name for name, (_, ways) in LAYOUTS.items() if torch.tensor(list(ways.values())).prod() == 2 or "ep2" in name]
 FOUR = [name for name in LAYOUTS if name not in TWO]
@@ -152,6 +153,8 @@ def damage(directory: Path) -> None:
     shutil.copytree(directory / "damaged" / "a tensor less", one / "one tensor less")
     tiny(directory / "a state", kind="qwen3_next", extra=HYBRIDS["qwen3_next"])
     _settings(Path(shutil.copytree(directory / "dense", directory / "heads")), num_attention_heads=3)
+    tiny(directory / "no plan", kind="gpt2")
+    tiny(directory / "no trunk", kind="opt")
 
 
 def _settings(directory: Path, **changes: Any) -> None:
@@ -265,6 +268,8 @@ def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found, place:
         "one end": f"{other}{one}/one end/model.safetensors is damaged or incomplete",
         "one tensor less": f"{other}the weights of model.path='{one}/one tensor less' lack what config.json asks for",
         "a state": "ConfigError: learner.parallel.context=2 with",
+        "no plan": "is a GPT2LMHeadModel: transformers has no plan that shards its layers",
+        "no trunk": "is a OPTForCausalLM: its forward pass does not call its trunk as a whole",
         "heads": "ConfigError: learner.parallel.tensor=2 does not fit",
         "a number": "infinite or not a number: model.layers.1.self_attn.q_proj.weight (1 of",
         "a shape": "lack what config.json asks for: model.layers.0.mlp.up_proj.weight ([",

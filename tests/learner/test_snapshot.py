@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.base.errors import CheckpointError
 from headrace.learner.checkpoint import SnapshotState, begin, commit, latest
+from headrace.models import ModelConfig, load_model
 from tests.learner.builders import Setup, assert_same_bits, random_batch, tiny, weights
+from tests.models.kinds import tiny as tiny_kind
 
 CONFIG = {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "tokens_per_microbatch": 20}
 
@@ -156,3 +158,21 @@ def test_a_disk_that_fills_up_leaves_no_trace_and_the_run_can_save_later(model_d
     assert "remedy:" in run.stdout
     (after,) = tmp_path.iterdir()
     assert (after / "optimizer.safetensors").is_file()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "buffer"), [("lfm2_moe", "expert_bias"), ("gemma4_text", "layer_scalar")])
+def test_buffers_that_belong_to_a_models_files_are_saved(kind, buffer, dtype, tmp_path):
+    setup = Setup(model_dir=tiny_kind(tmp_path / "model", kind), config={"tokens_per_microbatch": 20}, dtype=dtype)
+    learner = setup.learner()
+    given = [one for name, one in learner.model.named_buffers() if name.endswith(buffer)]
+    assert given
+    for place, one in enumerate(given):
+        one.fill_(0.25 + place)
+    learner.train(random_batch(0))
+    unfinished = begin(tmp_path, 1)
+    learner.save(unfinished)
+    saved = load_model(ModelConfig(path=str(unfinished), dtype=dtype))
+    assert [float(one.flatten()[0]) for name, one in saved.named_buffers() if name.endswith(buffer)] == [
+        0.25 + place for place in range(len(given))
+    ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ class SplitModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._trunk = getattr(model, model.base_model_prefix)
-        self._given = _TrunkOutput()
+        self._given = GivenHidden(self._trunk)
         # The same modules and parameters, but for the trunk: this forward pass is the head alone.
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, model.base_model_prefix: self._given}
@@ -94,7 +95,8 @@ class SplitModel:
             return False
         probe_CD = probe_CD * (LARGE_LOGIT / largest)
         expected_CV = F.linear(probe_CD, weight_VD, linear.bias)
-        return torch.allclose(self.logits(probe_CD), expected_CV, rtol=1e-4, atol=1e-4 * LARGE_LOGIT)
+        found_CV = self.logits(probe_CD)  # which a model of bfloat16 may return in float32
+        return torch.allclose(found_CV, expected_CV.to(found_CV), rtol=1e-4, atol=1e-4 * LARGE_LOGIT)
 
 
 class WholeModel:
@@ -111,18 +113,32 @@ class WholeModel:
         return hidden_CD
 
 
-class _TrunkOutput(nn.Module):
+@dataclass
+class HiddenOutput(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
+    """The output of a trunk that holds hidden states alone: every other field that a model reads is ``None``."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):  # copying and pickling ask whether a method is there
+            raise AttributeError(name)
+
+
+class GivenHidden(nn.Module):
     """A module that replaces the trunk and returns given hidden states, so that the model's forward pass computes its
     head alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
         """The hidden states to return, ``[1, C, D]``: the input of the head for one chunk. ``None`` except during a
         call of the head."""
+        self.__dict__["trunk"] = trunk  # not as a child: it does not belong to the head
 
-    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the model's forward pass reads of its trunk, such as a multiplier of the logits."""
+        return getattr(self.__dict__["trunk"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> HiddenOutput:
+        return HiddenOutput(last_hidden_state=self.hidden)
 
 
 def split_model(model: PreTrainedModel, inputs: dict[str, Any]) -> TrunkAndHead:

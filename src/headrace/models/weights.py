@@ -54,6 +54,15 @@ def correction_biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.named_buffers() if name.endswith(CORRECTION_BIAS)}
 
 
+def fixed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to the files of ``model`` and that no training changes, by name, such as a scale
+    of each layer; none for a model with adapters, whose files hold the adapters alone."""
+    if is_adapted(model):
+        return {}
+    in_files, changing = model.state_dict().keys(), correction_biases(model)
+    return {name: one for name, one in model.named_buffers() if name in in_files and name not in changing}
+
+
 def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``tensors`` of ``model`` with the names and shapes of the model's files, for example with one tensor
     for each expert."""

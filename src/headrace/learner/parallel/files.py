@@ -32,7 +32,7 @@ from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.shards import local, whole
 from headrace.models.config import ModelConfig
-from headrace.models.weights import in_file_format, is_adapted, weight_tensors
+from headrace.models.weights import fixed_buffers, in_file_format, is_adapted, weight_tensors
 
 _STEP, _UPDATES = "step", "updates"
 _RANDOM_STATE = "random_state.cpu"
@@ -197,7 +197,8 @@ class Snapshot:
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights that this rank writes, under the names of the model's own files."""
-        return in_file_format(self._model, self._kept(iter(weight_tensors(self._model).items())))
+        held = weight_tensors(self._model) | fixed_buffers(self._model)
+        return in_file_format(self._model, self._kept(iter(held.items())))
 
     def _beside(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of the auxiliary models that this rank writes, by file."""

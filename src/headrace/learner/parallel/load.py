@@ -10,12 +10,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headrace.base.errors import ConfigError, HeadraceError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
-from headrace.learner.parallel.split import reshard
+from headrace.learner.parallel.split import own_class, reshard
 from headrace.models import attention, check, load, recurrent, settings, weights
 from headrace.models.config import ModelConfig
 
@@ -57,10 +59,13 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # and refused below, with their names
                 distributed_config=distributed(ranks.config, read, dtype),
             )
+        _compute_buffers(model)
         load.refuse_incomplete(config.path, info)
         load.refuse_superfluous(config.path, model, info)
         weights.refuse_not_finite(model, config.path)
     model = load.ready(model)
+    if ranks.config.num_averaged > 1 and not any(isinstance(each, FSDPModule) for each in model.base_model.modules()):
+        raise _unshardable(config, model, "transformers has no plan that shards its layers")
     if ranks.config.context > 1 and recurrent.recurrent_layers(model):
         raise ConfigError(
             f"learner.parallel.context={ranks.config.context} with model.path={config.path!r}, a "
@@ -68,7 +73,12 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
             remedy="set learner.parallel.context = 1",
         )
     # the ranks compute this together and find the same; one that fails alone must end, not wait for the others
+    calls: list[nn.Module] = []
+    handle = model.base_model.register_forward_hook(lambda trunk, *_: calls.append(trunk))
     check.check_packing(model, config.path)
+    handle.remove()
+    if not calls:
+        raise _unshardable(config, model, "its forward pass does not call its trunk as a whole")
     reshard(model)
     return model
 
@@ -85,6 +95,28 @@ def _readable(config: ModelConfig, parallel: ParallelConfig) -> PreTrainedConfig
     load.refuse_damaged_weights(directory)
     load.refuse_other_size(config.path, read, read)
     return read
+
+
+def _unshardable(config: ModelConfig, model: PreTrainedModel, reason: str) -> ConfigError:
+    kind = own_class(model)
+    return ConfigError(
+        f"a learner on several ranks with model.path={config.path!r}, which is a {kind.__name__}: {reason}",
+        remedy="train it on one rank",
+    )
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that are in no file again: where parameters are sharded as they are read, transformers leaves
+    some of them as the memory was, such as the multipliers of FalconH1."""
+    from accelerate import init_empty_weights  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    with init_empty_weights(include_buffers=False):
+        empty = own_class(model)(model.config)
+    in_files, computed = model.state_dict().keys(), dict(empty.named_buffers())
+    with torch.no_grad():
+        for name, one in model.named_buffers():
+            if name not in in_files and computed[name].shape == one.shape:
+                one.copy_(computed[name])
 
 
 @contextmanager

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from headrace.learner.logits import TrunkAndHead
+from headrace.learner.logits import GivenHidden, TrunkAndHead
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -84,8 +83,9 @@ class _HeadAlone:
     """The :class:`TrunkAndHead` of a model without its trunk, for use inside the head's forward pass."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
-        self._given = _GatheredTrunkOutput()
-        replaced = {id(head): _HeadWithoutSharding(head), id(model.get_submodule(model.base_model_prefix)): self._given}
+        trunk = model.get_submodule(model.base_model_prefix)
+        self._given = GivenHidden(trunk)
+        replaced = {id(head): _HeadWithoutSharding(head), id(trunk): self._given}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
         self._model = _bare(model, children)
 
@@ -103,26 +103,17 @@ class _HeadAlone:
         return logits_CV
 
 
-class _GatheredTrunkOutput(nn.Module):
-    """A module that replaces the trunk and returns given hidden states, so that the model's forward pass computes its
-    head alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden: Tensor | None = None
-        """The hidden states to return, ``[1, C, D]``: the input of the head for one chunk. ``None`` except during a
-        call of the head."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
-
-
 class _HeadWithoutSharding(nn.Module):
     """The head's computation without the hooks of its sharding."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self._forward = head.forward
+        self.__dict__["head"] = head  # not as a child: its parameters are those of the sharded model
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the model's forward pass reads of its head, such as the dtype of its weight."""
+        return getattr(self.__dict__["head"], name)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, by the head's own forward pass."""
@@ -130,12 +121,16 @@ class _HeadWithoutSharding(nn.Module):
         return logits
 
 
+def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class that ``model`` had before it was sharded: torch makes a class (FSDPModule, Original), which
+    cannot be copied."""
+    kind = type(model)
+    return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
+
+
 def _bare(model: PreTrainedModel, children: dict[str, Any]) -> nn.Module:
     """Return ``model`` with other children and without the hooks of its sharding."""
-    kind = type(model)
-    if issubclass(kind, FSDPModule):  # fully_shard made a class (FSDPModule, Original); it cannot be copied
-        kind = kind.__mro__[2]
-    bare: nn.Module = object.__new__(kind)
+    bare: nn.Module = object.__new__(own_class(model))
     bare.__dict__.update(model.__dict__)
     bare.__dict__.update({name: OrderedDict() for name in _HOOKS}, _modules=children)
     return bare
