@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -189,6 +190,19 @@ def test_a_dry_run_finds_what_the_run_would_refuse(program: Program, run_file: P
     said = program("train", run_file, "--dry-run", "--set", "engine.max_new_tokens=40")
     assert said.code == 1
     assert "no prompt fits" in said.err
+
+
+def test_a_dry_run_refuses_a_model_that_the_learner_would_refuse(
+    program: Program, model_dir: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(
+        json.dumps({**settings, "rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}})
+    )
+    said = program("train", make_run(tmp_path / "work", other), "--dry-run")
+    assert said.code == 1
+    assert "rope_type='ntk' is unknown here" in said.err
 
 
 def test_a_demo_does_not_write_over_another(program: Program, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from headrace.learner.disk import verify_model
 from headrace.models import ModelConfig, load_tokenizer
 from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
-from headrace.models.load import num_weight_bytes
+from headrace.models.load import num_weight_bytes, supported_config
 from headrace.models.mixtures import routes
 from headrace.models.settings import limit_of, model_directory, read_config
 from headrace.rollout import Chat
@@ -64,8 +64,9 @@ class Inputs:
     reward: Callable[..., Any] | None = None
     """The reward, a function that is defined in a file; ``None``: that of ``env.reward``."""
     look: bool = False
-    """True where the file of a reward may be imported, in a separate process, to find the parameters of a function
-    whose source text does not show them. A dry run does so; in a run the scoring workers do when they start."""
+    """True where checks may take seconds, as in a dry run: the model's architecture is looked at, and the file of a
+    reward may be imported, in a separate process, to find the parameters of a function whose source text does not show
+    them. In a run the learner and the scoring workers do so when they start."""
     gpus: int | None = None
     """The number of GPUs that this machine is assumed to have; ``None``: the number that torch finds."""
 
@@ -132,6 +133,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     refuse(MACHINE, config, MachineFacts(config=config, cores=num_cores(), devices=devices))
     refuse_settled(config, [*agents, *teachers], devices)
     verify_model(Path(config.model.path))
+    if training and inputs.look:
+        supported_config(config.model.path)
     if training:
         _check_own_loss(config)
         _refuse_absent(config)
