@@ -128,6 +128,14 @@ def test_names_that_mean_nothing_or_two_things_are_refused(names, words, model, 
     assert not Path(tmp_path / "s").exists()
 
 
+def test_a_directory_of_a_hubs_name_is_served_under_that_name(model, tmp_path, monkeypatch):
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    (one,) = bases_of("Qwen/Qwen3-0.6B", [])
+    assert one.names[0] == "Qwen/Qwen3-0.6B"
+
+
 def test_a_base_that_is_neither_a_directory_nor_a_name_on_a_hub_is_refused_with_both_ways(tmp_path):
     error = CliRunner().invoke(app, ["tinker", "nowhere", "--state", str(tmp_path / "s")]).exception
     assert isinstance(error, ConfigError)

@@ -11,6 +11,7 @@ from tinker.proto import tinker_public_pb2 as messages
 
 from headrace.base.errors import ConfigError
 from headrace.learner.disk import CHECKSUMS_FILE
+from headrace.wings.tinker.data import Datum
 from headrace.wings.tinker.tenant import Tenant
 from headrace.wings.tinker.turns import Turns
 from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
@@ -288,3 +289,37 @@ def test_a_short_queue_does_not_wait_for_a_long_one():
     assert max(place for place, name in enumerate(order) if name == "short") <= 7
     assert len(order) == 203
     turns.close()
+
+
+def test_one_that_comes_while_another_computes_is_next():
+    order, begun, goes_on, failures = list[str](), threading.Event(), threading.Event(), list[BaseException]()
+    turns = Turns("turns", failures.append)
+
+    def long():
+        for place in range(3):
+            order.append(f"long {place}")
+            begun.set()
+            goes_on.wait(10)
+            yield
+
+    def short():
+        order.append("short")
+        yield from ()
+
+    turns.submit("a", long)
+    assert begun.wait(10)
+    turns.submit("b", short)
+    goes_on.set()
+    assert turns.idle.wait(10)
+    turns.close()
+    assert (order, failures) == (["long 0", "short", "long 1", "long 2"], [])
+
+
+def test_data_with_many_targets_share_no_pass_with_long_ones(compute, monkeypatch):
+    monkeypatch.setattr("headrace.wings.tinker.compute.MOST_CELLS", 64)
+    wide, narrow = np.ones((2, 30), np.int64), np.ones(4, np.int64)
+    data = [
+        Datum(ids_N=np.ones(len(targets), np.int64), inputs={"target_tokens": targets})
+        for targets in (wide, narrow, narrow)
+    ]
+    assert [len(part) for part in compute._cut(data)] == [1, 2]

@@ -140,28 +140,31 @@ def telling_weights(model: nn.Module) -> Iterator[None]:
     functions until they are trained. So vectors are moved by random numbers, and matrices that are nearly 0 are random.
     Parameters that others hold, such as a learner of the same process, are not touched.
     """
-    generator, put = torch.Generator().manual_seed(0), dict[int, nn.Parameter]()
-    before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    generator = torch.Generator().manual_seed(0)
+    put = {parameter: _telling(parameter, generator) for parameter in model.parameters() if _hides(parameter)}
+    places: list[dict[str, Any]] = [module._parameters for module in model.modules()]
+    before = [(held, name, own) for held in places for name, own in held.items() if own is not None and own in put]
     try:
-        for module in model.modules():
-            places: dict[str, Any] = module._parameters
-            for name, own in places.items():
-                if own is not None and (id(own) in put or own.ndim < 2 or _is_small(own)):
-                    before.append((places, name, own))
-                    if id(own) not in put:  # else it is tied to one that was met
-                        drawn = torch.randn(own.shape, generator=generator)
-                        scale = _SHIFT if own.ndim < 2 else 1 / math.sqrt(own.shape[-1])
-                        put[id(own)] = nn.Parameter(own + scale * drawn, requires_grad=False)
-                    places[name] = put[id(own)]
+        for held, name, own in before:
+            held[name] = put[own]
         yield
     finally:
-        for places, name, own in before:
-            places[name] = own
+        for held, name, own in before:
+            held[name] = own
 
 
-def _is_small(parameter: Tensor) -> bool:
+def _hides(parameter: Tensor) -> bool:
+    """Return whether a wrong kernel may be right with a parameter."""
+    if parameter.ndim < 2:
+        return True
     least, most = parameter.aminmax()
     return bool(max(-least, most) < _SMALLEST)
+
+
+def _telling(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
+    scale = _SHIFT if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
+    moved = parameter + scale * torch.randn(parameter.shape, generator=generator)
+    return nn.Parameter(moved, requires_grad=False)
 
 
 def unfuse(model: nn.Module) -> None:

@@ -24,6 +24,9 @@ from headrace.wings.tinker.losses import Options, TokenLossFn
 from headrace.wings.tinker.weights import AdapterKind, WeightKind, Weights, WholeKind
 
 Array = npt.NDArray[Any]
+MOST_CELLS = 2**21
+"""The most targets of one pass, with as many at each position as the datum has that has the most; a single datum may
+have more."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -96,16 +99,17 @@ class BaseCompute:
         *,
         backward: bool,
     ) -> Iterator[None]:
-        """Add each micro-batch to ``result``, and yield after it. With ``backward``, gradients are added to those of
-        ``weights``."""
-        for part in self._cut(data):
+        """Add each micro-batch to ``result``, and yield between them. With ``backward``, gradients are added to those
+        of ``weights``."""
+        for place, part in enumerate(self._cut(data)):
+            if place:
+                yield None
             with self.kind.on(weights):  # also while pieces of the head are computed again in the backward pass
                 with torch.set_grad_enabled(backward):
                     total = self._micro(weights, part, loss, result)
                 if backward and total.requires_grad:
                     total.backward()
             result.loss += float(total.detach())
-            yield None
 
     def _micro(
         self, weights: Weights, part: Sequence[Datum], loss: tuple[TokenLossFn, Options], result: TrainResult
@@ -171,13 +175,14 @@ class BaseCompute:
 
     def _cut(self, data: Sequence[Datum]) -> Iterator[list[Datum]]:
         """Yield the micro-batches: consecutive data, so that the same request is always cut in the same places."""
-        part, held = list[Datum](), 0
+        part, held, widest = list[Datum](), 0, 1
         for datum in data:
-            if part and held + len(datum.ids_N) > self._budget:
+            tokens, width = len(datum.ids_N), datum.targets.shape[1] if datum.targets.ndim == 2 else 1
+            if part and (held + tokens > self._budget or (held + tokens) * max(widest, width) > MOST_CELLS):
                 yield part
-                part, held = [], 0
+                part, held, widest = [], 0, 1
             part.append(datum)
-            held += len(datum.ids_N)
+            held, widest = held + tokens, max(widest, width)
         yield part
 
     def _inputs(self, ids: Sequence[Array]) -> dict[str, Any]:

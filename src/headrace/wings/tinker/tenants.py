@@ -276,7 +276,6 @@ class Tenants:
                 answer = replace(answer, write=partial(self._journal.set_kind, model, seq, MISSING))
         assert answer is not None, "a request ends with an answer"
         self._end(tenant, entry, status, answer, self._clock.now() - started_s)
-        yield None
 
     def _end(self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float) -> None:
         """Record the result of a request, in one transaction with what it wrote. The state is copied to the disk if the

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 Job = Callable[[], Iterator[object]]
 """Work whose iterator computes one piece each time it is advanced. It must not raise."""
+_ENDED = object()
 
 
 class Turns:
@@ -60,24 +61,25 @@ class Turns:
             self._failed(error)
 
     def _next(self) -> str | None:
-        """Return the key whose turn it is, and put it last; ``None`` at the end."""
+        """Return the key whose turn it is; ``None`` at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._jobs)
             if self._ending:
                 return None
-            key = next(iter(self._jobs))
-            self._jobs.move_to_end(key)
-            return key
+            return next(iter(self._jobs))
 
     def _advance(self, key: str) -> None:
-        """Compute the next part of the first job of ``key``. If the job has ended, remove it."""
+        """Compute the next part of the first job of ``key``, and put ``key`` last, behind those that came meanwhile. If
+        the job has ended, remove it."""
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = self._jobs[key][0]()
-        for _ in running:
-            return
-        del self._running[key]
+        goes_on = next(running, _ENDED) is not _ENDED
         with self._changed:
+            self._jobs.move_to_end(key)
+            if goes_on:
+                return
+            del self._running[key]
             jobs = self._jobs[key]
             jobs.popleft()
             if not jobs:

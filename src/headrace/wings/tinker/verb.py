@@ -80,9 +80,9 @@ def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
 def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
     """Return the bases of a server: the ``model``, and those that ``--name NAME=DIR`` and ``--whole NAME=DIR`` add.
 
-    A model that has names of ``--whole`` alone is not loaded for adapters too. A model that is given by its name on a
-    hub has that name too. Raises :class:`~headrace.base.errors.ConfigError` for a name without a directory, or with
-    two, and :class:`~headrace.base.errors.ModelError` for a hub name whose model cannot be had.
+    A model that has names of ``--whole`` alone is not loaded for adapters too. The words by which a model was given are
+    a name of it, too. Raises :class:`~headrace.base.errors.ConfigError` for a name without a directory, or with two,
+    and :class:`~headrace.base.errors.ModelError` for a hub name whose model cannot be had.
     """
     from headrace.models.hub import called
     from headrace.wings.tinker.config import BaseConfig
@@ -99,8 +99,8 @@ def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tup
             raise ConfigError(f"{option} {each}: {name} is {named[name][0]}", remedy="give each name once")
     main_is_whole = (main, True) in named.values() and (main, False) not in named.values()
     bases = list(dict.fromkeys([(main, main_is_whole), *named.values()]))
-    if not Path(model).expanduser().exists():
-        named.setdefault(model, (main, main_is_whole))
+    if str(model) != str(main):
+        named.setdefault(model, (main, main_is_whole))  # as it was given, which may be a directory of a hub's name
     for path, is_whole in bases:
         named.setdefault(called(str(path)), (path, is_whole))
     for path, is_whole in bases:

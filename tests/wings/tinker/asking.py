@@ -1,0 +1,23 @@
+"""What tests ask a server for, in one line each."""
+
+from tinker import types
+
+from tests.wings.tinker.serving import NAME, datum
+
+IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def new(service, **how):
+    return service.create_lora_training_client(base_model=NAME, **{"rank": 4, "seed": 1, **how}).result()
+
+
+def sampled(sampler, ids=IDS, n=1, **how):
+    params = types.SamplingParams(**{"max_tokens": 8, "seed": 3, **how})
+    return sampler.sample(prompt=types.ModelInput.from_ints(ids), num_samples=n, sampling_params=params).result()
+
+
+def step(trained, data=None):
+    future = trained.forward_backward(data or [datum(IDS)], "cross_entropy")
+    trained.optim_step(ADAM).result()
+    return future.result()

@@ -1,0 +1,102 @@
+"""Checkpoints of a server, as its client lists, downloads, replaces and samples from them."""
+
+import os
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+import tinker
+from tinker import RequestFailedError, RestClient, types
+from tinker._exceptions import APIStatusError
+
+from tests.wings.tinker.asking import IDS, new, sampled, step
+from tests.wings.tinker.serving import NAME, datum
+
+
+def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
+    trained = new(service)
+    step(trained)
+    training = trained.save_state("one", ttl_seconds=3600).result().path
+    sampler = trained.save_weights_for_sampler("two").result().path
+    external = trained.save_weights_external("three").result().path
+    rest = RestClient(base_url=server[0], api_key=server[1])
+    listed = rest.list_checkpoints(trained.model_id).result().checkpoints
+    assert {each.tinker_path for each in listed} == {training, sampler, external}
+    assert [each.expires_at is not None for each in listed if each.tinker_path == training] == [True]
+    signed = rest.get_external_weights_urls(external).result()
+    assert set(signed.urls) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert 3000 < signed.expires.timestamp() - time.time() < 3700
+    url = signed.urls["adapter_config.json"]
+    assert httpx.get(url).json()["r"] == 4  # without the key
+    assert httpx.get(url.replace("adapter_config.json", "adapter_model.safetensors")).status_code == 401
+    assert httpx.get(url.replace("expires=", "expires=1")).status_code == 401
+    assert httpx.get(url.partition("?")[0]).status_code == 401
+    named = service.create_sampling_client(model_path=sampler).result()
+    assert named.get_base_model() == NAME
+    rest.delete_checkpoint_from_tinker_path(training).result()
+    with pytest.raises(APIStatusError, match="there is no checkpoint"):
+        service.create_training_client_from_state(training).result()
+    with pytest.raises(RequestFailedError, match="exists"):
+        trained.save_weights_for_sampler("two").result()
+
+
+def test_the_programs_of_client_and_cookbook_download_checkpoints(service, server, tmp_path):
+    trained = new(service)
+    step(trained)
+    training, external = trained.save_state("one").result().path, trained.save_weights_external("two").result().path
+    shell = {**os.environ, "TINKER_BASE_URL": server[0], "TINKER_API_KEY": server[1], "TINKER_TELEMETRY": "0"}
+    for path in (training, external):
+        command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "-o", str(tmp_path)]
+        subprocess.run(command, check=True, env=shell)
+    cookbook = f"from tinker_cookbook import weights; weights.download(tinker_path={external!r}, output_dir='book')"
+    subprocess.run([sys.executable, "-c", cookbook], check=True, env=shell, cwd=tmp_path)
+    files = [tmp_path.rglob(name) for name in ("adapter_model.safetensors", "adapter_config.json")]
+    assert [len({each.read_bytes() for each in found}) for found in files] == [1, 1]
+    assert len(list(tmp_path.rglob("adapter_model.safetensors"))) == 3
+
+
+def test_lists_come_in_pages_and_runs_of_a_project_alone(server):
+    ask = {"headers": {"x-api-key": server[1]}}
+    with tinker.ServiceClient(base_url=server[0], api_key=server[1], project_id="p1") as service:
+        trained = new(service)
+        rest = RestClient(base_url=server[0], api_key=server[1])
+        assert [each.training_run_id for each in rest.list_training_runs(project_id="p1").result().training_runs] == [
+            trained.model_id
+        ]
+        assert rest.list_training_runs(project_id="p2").result().training_runs == []
+        all_of_them = rest.list_sessions(limit=1000).result().sessions
+        assert all_of_them[0] == trained.model_id.partition(":")[0]
+        assert rest.list_sessions(limit=1).result().sessions == all_of_them[:1]
+        assert rest.list_sessions(limit=1, offset=1).result().sessions == all_of_them[1:2]
+    assert httpx.get(f"{server[0]}/api/v1/sessions?limit=x", **ask).status_code == 400
+
+
+def test_weights_that_are_not_finite_are_not_saved(service):
+    trained = new(service)
+    sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    trained.forward_backward([datum(IDS)], "cross_entropy").result()
+    trained.optim_step(types.AdamParams(learning_rate=1e39)).result()
+    for save in (
+        lambda: trained.save_state("far"),
+        lambda: trained.save_weights_for_sampler("far"),
+        lambda: trained.save_weights_and_get_sampling_client(kind="inflight"),
+    ):
+        with pytest.raises(RequestFailedError, match=r"after 1 optimizer steps hold values .* nothing is saved"):
+            save().result()
+    assert sampled(sampler).sequences[0].tokens
+
+
+def test_a_sampler_keeps_the_weights_of_a_checkpoint_that_is_replaced(service):
+    trained = new(service)
+    path = trained.save_state("again").result().path
+    used, later = (service.create_sampling_client(model_path=path).result() for _ in range(2))
+    before = sampled(used, temperature=1.0).sequences[0]
+    for _ in range(3):
+        step(trained)
+    trained.save_state("again", overwrite=True).result()
+    trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    assert sampled(later, temperature=1.0).sequences[0].logprobs == before.logprobs
+    newest = service.create_sampling_client(model_path=path).result()
+    assert sampled(newest, temperature=1.0).sequences[0].logprobs != before.logprobs
