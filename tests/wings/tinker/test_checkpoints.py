@@ -12,7 +12,7 @@ from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
 
 from tests.wings.tinker.asking import IDS, new, sampled, step
-from tests.wings.tinker.serving import NAME, datum
+from tests.wings.tinker.serving import NAME, client, datum, served
 
 
 def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
@@ -86,6 +86,22 @@ def test_weights_that_are_not_finite_are_not_saved(service):
         with pytest.raises(RequestFailedError, match=r"after 1 optimizer steps hold values .* nothing is saved"):
             save().result()
     assert sampled(sampler).sequences[0].tokens
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")
+def test_a_model_whose_weights_are_lost_goes_on_from_a_checkpoint(model, tmp_path):
+    with served(model, tmp_path) as (url, key):
+        service = client(url, key)
+        trained = new(service)
+        good = trained.save_state("good").result().path
+        trained.forward_backward([datum(IDS)], "cross_entropy").result()
+        trained.optim_step(types.AdamParams(learning_rate=1e39)).result()
+    with served(model, tmp_path, port=int(url.rpartition(":")[2])):
+        with pytest.raises(RequestFailedError, match="cannot be restored"):
+            step(trained)
+        trained.load_state(good).result()
+        assert step(trained).metrics["loss:sum"] > 0
+        service.close("success").result()
 
 
 def test_a_sampler_keeps_the_weights_of_a_checkpoint_that_is_replaced(service):
