@@ -90,6 +90,7 @@ DEEDS = """
         "odd": Odd,
         "nan": lambda: float("nan"),
         "infinite": lambda: float("-inf"),
+        "beyond": lambda: -1e308,
         "huge": lambda: 10 ** 400,
         "coroutine": lambda: (lambda: (yield))(),
         "shout": lambda: shout(256),
@@ -125,7 +126,7 @@ CAUSES = {
     **dict.fromkeys(("fine", "bomb"), ""),
     **dict.fromkeys(("raise", "stop", "exit", "unspeakable", "recurse", "text", "list", "dict", "odd"), "reward_error"),
     **dict.fromkeys(("huge", "coroutine", "shout", "interrupt", "cancelled", "weird"), "reward_error"),
-    **dict.fromkeys(("nan", "infinite"), "reward_nan"),
+    **dict.fromkeys(("nan", "infinite", "beyond"), "reward_nan"),
     **dict.fromkeys(("hang", "await"), "reward_timeout"),
     **dict.fromkeys(("abort", "quit", "segfault", "daemon"), "reward_crashed"),
 }

@@ -201,7 +201,12 @@ def test_a_row_whose_column_names_are_no_text_is_refused(prepared: Prepare) -> N
 
 def test_other_rows_have_another_fingerprint_and_another_length_of_the_run_has_not(prepared: Prepare) -> None:
     fingerprints = []
-    for overrides, rows in ([], None), (["run.steps=9"], None), (["learner.lr=9"], None), ([], '{"prompt": "1"}'):
+    for overrides, rows in (
+        ([], None),
+        (["run.steps=9", "run.stall_timeout_s=9"], None),
+        (["learner.lr=9"], None),
+        ([], '{"prompt": "1"}'),
+    ):
         made = prepared(*overrides, rows=rows)
         fingerprints.append(made.fingerprint())
         shutil.rmtree(Path(made.config.data.path).parent)

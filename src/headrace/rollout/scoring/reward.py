@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.base.clock import being_cancelled
 from headrace.base.config.user_code import find_in_file, load_file, where
@@ -19,6 +20,9 @@ from headrace.base.errors import ConfigError, EnvError
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring.base import ContextField, Scores
 from headrace.rollout.scoring.signature import NOT_COLUMNS, signature_of
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest reward; the learner's numbers are float32."""
 
 
 def reward_reference(function: Callable[..., Any]) -> str:
@@ -173,6 +177,8 @@ def _check(returned: Any, expected: int) -> Scores:
             return Scores(rewards=(), failure=f"reward_error: returned a {type(value).__name__}, not a number")
         if not math.isfinite(number):
             return Scores(rewards=(), failure=f"reward_nan: returned {number}")
+        if abs(number) > LARGEST:
+            return Scores(rewards=(), failure=f"reward_nan: returned {number}, which is infinite in float32")
         rewards.append(number)
     return Scores(rewards=tuple(rewards))
 

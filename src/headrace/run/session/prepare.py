@@ -20,6 +20,7 @@ from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
+from headrace.control.config import RunSection
 from headrace.control.observer import Observers
 from headrace.engine.structure import Grammars
 from headrace.launch.order import LaunchOrder, TeacherOrder
@@ -99,14 +100,15 @@ class Prepared:
 
     def fingerprint(self) -> str:
         """Return a hash of the settings and rows that decide what is learned. Left out are the length of the run,
-        its place and its display."""
+        its place, its display, and when it is saved, evaluated and given up: of ``[run]`` the seed alone counts."""
         where: dict[str, set[str] | bool] = {
             "launch": True,
             "engine": {"device", "cache_share", "count", "tensor", "pipeline", "server"},
             "learner": {"device"},
             "sync": {"options"},
         }
-        settings = as_recorded(self.config, exclude={"run": {"dir", "steps"}, "observe": True, **where})
+        run = RunSection.model_fields.keys() - {"seed"}
+        settings = as_recorded(self.config, exclude={"run": run, "observe": True, **where})
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
             digest.update(task.prompt_ids_T.tobytes())

@@ -254,11 +254,7 @@ class Tenants:
         status, started_s = DONE, self._clock.now()
         try:
             if seq > 0:
-                try:
-                    yield from self._restore(model, seq)
-                except StateLost:
-                    if entry.kind != "load_weights":  # which puts others in the place of weights that are lost
-                        raise
+                yield from self._restore_for(entry)
                 tenant = self._live.get(model)
             if tenant is not None and entry.kind == "forward_backward":
                 gradients = tenant.gradients()
@@ -302,6 +298,15 @@ class Tenants:
         self.ended(entry)
         if copied is not None:
             self._clean(entry.model, copied, entry.seq)
+
+    def _restore_for(self, entry: JournalEntry) -> Iterator[object]:
+        """Bring the state before a request into memory; one that loads other weights does without a state that is
+        lost."""
+        try:
+            yield from self._restore(entry.model, entry.seq)
+        except StateLost:
+            if entry.kind != "load_weights":
+                raise
 
     def _restore(self, model: str, seq: int) -> Iterator[object]:
         """Bring the state before the request ``seq`` into memory. Raises :class:`StateLost` if it cannot be had."""
