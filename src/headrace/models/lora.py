@@ -385,11 +385,10 @@ def _expert_parameters(model: nn.Module) -> list[str]:
 
 def _expert_names(model: nn.Module) -> list[str]:
     """Return the names of the weights of experts: parameters with one matrix for each expert."""
-    convolutions = {id(one.weight) for one in model.modules() if isinstance(one, nn.Conv1d)}
     return [
         name.replace(".base_layer", "")
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and id(parameter) not in convolutions and not of_adapter(name)
+        if parameter.ndim == 3 and not of_adapter(name)
     ]
 
 
