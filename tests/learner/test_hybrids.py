@@ -21,6 +21,7 @@ from tests.learner.test_core import (  # noqa: F401 - tests, which run here with
 )
 from tests.learner.test_prefixes import alike
 from tests.models.families import family
+from tests.models.kinds import tiny
 
 NAMES = ("qwen3_5_text", "gemma3", "longrope")
 
@@ -54,3 +55,8 @@ def test_recomputed_layers_give_the_same_gradient(setup: Setup) -> None:
     once.forward_backward(batch)
     again.forward_backward(batch)
     assert_close(gradients(again), gradients(once))
+
+
+def test_a_head_that_returns_another_dtype_than_its_weights_is_trained(tmp_path: Path) -> None:
+    setup = Setup(model_dir=tiny(tmp_path / "model", "nemotron_h"), dtype="bfloat16")  # its logits are float32
+    assert np.isfinite(setup.learner().train(random_batch()).metrics["loss"])

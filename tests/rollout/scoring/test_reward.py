@@ -120,6 +120,7 @@ def test_anything_that_can_be_called_is_a_reward(load: Load, code: str) -> None:
         ("None", ""),
         ("float('nan')", "reward_nan: returned nan"),
         ("-float('inf')", "reward_nan: returned -inf"),
+        ("-1e308", "reward_nan: returned -1e+308, which is infinite in float32"),
         ("'1.0'", "reward_error: returned a str, not a number"),
         ("[1.0]", "reward_error: returned a list, not a number"),
         ("10 ** 400", "reward_error: OverflowError: int too large to convert to float"),

@@ -46,9 +46,9 @@ class ShellLimits:
 class HttpServer(uvicorn.Server):
     """A server of ``app``. Setting :attr:`should_exit` stops it.
 
-    ``own_logging`` configures uvicorn's loggers. ``ending`` is called when the server stops, to let requests answer
-    that would wait longer. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM,
-    without raising them again afterwards as uvicorn does; otherwise the program handles signals.
+    ``own_logging`` configures uvicorn's loggers. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM, without
+    raising them again afterwards as uvicorn does; otherwise the program handles signals. ``ending`` is called when the
+    server stops, so that requests which would wait longer are answered.
     """
 
     def __init__(

@@ -115,8 +115,11 @@ def _compute_buffers(model: PreTrainedModel) -> None:
     in_files, computed = model.state_dict().keys(), dict(empty.named_buffers())
     with torch.no_grad():
         for name, one in model.named_buffers():
-            if name not in in_files and computed[name].shape == one.shape:
-                one.copy_(computed[name])
+            if name in in_files:
+                continue
+            if computed[name].shape != one.shape:  # it would stay as the memory was
+                raise ValueError(f"the buffer {name} of {list(one.shape)} is computed as {list(computed[name].shape)}")
+            one.copy_(computed[name])
 
 
 @contextmanager
