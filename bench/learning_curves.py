@@ -1,4 +1,4 @@
-"""Draw the curves that ``headrace bench learning --json`` measured: python bench/learning_curves.py FIGURES.json PICTURE.png
+"""Draw the curves of ``headrace bench learning --json``: python bench/learning_curves.py FIGURES.json PICTURE.png
 
 One row of panels for each task: held-out reward over trained tokens, and over seconds. A line is the mean of the seeds,
 its band reaches from the worst seed to the best.

@@ -107,6 +107,15 @@ def test_an_inflight_sampler_takes_the_weights_of_the_next_inflight_save(service
     assert sum(sampler.compute_logprobs(prompt).result()[1:]) > sum(before[1:]) + 1
 
 
+def test_logits_that_overflow_are_refused_with_the_version_of_the_adapter(service):
+    trained = new(service)
+    trained.forward_backward([datum(IDS)], "cross_entropy").result()
+    trained.optim_step(types.AdamParams(learning_rate=1e20)).result()
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    with pytest.raises(RequestFailedError, match="NaN or infinity under the weights of version 1"):
+        sampler.sample(types.ModelInput.from_ints(IDS), 1, types.SamplingParams(max_tokens=4)).result()
+
+
 def test_an_inflight_sampler_reads_no_cached_prompt_of_its_older_weights(service):
     trained, prompt = new(service), IDS * 4
     sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()

@@ -116,10 +116,20 @@ def test_a_state_has_one_server_at_a_time(tmp_path):
     Journal(tmp_path).close()
 
 
+def test_what_clients_sent_is_readable_by_the_owner_alone(tmp_path):
+    journal = Journal(tmp_path)
+    assert {each.stat().st_mode & 0o077 for each in tmp_path.iterdir()} == {0}
+    journal.close()
+
+
 def test_a_broken_journal_is_refused_by_name(tmp_path):
     (tmp_path / "journal.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="cannot be read"):
         ServerRecords(tmp_path).tenants(0.0)
+    (tmp_path / "journal.sqlite").unlink()
+    (tmp_path / "journal.sqlite").mkdir()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Journal(tmp_path)
 
 
 def test_the_program_shows_a_state_and_refuses_what_is_about_runs(state, running, tmp_path):

@@ -1,5 +1,6 @@
 """Whole-weight training: one tenant at a time trains all weights of a base, and the base stays what it is."""
 
+import asyncio
 import json
 import re
 
@@ -16,6 +17,7 @@ from headrace.learner.disk import CHECKSUMS_FILE
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.lora import WEIGHTS_FILE
+from headrace.policy import Policy
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import TrainResult
 from headrace.wings.tinker.losses import loss_of
@@ -98,6 +100,47 @@ def test_the_curve_and_the_weights_are_those_of_plain_transformers(plain, tmp_pa
     parameters = dict(reference.named_parameters())
     assert found.keys() == parameters.keys()
     assert max(np.abs(found[name] - each.detach().numpy()).max() for name, each in parameters.items()) < 1e-4
+
+
+def test_the_same_rows_through_a_policy_give_the_same_weights(plain, tmp_path):
+    # a smaller eps makes steps of lr of the rounding where a gradient is all but 0
+    learner = {
+        "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0,
+        "share_prefixes": False,
+    }  # fmt: skip
+    server, seq = Offline(compute_of(plain, whole=True), tmp_path / "state"), 0
+    server.create()
+    loss = {"kind": "reinforce", "ratio_cap": 1e9}  # Tinker has no cap
+
+    async def both_ways():
+        nonlocal seq
+        async with Policy.load(str(plain), learner=learner, loss=loss, seed=1) as policy:
+            for _ in range(4):
+                (answers,) = await policy.sample([IDS[:4]], n=4, max_new_tokens=12)
+                advantages = [0.5, -1.5, 2.0, -0.5]
+                policy.forward_backward(answers, advantages)
+                policy.optim_step()
+                num_tokens = sum(len(each.tokens) for each in answers)
+                for sample, advantage in zip(answers, advantages, strict=True):
+                    ids, given = sample.full.ids_T, len(sample.prompt) - 1
+                    mu = np.concatenate([np.zeros(given, np.float32), sample.tokens.logprobs_T])
+                    share = np.where(np.arange(len(ids) - 1) < given, 0, advantage / num_tokens).astype(np.float32)
+                    body = train_body([ids], seq := seq + 1, "importance_sampling", logprobs=mu, advantages=share)
+                    server.send("forward_backward", seq, body)
+                adam = {"learning_rate": 1e-3, "eps": 1e-5, "grad_clip_norm": 0.5, "weight_decay": 0.0}
+                server.send("optim_step", seq := seq + 1, step_body(seq, **adam))
+            policy.save(tmp_path / "saved")
+
+    asyncio.run(both_ways())
+    found = {name: torch.from_numpy(each) for name, each in server.weights().items()}
+    server.close()
+    before, expected = (
+        {name: each.detach() for name, each in AutoModelForCausalLM.from_pretrained(where).named_parameters()}
+        for where in (plain, tmp_path / "saved")
+    )
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - each).abs().max()) for name, each in expected.items()) < 1e-6
+    assert max(float((before[name] - each).abs().max()) for name, each in expected.items()) > 3e-3
 
 
 def test_a_head_in_pieces_gives_the_gradients_of_a_whole_one(plain, monkeypatch):

@@ -387,12 +387,13 @@ class NativeEngine:
         """End a row whose logits are not finite, as a failed sequence, without its last token."""
         rows = self._rows
         pin, length = int(rows.pin_R[row]), int(rows.length_R[row]) - 1
+        version = self._swaps.version if pin == NO_ROW else pin
+        (own,) = np.broadcast_to(self._adapters.versions(rows.adapter_R[row : row + 1], version), 1).tolist()
         rows.remove_last(row)
         self._generated_tokens -= 1
         self._pool.taint(rows.table(row))
         error = SequenceFailed(
-            f"the logits after {length} tokens of context hold NaN or infinity under the weights of version "
-            f"{self._swaps.version if pin == NO_ROW else pin}",
+            f"the logits after {length} tokens of context hold NaN or infinity under the weights of version {own}",
             remedy="look at the request and at the weights",
         )
         self._outbox.end(rows.sequences[row], None, error)

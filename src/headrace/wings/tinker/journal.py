@@ -81,8 +81,10 @@ class Journal:
         self._descriptor = _hold(directory)
         self._lock = threading.RLock()
         try:
+            # what clients sent is for the owner alone, as the key is; sqlite gives the files beside it the same mode
+            os.close(os.open(directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600))
             self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
-        except sqlite3.DatabaseError as error:
+        except (OSError, sqlite3.DatabaseError) as error:
             os.close(self._descriptor)
             raise _unusable(directory, error) from None
         self._db.row_factory = sqlite3.Row
