@@ -25,6 +25,8 @@ from headrace.models.weights import correction_biases, weight_tensors
 from tests.learner.builders import Setup, assert_close, gradients, random_batch, tiny
 from tests.learner.test_parallel import KINDS
 from tests.learner.test_replay import SPEC, routed
+from tests.models import kinds
+from tools.families.tiny import write
 
 BALANCE, Z = 0.5, 0.25
 RATE = 0.01
@@ -106,6 +108,20 @@ def test_gradient_is_that_of_transformers_losses_over_the_whole_step(setup, conf
         torch.testing.assert_close(gradient, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "granitemoe", "flex_olmo"])
+def test_losses_of_other_families_are_those_of_transformers(kind, tmp_path):
+    path = kinds.tiny(tmp_path / "model", kind) if kind in kinds.HYBRIDS else write(tmp_path / "model", kind)
+    batch, setup = random_batch(num_samples=12), Setup(model_dir=path)
+    model = in_float64(setup)
+    reference(model, batch).backward()
+    found = added(setup, batch, tokens_per_microbatch=20)
+    scale = max(float(each.abs().max()) for each in found.values())
+    for name, gradient in found.items():
+        wanted = dict(model.named_parameters())[name].grad
+        expected = torch.zeros_like(gradient) if wanted is None else wanted.to(gradient)
+        torch.testing.assert_close(gradient, expected, atol=1e-5 * max(scale, 1), rtol=1e-3)
+
+
 def test_gradient_is_the_slope_of_the_losses(setup):
     batch, rng = random_batch(), torch.Generator().manual_seed(0)
     model = in_float64(setup)
@@ -150,7 +166,7 @@ def test_recomputed_layers_count_once(setup):
 def test_losses_for_experts_are_refused_where_they_mean_nothing(model_dir, biased):
     with pytest.raises(ConfigError, match="has none"):
         with_losses(Setup(model_dir=model_dir)).learner()
-    with pytest.raises(ConfigError, match="balanced by a bias"):
+    with pytest.raises(ConfigError, match="no balance loss for the choices of a Glm4MoeForCausalLM"):
         with_losses(biased).learner()
     model = biased.learner().model
     with pytest.raises(ConfigError, match="context or tensor above 1"):

@@ -1,21 +1,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.base.errors import ModelError
 from headrace.base.types.recorded import Experts, Routing
+from headrace.learner.parallel.load import keep_inputs_only
+from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PLAN, PackedPlan, forward
+from headrace.models.mixtures import routes
 from headrace.models.routing import RoutingRecorder, RoutingReplay, find_routing
+from tests.models.families import family
 from tests.models.routed import FAMILIES, HIDDEN, LAYERS, VOCAB, all_known, build, choose, gates, perturb, routed_of
+from tools.families.tiny import write
+
+QUICK = ("afmoe", "ernie4_5_moe", "gemma4_moe", "jamba", "lfm2_moe", "minimax_m2", "nemotron_h", "qwen3_5_moe_text")
+REPLAYED = (
+    *QUICK,
+    *("aria_text", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "exaone_moe", "flex_olmo", "glm4_moe_lite"),
+    *("glm4v_moe", "glm_moe_dsa", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
+    *("kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m3_vl_text", "qwen2_moe"),
+    *("qwen3_next", "qwen3_vl_moe", "solar_open"),
+)
+"""Families whose formula is found by what their routers compute, the first of them in every run of the tests."""
 
 LENGTHS = [5, 9, 1, 7]
 N = sum(LENGTHS)
@@ -207,8 +221,7 @@ def test_sequences_may_be_packed_in_another_order(moe: Moe) -> None:
     torch.testing.assert_close(shuffled, together[torch.from_numpy(places)], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activations_computed_again_route_as_they_did(moe: Moe, reentrant: bool) -> None:
+def test_activations_computed_again_route_as_they_did(moe: Moe) -> None:
     experts = moe.recorded()
     perturb(moe.model)
 
@@ -224,8 +237,7 @@ def test_activations_computed_again_route_as_they_did(moe: Moe, reentrant: bool)
         return [parameter.grad for parameter in moe.model.parameters()]
 
     plain = gradients(all_known(experts))
-    moe.model.train()
-    _checkpoint(moe.model, reentrant)
+    keep_inputs_only(moe.model)
     calls: list[int] = []
     moe.routed.layers[0].router.register_forward_hook(lambda *args: calls.append(1))
     again = gradients(all_known(experts))
@@ -283,20 +295,104 @@ def test_dense_model_has_no_routing() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [
-        ("qwen2_moe", {"num_experts": 4, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 8}),
-        ("granitemoe", {"num_local_experts": 4}),
-        ("jetmoe", {"num_local_experts": 4, "kv_channels": 8}),
-        ("phimoe", {"num_local_experts": 4}),
-    ],
+    [("jetmoe", {"num_local_experts": 4, "kv_channels": 8}), ("phimoe", {"num_local_experts": 4})],
 )
-def test_other_mixtures_are_refused_by_name(kind: str, settings: dict[str, Any]) -> None:
+def test_routers_of_an_unknown_formula_are_refused_by_name(kind: str, settings: dict[str, Any]) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
     config = AutoConfig.for_model(kind, vocab_size=8, **sizes, **settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match=rf"{type(model).__name__} is a mixture of experts \((?s:.)*qwen3_moe"):
+    words = rf"{type(model).__name__} is a mixture of experts \((?s:.)*Router|Gating(?s:.)*keep_routing = false"
+    with pytest.raises(ModelError, match=words):
         find_routing(model)
+    with pytest.raises(ModelError, match=words):
+        routes(config)
+
+
+class HalfOfASigmoid(torch.nn.Module):
+    """A router that no family has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.top_k, self.num_experts = config.num_experts_per_tok, config.num_experts
+        self.routed_scaling_factor = 0.5
+        self.weight = torch.nn.Parameter(torch.randn(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits_NE = hidden_states @ self.weight.T
+        scores_NK, experts_NK = logits_NE.sigmoid().topk(self.top_k, dim=-1)
+        return logits_NE, self.weigh(scores_NK), experts_NK
+
+    def weigh(self, scores_NK: torch.Tensor) -> torch.Tensor:
+        return scores_NK / (scores_NK.sum(-1, keepdim=True) + 1e-6) * self.routed_scaling_factor
+
+
+class SquaredRouter(HalfOfASigmoid):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits_NE, scores_NK, experts_NK = super().forward(hidden_states)
+        return logits_NE, scores_NK**2, experts_NK
+
+
+class HalfRouter(HalfOfASigmoid):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return super().forward(hidden_states)
+
+
+def test_formula_of_an_unknown_family_is_found_by_what_its_router_computes() -> None:
+    model = build("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.gate = HalfRouter(model.config)
+    known = routed_of(model).known
+    assert (known.top_k, known.num_experts, known.gives_logits, known.chooses_by_logits) == (2, 8, True, True)
+    router, logits_NE = model.model.layers[0].mlp.gate, torch.randn(9, 8)
+    experts_NK = torch.randint(0, 8, (9, 2))
+    expected = router.weigh(logits_NE.sigmoid().gather(1, experts_NK))
+    assert torch.equal(known.gates(router, logits_NE, experts_NK), expected)
+    for layer in model.model.layers:
+        layer.mlp.gate = SquaredRouter(model.config)
+    with pytest.raises(ModelError, match=r"\(SquaredRouter\) whose routing can be neither"):
+        find_routing(model)
+
+
+@pytest.mark.parametrize(
+    "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in REPLAYED]
+)
+def test_every_family_replays_its_own_experts_bit_for_bit_and_others_where_they_are_given(
+    kind: str, tmp_path: Path
+) -> None:
+    path = str(write(tmp_path / "model", kind) if kind != "gemma4_moe" else family(tmp_path / "model", kind))
+    model = load_model(ModelConfig(path=path))
+    assert routes(model.config)
+    routed = routed_of(model)
+    recorder, replay = RoutingRecorder(routed), RoutingReplay(routed)
+    recorder.on = True
+
+    def run(routing: Routing | None = None) -> tuple[torch.Tensor, Experts]:
+        with nullcontext() if routing is None else replay(routing):
+            logits_NV = forward(model, IDS_N, PackedPlan(LENGTHS))
+        return logits_NV, recorder.take()
+
+    def gradients() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        given = run(all_known(others))[0]
+        run(all_known(experts))  # another pass, before the backward of the first
+        given.backward(weights_NV)
+        return [parameter.grad for parameter in model.parameters()]
+
+    with torch.inference_mode():
+        live, experts = run()
+        assert torch.equal(run(all_known(experts))[0], live)
+        others = ((experts + 1) % routed.num_experts).astype(experts.dtype)
+        given, used = run(all_known(others))
+    assert (used == others).all()
+    assert not torch.allclose(given, live, atol=1e-3)
+    weights_NV = torch.randn(live.shape, generator=torch.Generator().manual_seed(2))
+    plain = gradients()
+    keep_inputs_only(model)
+    for one, other in zip(plain, gradients(), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
 def test_wrapping_the_model_leaves_its_routing_where_it_is() -> None:
@@ -365,15 +461,6 @@ def _others(experts_NLK: Experts, num_experts: int) -> Experts:
     first = (experts_NLK.max(-1) + 1) % num_experts
     first = np.where((first[..., None] == experts_NLK).any(-1), (first + 1) % num_experts, first)
     return np.stack([first, experts_NLK[..., 0]], axis=-1).astype(experts_NLK.dtype)
-
-
-def _checkpoint(model: Any, reentrant: bool) -> None:
-    """What transformers sets when activations shall be computed again; the method that does it changes its name."""
-    model.enable_input_require_grads()
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.gradient_checkpointing = True
-            module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=reentrant)
 
 
 def _watch_gates(moe: Moe) -> dict[int, torch.Tensor]:

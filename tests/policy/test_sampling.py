@@ -178,9 +178,9 @@ def test_what_the_learner_shall_not_replay_is_not_recorded(tmp_path, keep):
 
 
 def test_mixture_whose_routing_cannot_be_replayed_is_refused_unless_that_is_wished(tmp_path):
-    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    directory = tiny(tmp_path / "mixture", kind="qwen2_moe", extra=extra)
-    with pytest.raises(ModelError, match=r"qwen2_moe .*\n.*learner\.keep_routing = false"):
+    extra = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    directory = tiny(tmp_path / "mixture", kind="phimoe", extra=extra)
+    with pytest.raises(ModelError, match=r"PhimoeForCausalLM .*\n.*learner\.keep_routing = false"):
         load(directory)
 
     async def run(policy: Policy) -> None:

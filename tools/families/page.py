@@ -104,23 +104,28 @@ MIXTURES = """
 ## Mixtures of experts
 
 The experts that computed a token in the engine are recorded and replayed where the table does not say otherwise
-(`learner.keep_routing`).
+(`learner.keep_routing`). Which formula a router weighs them by is found when a model is loaded: another router of its
+class, of random weights, must give what the formula gives, bit for bit, in three precisions. So a family that is not in
+this table is replayed too if its formula is one of those that are known (softmax or sigmoid, of all experts or of the
+chosen ones, divided by their sum or not, and scaled); otherwise it is refused by name.
 
 A mixture can be kept evenly used while it is trained:
 
 ```toml
 [learner.mixture]
-balance_coef = 0.001       # the load-balancing loss, as transformers defines it for routers with a softmax
+balance_coef = 0.001       # the load-balancing loss, as transformers defines it for routers without a bias
 z_coef = 0.001             # the router's z-loss, which keeps its logits small
 bias_rate = 0.001          # for routers that choose by a bias (DeepSeek-V3): how far each update moves it
 ```
 
 The losses are of the whole step, however it is packed and cut into micro-batches, and of data-parallel ranks together;
-the choices that count are the replayed ones. `balance_coef` is for routers with a softmax, `bias_rate` for those with a
-correction bias (`deepseek_v3`, `deepseek_v32`, `glm4_moe`, `glm_moe_dsa`): after each update, the bias of an expert
-that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are part
-of a version: they are published, kept in snapshots and copied with the weights. With `learner.parallel.context` or
-`tensor` above 1 all three are refused, and with an adapter `bias_rate` is. The metrics `expert_load_max`,
+the choices that count are the replayed ones. `balance_coef` is for routers that choose the experts of their greatest logits, of
+families for which transformers defines the loss (Mixtral, Qwen 2 to 3.5, OLMoE, gpt-oss, Granite, Jamba, MiniMax, ...);
+`bias_rate` for those with a correction bias of their own (DeepSeek-V3, GLM-4.5, ...): after each update, the bias of an
+expert that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are
+part of a version: they are published, kept in snapshots and copied with the weights. What a family lacks is refused by
+name, and so are all three with `learner.parallel.context` or `tensor` above 1, and `bias_rate` with an adapter. The
+metrics `expert_load_max`,
 `expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or without, and
 `expert_bias_spread` how far the biases have moved apart.
 """

@@ -22,6 +22,7 @@ Shape legend: N rows of a pass, L mixture-of-experts layers, E experts, K expert
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,8 +41,8 @@ from headrace.learner.parallel.mesh import AnyRanks
 from headrace.models.routing import RoutedModel
 from headrace.models.weights import CORRECTION_BIAS, is_adapted
 
-_SOFTMAX = frozenset({"Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter", "GptOssTopKRouter"})
-"""The routers whose probabilities are a softmax, for which transformers defines the balance loss."""
+_BALANCE_LOSS = "load_balancing_loss_func"
+"""The function of the modules of transformers that define a balance loss."""
 
 
 @dataclass(slots=True)
@@ -206,12 +207,18 @@ def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None,
             "whose routing is known",
             remedy="leave learner.mixture out",
         )
-    kinds = {kind.__name__ for layer in routed.layers for kind in type(layer.router).__mro__}
-    if config.balance_coef and not kinds & _SOFTMAX:
+    if config.balance_coef and not (routed.known.chooses_by_logits and _has_balance_loss(routed)):
         raise ConfigError(
-            f"learner.mixture.balance_coef={config.balance_coef}: transformers defines no balance loss for "
-            f"a {type(model).__name__}, whose router is balanced by a bias",
-            remedy="set learner.mixture.bias_rate instead; z_coef is possible with it",
+            f"learner.mixture.balance_coef={config.balance_coef}: transformers defines no balance loss for the choices "
+            f"of a {type(model).__name__}",
+            remedy="set learner.mixture.bias_rate instead if its routers have a correction bias; z_coef is possible "
+            "without",
+        )
+    if config.trains and not routed.known.gives_logits:
+        raise ConfigError(
+            f"learner.mixture.z_coef={config.z_coef}: it is a loss of logits, and the routers of "
+            f"a {type(model).__name__} return probabilities",
+            remedy="leave learner.mixture.z_coef out",
         )
     if config.bias_rate:
         _refuse_fixed_biases(config, model, routed)
@@ -221,6 +228,12 @@ def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None,
             "tokens, or the same ones",
             remedy="use learner.parallel.data, replicate and expert, or leave learner.mixture out",
         )
+
+
+def _has_balance_loss(routed: RoutedModel) -> bool:
+    """Return whether transformers defines a balance loss for the routers' family."""
+    kinds = type(routed.layers[0].router).__mro__
+    return any(_BALANCE_LOSS in vars(sys.modules[kind.__module__]) for kind in kinds)
 
 
 def _refuse_fixed_biases(config: MixtureConfig, model: nn.Module, routed: RoutedModel) -> None:

@@ -18,7 +18,8 @@ from headrace.base.errors import ConfigError, HeadraceError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import own_class, reshard
-from headrace.models import attention, check, load, recurrent, settings, weights
+from headrace.models import attention, check, load, recurrent, routing, settings, weights
+from headrace.models.again import carrying
 from headrace.models.config import ModelConfig
 
 
@@ -195,7 +196,7 @@ def keep_inputs_only(model: PreTrainedModel) -> None:
 
     newer = getattr(model, "activation_checkpointing_enable", None)  # gate: getattr - renamed in transformers 5.23
     enable = newer or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": False})
+    enable({"use_reentrant": False, "preserve_rng_state": False, "context_fn": carrying(routing.NOW, recurrent.GIVEN)})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True

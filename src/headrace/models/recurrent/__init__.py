@@ -10,10 +10,11 @@ mixer's own code (:mod:`.mixers`).
 """
 
 from headrace.models.recurrent.base import Key, Recurrence, StateShape, Tensors
-from headrace.models.recurrent.mixers import RecurrentForward, foreign_mixer, install, recurrent_layers
+from headrace.models.recurrent.mixers import GIVEN, RecurrentForward, foreign_mixer, install, recurrent_layers
 from headrace.models.recurrent.states import StatePass, StatePool, state_shapes
 
 __all__ = [
+    "GIVEN",
     "Key",
     "Recurrence",
     "RecurrentForward",

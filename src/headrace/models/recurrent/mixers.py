@@ -17,6 +17,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -51,6 +52,10 @@ class MixerCall:
         return found
 
 
+GIVEN: ContextVar[Any] = ContextVar("plan of the layer", default=None)
+"""The plan of the layer that is being computed, of which some layers do not tell their mixer."""
+
+
 class RecurrentForward:
     """The forward of a mixer: with the plan's recurrences in a call with a plan, else its own."""
 
@@ -58,8 +63,6 @@ class RecurrentForward:
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self._own = module.forward
         self._call: MixerCall | None = None
-        self._given: Any = None
-        """The plan of the layer around the mixer, of which some layers do not tell their mixer."""
         self._module = module
         self._packed = self._bind()
 
@@ -81,13 +84,14 @@ class RecurrentForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentForward:
         """Return the forward of the module's copy, which has plans of its own."""
         twin = memo[id(self)] = object.__new__(RecurrentForward)
-        twin.layer, twin._call, twin._given = self.layer, None, None
+        twin.layer, twin._call = self.layer, None
         twin._module, twin._own = copy.deepcopy(self._module, memo), copy.deepcopy(self._own, memo)
         twin._packed = twin._bind()
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plan, self._given = kwargs.get(PLAN, self._given), None
+        plan = kwargs.get(PLAN, GIVEN.get())
+        GIVEN.set(None)
         if plan is None:
             return self._own(*args, **kwargs)
         self._call = MixerCall(plan, self.layer)
@@ -101,7 +105,7 @@ class RecurrentForward:
         layer.register_forward_pre_hook(self._take, with_kwargs=True)
 
     def _take(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given = kwargs.get(PLAN)
+        GIVEN.set(kwargs.get(PLAN))
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence over the tokens of the present call."""

@@ -11,11 +11,11 @@ the selected experts, so that the router keeps its gradient.
        replay: gates of the │ recorded experts ──┘     record: experts_NK, layer by layer
 
 Both are hooks on the router modules of one model, so that the code that computes experts and shared experts is not
-changed. To support a family, add its gates to ``families.py``.
+changed. To support a family, add its gates to ``formulas.py``.
 """
 
 from headrace.models.routing.base import RoutedModel
-from headrace.models.routing.families import find_routing
-from headrace.models.routing.replay import RoutingPass, RoutingRecorder, RoutingReplay
+from headrace.models.routing.find import find_routing
+from headrace.models.routing.replay import NOW, RoutingPass, RoutingRecorder, RoutingReplay
 
-__all__ = ["RoutedModel", "RoutingPass", "RoutingRecorder", "RoutingReplay", "find_routing"]
+__all__ = ["NOW", "RoutedModel", "RoutingPass", "RoutingRecorder", "RoutingReplay", "find_routing"]

@@ -6,17 +6,14 @@ routing is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.base.types.recorded import Experts
-
-Gates = Callable[[Any, Tensor, Tensor], Tensor]
-"""A function ``gates(router, logits_NE, experts_NK)`` that returns the weights ``[N, K]`` of selected experts."""
+from headrace.models.routing.formulas import KnownRouter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,23 +24,24 @@ class MixtureLayer:
     """The index of the decoder layer that contains it."""
     router: nn.Module
     """The router module, which returns ``(logits_NE, gates_NK, experts_NK)``."""
-    attention: nn.Module
-    """The attention module of the same decoder layer, which runs before the router and gets the keywords of the
-    pass."""
-    gates: Gates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedModel:
     """A model with mixture-of-experts layers. Layers without experts are not counted."""
 
-    trunk: nn.Module
-    """The module whose keywords are passed to every layer."""
     layers: tuple[MixtureLayer, ...]
-    top_k: int
-    """The number of experts per token and layer."""
-    num_experts: int
-    """The number of experts of a layer, without shared ones."""
+    known: KnownRouter
+
+    @property
+    def top_k(self) -> int:
+        """Return the number of experts per token and layer."""
+        return self.known.top_k
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of experts of a layer, without shared ones."""
+        return self.known.num_experts
 
     @property
     def num_layers(self) -> int:

@@ -1,10 +1,9 @@
 """Record which experts compute each token, and send tokens to recorded experts.
 
-    with replay(routing) ──▶ trunk(…, SEEN=seen) ──▶ layer: attention(…, SEEN=seen) keeps it ──▶ router's output changes
+    with replay(routing) ──▶ a context variable holds it ──▶ router's output changes
 
-The routing is passed with the keywords of the pass, as the attention plan is. A layer whose activations are recomputed
-in the backward pass gets the same keywords again, so it routes as before, even if another pass, or none, is being
-replayed by then.
+A layer whose activations are computed again in the backward pass must route as it did, even if another pass, or none,
+is being replayed by then: its checkpoint carries :data:`NOW` (:mod:`headrace.models.again`).
 
 Shape legend: N tokens of a pass, L mixture-of-experts layers, K experts per token and layer, R tokens whose routing is
 known.
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,8 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
 from headrace.base.types.recorded import Experts, Routing
-from headrace.models.routing.base import MixtureLayer, RoutedModel
-
-SEEN = "headrace_seen"
-"""The keyword under which the routing of a pass is given to ``model(**kwargs)``."""
+from headrace.models.again import Having
+from headrace.models.routing.base import RoutedModel
 
 
 class RoutingPass:
@@ -59,12 +57,12 @@ class RoutingPass:
         return len(self._differing)
 
     def route(
-        self, index: int, layer: MixtureLayer, output: tuple[Tensor, Tensor, Tensor]
+        self, index: int, router: nn.Module, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Replace the output of the router of layer ``index`` by one that sends each token with known routing to its
         recorded experts, if the pass is ``forced``; in any case, count the tokens for which the router would choose
         others."""
-        logits_NE, _, live_NK = output
+        logits_NE, gates_NK, live_NK = output
         if len(live_NK) != len(self._known_N):
             raise ModelError(
                 f"a forward pass of {len(live_NK)} tokens under the routing of {len(self._known_N)} tokens",
@@ -73,7 +71,13 @@ class RoutingPass:
         known_N1 = self._known_N[:, None]
         experts_NK = torch.where(known_N1, self._experts_NLK[:, index].long(), live_NK)
         self._differing[index] = (experts_NK.sort(-1).values != live_NK.sort(-1).values).any(-1).sum()
-        return (logits_NE, layer.gates(layer.router, logits_NE, experts_NK), experts_NK) if self._forced else output
+        if not self._forced:
+            return output
+        return logits_NE, self.routed.known.gates(router, logits_NE, experts_NK).to(gates_NK.dtype), experts_NK
+
+
+NOW: ContextVar[RoutingPass | None] = ContextVar("routing", default=None)
+"""The routing of the pass that is being computed."""
 
 
 class RoutingReplay:
@@ -87,10 +91,8 @@ class RoutingReplay:
 
     def __init__(self, routed: RoutedModel) -> None:
         self._routed = routed
-        self._seen: RoutingPass | None = None
         for index, layer in enumerate(routed.layers):
-            layer.attention.register_forward_pre_hook(self._enter, with_kwargs=True)
-            layer.router.register_forward_hook(partial(self._route, index, layer), prepend=True)
+            layer.router.register_forward_hook(partial(self._route, index), prepend=True)
 
     @contextmanager
     def __call__(self, routing: Routing, *, forced: bool = True) -> Iterator[RoutingPass]:
@@ -111,10 +113,7 @@ class RoutingReplay:
             )
         device = next(self._routed.layers[0].router.parameters()).device
         seen = RoutingPass(routing, self._routed, forced=forced, device=device)
-        handle = self._routed.trunk.register_forward_pre_hook(
-            lambda trunk, args, kwargs: (args, {**kwargs, SEEN: seen}), with_kwargs=True
-        )
-        with handle:
+        with Having({NOW: seen}):
             yield seen
         if seen.num_layers != self._routed.num_layers:
             raise ModelError(
@@ -123,14 +122,11 @@ class RoutingReplay:
                 "if that is so, a fused kernel bypasses the router: load the model without it",
             )
 
-    def _enter(self, attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        seen = kwargs.get(SEEN)
-        self._seen = seen if seen is not None and seen.routed is self._routed else None
-
     def _route(
-        self, index: int, layer: MixtureLayer, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+        self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return output if self._seen is None else self._seen.route(index, layer, output)
+        seen = NOW.get()
+        return output if seen is None or seen.routed is not self._routed else seen.route(index, router, output)
 
 
 class RoutingRecorder:

@@ -1,0 +1,38 @@
+"""Give a layer that is computed again in the backward pass what it had the first time.
+
+    forward: pass sets variables ──▶ layer reads them          backward: other values, or none, by then
+                        └── its checkpoint keeps the values ──▶ layer reads those, and computes the same
+
+What belongs to a pass is passed down with the keywords of the model, and a checkpoint keeps those. A router gets no
+keywords, nor do the mixers of some families: they read context variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+from typing import Any
+
+
+class Having(AbstractContextManager[None]):
+    """A context in which context variables have these ``values``; it may be entered several times."""
+
+    def __init__(self, values: Mapping[ContextVar[Any], Any]) -> None:
+        self._values = values
+        self._entered: list[list[tuple[ContextVar[Any], Token[Any]]]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append([(variable, variable.set(value)) for variable, value in self._values.items()])
+
+    def __exit__(self, *_: object) -> None:
+        for variable, token in self._entered.pop():
+            variable.reset(token)
+
+
+def carrying(
+    *variables: ContextVar[Any],
+) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
+    """Return a ``context_fn`` for ``torch.utils.checkpoint``, with which a repeated computation finds the values that
+    ``variables`` had the first time."""
+    return lambda: (nullcontext(), Having({variable: variable.get() for variable in variables}))

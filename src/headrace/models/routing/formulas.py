@@ -1,0 +1,199 @@
+"""Find by which formula the routers of a model weigh the experts that they choose, whatever the family.
+
+    class of the router ──▶ another one of random weights ──▶ its outputs on random tokens, in three precisions
+    every formula here  ──▶ the same weights of the same experts, bit for bit? ──▶ the first that gives them
+
+A formula is needed because a replay gives other experts to a token than the router would choose now: their weights are
+computed from the scores of all experts, so that each keeps its score and its gradient. The precision and the order of
+the operations are those of the router, so that the weights of the experts that it did choose stay its own, bit for bit.
+
+Shape legend: N tokens, H hidden size, E experts, K selected experts.
+"""
+
+# gate: getattr - the settings of a foreign router differ from family to family
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.models.settings import BUILDING
+
+_Scores = Callable[[Tensor, Tensor], Tensor]
+"""A function ``scores(logits_NE, experts_NK)`` that returns the scores ``[N, K]`` of selected experts."""
+
+
+def _of_probabilities(given_NE: Tensor, experts_NK: Tensor) -> Tensor:
+    return given_NE.gather(1, experts_NK)
+
+
+_SCORES: tuple[_Scores, ...] = (
+    lambda logits_NE, experts_NK: logits_NE.softmax(-1).gather(1, experts_NK),
+    lambda logits_NE, experts_NK: logits_NE.sigmoid().gather(1, experts_NK),
+    lambda logits_NE, experts_NK: logits_NE.gather(1, experts_NK).softmax(-1),
+    _of_probabilities,
+)
+"""How routers score an expert: softmax over all, sigmoid of its own, softmax over the selected ones, and probabilities
+that the router returns in the place of logits."""
+_EPSILONS: tuple[float | str | None, ...] = ("norm_topk_prob_eps", None, 0.0, 1e-20, 1e-6)
+"""The values of :attr:`GateFormula.epsilon`."""
+_LEAST = "norm_min"
+"""The router's setting for the smallest sum by which the scores are divided."""
+_SCALES = (None, "routed_scaling_factor", "route_scale", "router_scaling_factor", "per_expert_scale")
+"""The values of :attr:`GateFormula.scale`; the last has a number for each expert."""
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+"""The precisions of the probe: each shows where a router rounds."""
+_PROBES = 64
+"""The number of tokens of the probe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateFormula:
+    """A way to weigh experts."""
+
+    scores: _Scores
+    single: bool
+    """Whether scores are computed in float32 from logits of any dtype."""
+    epsilon: float | str | None
+    """What is added to the sum by which the scores of a token are divided: a number, or a setting of the router by its
+    name; ``None`` if they are not divided."""
+    scale: str | None
+    """The setting or parameter of the router by which they are multiplied at the end; ``None`` for none."""
+
+    def __call__(self, router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
+        """Return the weights ``[N, K]`` that the router gives to ``experts_NK``, before they are cast to the dtype of
+        its own."""
+        gates_NK = self.scores(logits_NE.float() if self.single else logits_NE, experts_NK)
+        if self.epsilon is not None:
+            total_N1 = gates_NK.sum(-1, keepdim=True)
+            if self.epsilon == _LEAST:
+                total_N1 = total_N1.clamp(min=router.norm_min)
+            else:
+                total_N1 = total_N1 + (getattr(router, self.epsilon) if isinstance(self.epsilon, str) else self.epsilon)
+            gates_NK = gates_NK / total_N1
+        if self.scale is not None:
+            scale = getattr(router, self.scale)
+            gates_NK = gates_NK * (scale[experts_NK] if isinstance(scale, Tensor) and scale.ndim else scale)
+        return gates_NK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRouter:
+    """What is known of the routers of a model."""
+
+    gates: GateFormula
+    top_k: int
+    """The number of experts per token."""
+    num_experts: int
+    """The number of experts, without shared ones."""
+    gives_logits: bool
+    """Whether the first output is logits; probabilities otherwise."""
+    chooses_by_logits: bool
+    """Whether the chosen experts are those of the greatest logits; biases or groups have a say otherwise."""
+
+
+def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
+    """Return what is known of the routers of the class ``kind`` in a model of this configuration; ``None`` if their
+    formula is none of those here."""
+    found = [_Probe.of(kind, config, dtype) for dtype in _DTYPES]
+    probes = [probe for probe in found if probe is not None]
+    if len(probes) < len(found):
+        return None
+    for formula in _formulas(probes[0].router):
+        if all(probe.computed_by(formula) for probe in probes):
+            return KnownRouter(
+                gates=formula,
+                top_k=probes[0].experts_NK.shape[1],
+                num_experts=probes[0].logits_NE.shape[1],
+                gives_logits=formula.scores is not _of_probabilities,
+                chooses_by_logits=probes[-1].chooses_by_logits(formula),
+            )
+    return None
+
+
+def _formulas(router: nn.Module) -> Iterator[GateFormula]:
+    """Return all formulas for which ``router`` has the settings."""
+    epsilons = [each for each in (_LEAST, *_EPSILONS) if not isinstance(each, str) or hasattr(router, each)]
+    scales = [each for each in _SCALES if each is None or hasattr(router, each)]
+    for scores, single, epsilon, scale in itertools.product(_SCORES, (True, False), epsilons, scales):
+        yield GateFormula(scores=scores, single=single, epsilon=epsilon, scale=scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """What a router of random weights computes of random tokens."""
+
+    router: nn.Module
+    logits_NE: Tensor
+    gates_NK: Tensor
+    experts_NK: Tensor
+
+    @staticmethod
+    @torch.inference_mode()
+    def of(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
+        """Build a router and call it; ``None`` if it is built or called in another way than most, or does not return
+        logits, weights and experts."""
+        generator = torch.Generator().manual_seed(0)
+        with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            try:
+                router = kind(config).to(dtype).eval()
+            except (TypeError, AttributeError):
+                return None
+        for each in itertools.chain(router.parameters(), router.buffers()):
+            # of one sign, so that the logits of a token are all large or all small
+            drawn = torch.randn(each.shape, generator=generator).abs()
+            each.copy_(-drawn / math.sqrt(each.shape[-1] if each.ndim else 1))
+        matrix = next((each for each in router.parameters() if each.ndim == 2), None)
+        if matrix is None:
+            return None
+        num_experts, size = matrix.shape
+        scale_N1 = torch.logspace(-2, 1, _PROBES)[:, None]
+        scale_N1[::2] *= -1
+        hidden_NH = (torch.randn(_PROBES, size, generator=generator).abs() * scale_N1).to(dtype)
+        biases = [torch.randn(num_experts, generator=generator) for _ in range(_others(kind))]
+        for given in (hidden_NH, hidden_NH[None]):
+            try:
+                logits_NE, gates_NK, experts_NK = router(given, *biases)
+            except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
+                continue
+            found = _Probe(router=router, logits_NE=logits_NE, gates_NK=gates_NK, experts_NK=experts_NK)
+            return found if found.fits(num_experts) else None
+        return None
+
+    def fits(self, num_experts: int) -> bool:
+        """Return whether the outputs are those of a router: logits of every expert, and the weights of some."""
+        tensors = [self.logits_NE, self.gates_NK, self.experts_NK]
+        return (
+            all(isinstance(each, Tensor) and each.ndim == 2 and len(each) == _PROBES for each in tensors)
+            and self.logits_NE.shape[1] == num_experts
+            and self.gates_NK.shape == self.experts_NK.shape
+            and not self.experts_NK.is_floating_point()
+        )
+
+    def computed_by(self, formula: GateFormula) -> bool:
+        """Return whether ``formula`` gives the router's weights of the experts that it chose, bit for bit."""
+        found_NK = formula(self.router, self.logits_NE, self.experts_NK).to(self.gates_NK.dtype)
+        return torch.equal(found_NK.nan_to_num(-1.0), self.gates_NK.nan_to_num(-1.0))
+
+    def chooses_by_logits(self, formula: GateFormula) -> bool:
+        """Return whether the experts are those of the greatest logits, for all tokens whose scores differ."""
+        scores_NE = formula.scores(
+            self.logits_NE.float(), torch.arange(self.logits_NE.shape[1]).expand_as(self.logits_NE)
+        )
+        differ_N = (scores_NE.sort(-1).values.diff(dim=-1) > 0).all(-1)
+        best_NK = self.logits_NE.topk(self.experts_NK.shape[1]).indices
+        same_N = (best_NK.sort(-1).values == self.experts_NK.sort(-1).values).all(-1)
+        return bool(same_N[differ_N].all())
+
+
+def _others(kind: type[nn.Module]) -> int:
+    """Return the number of arguments of the router beside the tokens: biases of experts."""
+    given = list(inspect.signature(kind.forward).parameters.values())[2:]
+    return sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in given)
