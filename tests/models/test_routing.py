@@ -24,8 +24,17 @@ from tools.families.tiny import write
 QUICK = ("afmoe", "ernie4_5_moe", "gemma4_moe", "jamba", "lfm2_moe", "minimax_m2", "nemotron_h", "qwen3_5_moe_text")
 REPLAYED = (
     *QUICK,
-    *("aria_text", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "exaone_moe", "flex_olmo", "glm4_moe_lite"),
-    *("glm4v_moe", "glm_moe_dsa", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
+    *("aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "dots1", "exaone_moe", "flex_olmo", "flint"),
+    *(
+        "glm4_moe_lite",
+        "glm4v_moe",
+        "glm_moe_dsa",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "hy_v3",
+    ),
     *("kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m3_vl_text", "qwen2_moe"),
     *("qwen3_next", "qwen3_vl_moe", "solar_open"),
 )

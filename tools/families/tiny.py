@@ -117,6 +117,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     },
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "cwm": {"bos_token_id": 2},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
@@ -124,6 +125,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "max_window_layers": 1},
+    "flint": {"mlp_only_layers": [0]},
     "gemma4_text": _GEMMA4,
     "glm4v_moe_text": {"head_dim": 16},
     "gemma4_unified_text": _GEMMA4,
