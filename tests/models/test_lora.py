@@ -18,6 +18,7 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.kernels.fuse import fuse, unfuse
 from headrace.models.lora import active, active_adapter, adapters, add_adapter
 from headrace.models.weights import weight_tensors
+from tools.families.tiny import write
 
 IDS, LENGTHS = torch.arange(3, 12), [4, 5]
 Dirs = Callable[[str], Path]
@@ -101,6 +102,31 @@ def test_every_expert_has_an_adapter_of_its_own(model_dir: Dirs) -> None:
     torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        ("qwen3_5_text", set()), ("qwen3_5_moe_text", set()), ("lfm2", set()),
+        ("nemotron_h", {"out_proj"}), ("dbrx", {"layer"}),
+        ("deepseek_v3", {"gate_proj", "up_proj", "down_proj"}),  # peft would take them for those of experts
+    ],
+)  # fmt: skip
+def test_all_linear_layers_but_head_and_routers_are_adapted(kind: str, left_out: set[str], tmp_path: Path) -> None:
+    model = adapted(write(tmp_path / "model", kind), rank=2)
+    wrapped = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    linear = {name.removesuffix(".base_layer") for name, module in model.named_modules() if type(module) is nn.Linear}
+    linear = {name for name in linear if ".lora_" not in name and name != "lm_head"}
+    assert wrapped <= linear
+    assert {name.rpartition(".")[2] for name in linear - wrapped} == left_out
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2_moe", "qwen3_5_moe_text"])
+def test_experts_of_hybrids_are_adapted_and_not_their_convolutions(kind: str, tmp_path: Path) -> None:
+    model = adapted(write(tmp_path / "model", kind), rank=2, experts=True, target_modules=[])
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all(".experts." in name for name in names)
+
+
 def test_adapters_are_drawn_from_their_seed_whatever_was_drawn_before(model_dir: Dirs) -> None:
     one = weight_tensors(adapted(model_dir("llama"), seed=3))
     state = torch.rand(5).sum() and torch.get_rng_state()
@@ -174,7 +200,8 @@ def test_settings_that_cannot_work_are_refused_at_load(lora: dict[str, Any], wor
      ("qwen3", {"target_modules": ["lm_head"]}, "no layer 'lm_head'"),
      ("qwen3", {"target_modules": ["embed_tokens"]}, "no layer 'embed_tokens'"),
      ("qwen3_moe", {"target_modules": ["gate_proj"]}, "experts=true"),
-     ("qwen3", {"experts": True}, "no weights of experts")],
+     ("qwen3", {"experts": True}, "no weights of experts"),
+     ("qwen3_5_text", {"experts": True}, "no weights of experts")],
 )  # fmt: skip
 def test_layers_that_cannot_be_adapted_are_refused_by_name(
     model_dir: Dirs, kind: str, lora: dict[str, Any], words: str

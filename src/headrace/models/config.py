@@ -34,10 +34,12 @@ class LoraConfig(Section):
     """The scale α: the update is multiplied by ``alpha / rank``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """The suffixes of the names of the linear layers that get an adapter, such as ``["q_proj", "v_proj"]``;
-    ``"all-linear"`` for all layers but the head, routers, and ``out_proj`` of those Mamba models in which peft
-    refuses it (falcon_h1, mamba2, nemotron_h)."""
+    ``"all-linear"`` for all layers but the head, routers, ``out_proj`` of those Mamba models in which peft refuses
+    it (falcon_h1, mamba2, nemotron_h), and the dense layers and shared experts of those mixtures in which peft takes
+    their names for experts (qwen3_moe, deepseek_v3, mixtral, and others that were saved in parts)."""
     experts: bool = False
-    """Whether every expert of a mixture-of-experts model gets an adapter of its own, too."""
+    """Whether every expert of a mixture-of-experts model gets an adapter of its own, too, if its experts are in one
+    tensor."""
     use_dora: bool = False
     """Whether the norms of the rows of the adapted weights are trained separately (DoRA, Liu et al. 2024)."""
     init: Literal["default", "gaussian"] = "default"

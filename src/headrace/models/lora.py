@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.hub import called, pinned
+from headrace.models.routing.find import is_router
 from headrace.models.settings import BUILDING
 from headrace.models.text_part import prefixes_in_base, with_prefix
 from headrace.models.weights import (
@@ -55,10 +56,6 @@ _MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h
 """The types of models in which peft adapts no ``out_proj``, because kernels of the Mamba package read its weight."""
 _CONV1D = "Conv1D"
 """The class of linear layers with a transposed weight (gpt2)."""
-
-_EXPERT_LAYER_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""The names of layers that peft takes for parts of the experts wherever it finds them in a mixture: shared experts
-and dense layers of a mixture get no adapter."""
 
 _KEYS = {"r": "rank", "lora_alpha": "alpha", "use_dora": "use_dora"}
 """The settings that decide what the same tensors compute: their keys in peft's files, and in :class:`LoraConfig`."""
@@ -320,7 +317,7 @@ def _peft() -> Any:
 
 def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
     """Return peft's configuration for these settings and this model."""
-    wanted, names = config.target_modules, _linear_names(model)
+    wanted, names = config.target_modules, _linear_names(peft, model)
     name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -328,7 +325,7 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
         revision=commit or None,
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=names if wanted == "all-linear" else _named(model, wanted, names),
+        target_modules=_but_routers(model, names) if wanted == "all-linear" else _named(model, wanted, names),
         target_parameters=_expert_parameters(model) if config.experts else None,
         use_dora=config.use_dora,
         init_lora_weights=True if config.init == "default" else config.init,
@@ -351,19 +348,29 @@ def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
-def _linear_names(model: nn.Module) -> list[str]:
-    """Return the names of all layers that can have an adapter."""
+def _linear_names(peft: Any, model: nn.Module) -> list[str]:
+    """Return the names of all layers that can have an adapter.
+
+    In some mixtures peft takes the names of dense layers and shared experts for those that parts of the experts once
+    had (``gate_proj``), and would adapt the experts instead: those layers are left out."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     head = model.get_output_embeddings()  # type: ignore[operator]
-    barred = _EXPERT_LAYER_NAMES if _expert_names(model) else frozenset()
-    if str(model.config.model_type) in _MAMBAS:  # type: ignore[union-attr]
-        barred |= {"out_proj"}
+    barred = {"out_proj"} if str(model.config.model_type) in _MAMBAS else frozenset()  # type: ignore[union-attr]
     names = {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
         if module is not head and (_is_linear(module) or type(module).__name__ == _CONV1D)
         if not of_adapter(name)
     }
-    return sorted(name for name in names if name.rpartition(".")[2] not in barred)
+    read = peft.LoraConfig(target_modules={name for name in names if name.rpartition(".")[2] not in barred})
+    convert_peft_config_for_transformers(read, model, None)
+    return sorted(set(read.target_modules) & names)
+
+
+def _but_routers(model: nn.Module, names: list[str]) -> list[str]:
+    """Return those of ``names`` that are no part of a router."""
+    return [name for name in names if not is_router(model.get_submodule(name.rpartition(".")[0]))]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -389,6 +396,7 @@ def _expert_names(model: nn.Module) -> list[str]:
         name.replace(".base_layer", "")
         for name, parameter in model.named_parameters()
         if parameter.ndim == 3 and not of_adapter(name)
+        if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)  # of a mixer
     ]
 
 
@@ -410,7 +418,7 @@ def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], dir
     kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     if prefixes:  # ends of names would name layers of the other parts, too
-        layers = _named(model, sorted(config.target_modules), _linear_names(model))
+        layers = _named(model, sorted(config.target_modules), _linear_names(_peft(), model))
         config.target_modules = {with_prefix(layer, prefixes) for layer in layers}
     config.save_pretrained(str(directory))
 

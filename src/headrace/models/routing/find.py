@@ -27,7 +27,7 @@ def find_routing(model: nn.Module) -> RoutedModel | None:
     Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts whose routers are not understood.
     """
     kinds = {name: _kind(module) for name, module in model.named_modules()}
-    routers = {name: kind for name, kind in kinds.items() if _ROUTER.search(kind.__name__)}
+    routers = {name: kind for name, kind in kinds.items() if is_router(model.get_submodule(name))}
     if not routers:
         _refuse(model, {kind for kind in kinds.values() if _MIXTURE.search(kind.__name__)})
         return None
@@ -52,6 +52,11 @@ def find_routing(model: nn.Module) -> RoutedModel | None:
             remedy=_REMEDY,
         )
     return RoutedModel(layers=layers, known=known)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return whether ``module`` is a router, by the name of its class."""
+    return bool(_ROUTER.search(_kind(module).__name__))
 
 
 def _refuse(model: nn.Module, kinds: set[type[nn.Module]]) -> None:
