@@ -90,7 +90,7 @@ class Offline:
         self.journal.close()
 
 
-def train_body(ids, seq, loss="cross_entropy", model=MODEL, config=None, **inputs) -> bytes:
+def train_body(ids, seq, loss="cross_entropy", model=MODEL, config=None, *, forward_only=False, **inputs) -> bytes:
     """Return the bytes that the client sends for a forward_backward of one datum."""
     from tinker import types
     from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -101,7 +101,9 @@ def train_body(ids, seq, loss="cross_entropy", model=MODEL, config=None, **input
         data=[datum(list(each), **inputs) for each in ids], loss_fn=loss, loss_fn_config=config
     )
     request = types.ForwardBackwardRequest(forward_backward_input=given, model_id=model, seq_id=seq)
-    return forward_backward_request_to_proto(request).SerializeToString()
+    encoded = forward_backward_request_to_proto(request)
+    encoded.forward_only = forward_only
+    return encoded.SerializeToString()
 
 
 def step_body(seq, model=MODEL, **adam) -> bytes:

@@ -29,13 +29,20 @@ def tiny(directory: Path, **more: Any) -> Path:
 
 
 def settings(
-    model: Path, state: Path, *, name: str = NAME, others: Mapping[str, Path] | None = None, **more: Any
+    model: Path,
+    state: Path,
+    *,
+    name: str = NAME,
+    alias: str = "",
+    others: Mapping[str, Path] | None = None,
+    **more: Any,
 ) -> TinkerConfig:
-    """Return the settings of a server of ``model``, and of ``others`` under their names; that named
-    :data:`WHOLE` trains all its weights."""
+    """Return the settings of a server of ``model``, which has the name ``alias`` too if one is given, and of ``others``
+    under their names; that named :data:`WHOLE` trains all its weights."""
     engine = EngineConfig(max_sequences=16)
     named = {name: model, **(others or {})}
-    bases = tuple(BaseConfig(path=path, names=(name,), whole=name == WHOLE) for name, path in named.items())
+    names = {each: (each, alias) if alias and path == model else (each,) for each, path in named.items()}
+    bases = tuple(BaseConfig(path=path, names=names[each], whole=each == WHOLE) for each, path in named.items())
     return replace(TinkerConfig(bases=bases, state=state, port=0, engine=engine), **more)
 
 

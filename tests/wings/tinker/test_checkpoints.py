@@ -1,9 +1,11 @@
 """Checkpoints of a server, as its client lists, downloads, replaces and samples from them."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import httpx
 import pytest
@@ -99,9 +101,45 @@ def test_a_model_whose_weights_are_lost_goes_on_from_a_checkpoint(model, tmp_pat
     with served(model, tmp_path, port=int(url.rpartition(":")[2])):
         with pytest.raises(RequestFailedError, match="cannot be restored"):
             step(trained)
+        other = new(service, rank=8).save_state("other").result().path
+        with pytest.raises(RequestFailedError, match=r"has rank 8, .* the model has rank 4"):
+            trained.load_state(other).result()
         trained.load_state(good).result()
         assert step(trained).metrics["loss:sum"] > 0
         service.close("success").result()
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")
+def test_a_model_keeps_its_name_of_the_base_whatever_it_loads(model, tmp_path):
+    with served(model, tmp_path, alias="alias/one") as (url, key), client(url, key) as service:
+        path = new(service).save_state("named").result().path
+        trained = service.create_lora_training_client(base_model="alias/one", rank=4).result()
+        trained.save_weights_and_get_sampling_client(kind="inflight").result()
+        trained.load_state(path).result()
+        assert trained.get_info().model_data.model_name == "alias/one"
+        step(trained)
+        sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
+        assert sampler.get_base_model() == "alias/one"
+        assert sampled(sampler).sequences[0].tokens
+
+
+def test_what_a_sampler_of_a_living_session_uses_stays_when_its_maker_leaves(model, tmp_path):
+    with served(model, tmp_path) as (url, key), client(url, key) as other:
+        maker = client(url, key)
+        trained = new(maker)
+        path = trained.save_state("again").result().path
+        unused = trained.save_state("unused").result().path
+        sampler = other.create_sampling_client(model_path=path).result()
+        for name in ("again", "unused"):
+            trained.save_state(name, overwrite=True).result()
+        maker.close("success").result()
+        with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
+            rows = dict(db.execute("SELECT directory, expires_s FROM checkpoints WHERE kind = 'ephemeral'"))
+        left = {each.rpartition("/")[2].partition("@")[0]: expires_s - time.time() for each, expires_s in rows.items()}
+        assert left["again"] > 3600
+        assert left.get("unused", 0) <= 0
+        assert unused
+        assert sampled(sampler).sequences[0].tokens
 
 
 def test_a_sampler_keeps_the_weights_of_a_checkpoint_that_is_replaced(service):

@@ -400,6 +400,33 @@ def test_a_prompt_that_does_not_fit_fails_by_name(service):
     assert sampled(sampler).sequences
 
 
+def test_answers_are_kept_up_to_a_size_and_the_newest_always(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.wings.tinker.jobs.KEPT_BYTES", 600)
+    with served(model, tmp_path / "state") as (url, key), client(url, key) as service:
+        sampler = service.create_sampling_client(base_model=NAME).result()
+        answers = [sampled(sampler, n=4) for _ in range(8)]  # of some 200 bytes each
+        assert len({len(each.sequences) for each in answers}) == 1
+        session = httpx.get(f"{url}/api/v1/sessions", headers={"x-api-key": key}).json()["sessions"][0]
+        names = [f"{session}:sample:0:{seq}" for seq in range(9)]
+        asked = {"headers": {"x-api-key": key}}
+        status = [
+            httpx.post(f"{url}/api/v1/retrieve_future", json={"request_id": name}, **asked).status_code
+            for name in names
+        ]
+        assert 1 <= status.count(200) <= 4
+        assert 410 in status
+
+
+def test_more_targets_than_a_request_may_have_are_refused(service, monkeypatch):
+    monkeypatch.setattr("headrace.wings.tinker.wire.MOST_NUMBERS", 20)
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    targets = types.TensorData.from_numpy(np.zeros((11, 2), np.int64))
+    params = types.SamplingParams(max_tokens=2)
+    given = {"include_prompt_logprobs": True, "target_prompt_logprobs": targets}
+    with pytest.raises(RequestFailedError, match="has 22 ids, and 20 are possible"):
+        sampler.sample(types.ModelInput.from_ints(IDS), 1, params, **given).result()
+
+
 def test_a_body_that_is_too_long_or_cut_fails_in_its_place(model, tmp_path):
     with served(model, tmp_path / "state", max_body_bytes=2000) as (url, key), client(url, key) as service:
         trained = new(service)

@@ -111,6 +111,25 @@ def test_a_request_that_fails_leaves_the_gradient_before_it(compute, expected, t
     server.close()
 
 
+def test_passes_without_gradient_are_not_computed_again_after_a_kill(compute, tmp_path, monkeypatch):
+    server = Offline(compute, tmp_path)
+    server.create()
+    for seq in (1, 2, 3):
+        body = train_body([[5, 6, 7, 8]], seq, forward_only=seq > 1)
+        server.send("forward_backward", seq, body)
+    server.wait()
+    server.kill()
+    computed, train = [], compute.train
+    monkeypatch.setattr(
+        type(compute), "train", lambda _, *given, **how: (computed.append(how), train(*given, **how))[1]
+    )
+    server = Offline(compute, tmp_path)
+    server.send("optim_step", 4, step_body(4))
+    server.wait()
+    assert computed == [{"backward": True}]
+    server.close()
+
+
 def test_a_state_that_cannot_be_read_ends_no_other_tenant(compute, expected, tmp_path):
     server, requests = Offline(compute, tmp_path), script(STEPS)
     server.create()

@@ -221,7 +221,7 @@ def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample])
         return FusedLinear(module, ops)
     if _all_linear(module, "gate_proj", "up_proj", "down_proj") and len(list(module.parameters(recurse=False))) == 0:
         return FusedGated(module, ops)
-    if id(module) in seen:
+    if id(module) in seen and seen[id(module)].name_of_sinks(module) is not None:
         return FusedAttention(module, ops, seen[id(module)])
     how = find_norm(module)
     return None if how is None else FusedNorm(module, ops, how)

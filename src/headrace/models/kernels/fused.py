@@ -8,7 +8,7 @@ Shape legend: N tokens, H query heads, E head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,10 +115,15 @@ class FusedAttention(Fused):
         self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
         self._norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
-        self.rule = seen.rule
+        self._rule, self._sinks = replace(seen.rule, sinks_H=None), seen.name_of_sinks(module)
         self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]
         (heads, size), _, (_, value_size) = self.sizes
         self.gated = module.q_proj.out_features == 2 * heads * size and size == value_size  # type: ignore[union-attr]
+
+    @property
+    def rule(self) -> Rule:
+        """Return the parameters of the layer's attention, with the sinks of now."""
+        return replace(self._rule, sinks_H=self.module.get_parameter(self._sinks)) if self._sinks else self._rule
 
     @property
     def norms(self) -> list[Norm | None]:
@@ -171,6 +176,14 @@ class AttentionSample:
     """The keyword arguments of the call; ``None`` until it has returned."""
     output: Any = None
     """The value that the call returned."""
+
+    def name_of_sinks(self, module: nn.Module) -> str | None:
+        """Return the name of the parameter of ``module`` that holds the sinks; empty if there are none, ``None`` if
+        they are no parameter of it."""
+        sinks = self.rule.sinks_H
+        if sinks is None:
+            return ""
+        return next((name for name, own in module.named_parameters(recurse=False) if own is sinks), None)
 
 
 def close(given: Tensor, wanted: Tensor) -> bool:

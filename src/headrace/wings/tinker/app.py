@@ -24,13 +24,16 @@ from headrace.base.errors import HeadraceError
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
 from headrace.wings.tinker import schema
-from headrace.wings.tinker.service import Found, TinkerService, is_number
+from headrace.wings.tinker.jobs import Found
+from headrace.wings.tinker.service import TinkerService, is_number
 from headrace.wings.tinker.tenants import log
 
 PREFIX = "/api/v1"
 URLS_S = 3600
 """Seconds for which the URLs of files are valid."""
 
+JSON_BYTES = 16 * 2**20
+"""The most bytes of a body of JSON: its numbers take many times their room while they are read."""
 BEGINNING_BYTES = 4096
 """The bytes of a body that is too long which are looked at, to find whose it is."""
 
@@ -246,7 +249,7 @@ class _Routes:
         later requests of its model do not wait for it."""
         service = self._holder.ready()
         try:
-            body = await self._body(request)
+            body = await self._body(request, self._max_body_bytes)
         except LongBody as error:
             service.refuse_train(error.beginning, error)
             raise
@@ -293,15 +296,16 @@ class _Routes:
         path = request.path_params
         return FileResponse(self._holder.ready().catalog.file_of(path["model"], _named(request), path["file"]))
 
-    async def _body(self, request: Request) -> bytes:
-        """Return the body, decompressed. Raises :class:`Refusal` for one that is too long."""
+    async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
+        """Return the body, of ``most`` bytes at most. Raises :class:`Refusal` for one that is longer."""
+        most = min(most, self._max_body_bytes)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal("the body is compressed", remedy="send it as it is: client/config says so", status=415)
         parts, size = list[bytes](), 0
         async for part in request.stream():
             size += len(part)
-            if size > self._max_body_bytes:
-                raise LongBody(self._max_body_bytes, b"".join([*parts, part])[:BEGINNING_BYTES])
+            if size > most:
+                raise LongBody(most, b"".join([*parts, part])[:BEGINNING_BYTES])
             parts.append(part)
         return b"".join(parts)
 

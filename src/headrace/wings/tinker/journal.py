@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,10 @@ class Journal:
         self._lock = threading.RLock()
         try:
             # what clients sent is for the owner alone, as the key is; sqlite gives the files beside it the same mode
-            os.close(os.open(directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600))
+            made = os.open(directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            with suppress(PermissionError):  # of another owner, whose choice its mode is
+                os.fchmod(made, 0o600)
+            os.close(made)
             self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
         except (OSError, sqlite3.DatabaseError) as error:
             os.close(self._descriptor)
@@ -170,12 +173,19 @@ class Journal:
         """Write the result of a request."""
         self.run("UPDATE requests SET status = ?, result = ? WHERE model = ? AND seq = ?", status, result, model, seq)
 
-    def entries_after(self, model: str, seq: int) -> list[JournalEntry]:
-        """Return the requests of a model after ``seq``, in order."""
-        rows = self.all(
-            "SELECT model, seq, kind, body, status FROM requests WHERE model = ? AND seq > ? ORDER BY seq", model, seq
+    def entry(self, model: str, seq: int) -> JournalEntry | None:
+        """Return a request; ``None`` for an unknown one."""
+        row = self.one("SELECT model, seq, kind, body, status FROM requests WHERE model = ? AND seq = ?", model, seq)
+        return None if row is None else JournalEntry(**dict(row))
+
+    def expire_unused(self, now_s: float) -> None:
+        """Let weights without a name expire that no sampler of a living session uses."""
+        self.run(
+            "UPDATE checkpoints SET expires_s = ? WHERE kind = 'ephemeral' AND directory NOT IN "
+            "(SELECT directory FROM samplers JOIN sessions ON sessions.id = samplers.session "
+            "WHERE directory IS NOT NULL AND NOT finished)",
+            now_s,
         )
-        return [JournalEntry(**dict(row)) for row in rows]
 
     def keep_samples(self, rows: Sequence[tuple[object, ...]]) -> None:
         """Write sampled sequences, each as the values of the columns after its number."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +184,7 @@ class Performer:
                 "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, 'ephemeral', ?, ?, ?, ?, '{}')",
                 f"{entry.model}/{place}", entry.model, now, now + self._ephemeral_s, str(directory), size,
             )  # fmt: skip
-            self._journal.run(  # what these weights took the place of is deleted soon
-                "UPDATE checkpoints SET expires_s = ? WHERE model = ? AND kind = 'ephemeral' "
-                "AND directory NOT IN (SELECT directory FROM samplers WHERE directory IS NOT NULL)",
-                now, entry.model,
-            )  # fmt: skip
+            self._journal.expire_unused(now)  # what these weights took the place of is deleted soon
 
         yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
@@ -211,15 +207,18 @@ class Performer:
             raise ConfigError(f"optimizer_config.type={body.optimizer_config.type[:40]!r}", remedy="take 'adamw'")
         compute = base.compute
         found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=body.optimizer)
-        loaded = Tenant.restored(found, gradients=False)
-        if tenant is not None and not self._fits(loaded.spec, tenant.spec):
+        recorded = self._journal.one("SELECT spec FROM models WHERE id = ?", entry.model)
+        assert recorded is not None, "requests of unknown models are refused"
+        own = json.loads(recorded["spec"])  # also of a model whose state is lost
+        if not self._fits(spec, own):
             raise DataError(
-                f"{body.path} {_described(loaded.spec)}; the model {_described(tenant.spec)}",
+                f"{body.path} {_described(spec)}; the model {_described(own)}",
                 remedy="create the model from the checkpoint: create_training_client_from_state",
             )
-        yield loaded
+        loaded_spec = {**spec, "base": own["base"]}  # the name under which its client knows the base
+        yield Tenant.restored(replace(found, spec=loaded_spec), gradients=False)
         answer = {"path": body.path, "model_id": entry.model, "type": "load_weights"}
-        written = json.dumps(loaded.spec)
+        written = json.dumps(loaded_spec)
 
         def write() -> None:
             self._journal.run("UPDATE models SET spec = ? WHERE id = ?", written, entry.model)
@@ -276,7 +275,8 @@ class Performer:
             size = write_state(directory, state, base=str(tenant.spec["base"]), prefixes=prefixes)
 
         def write() -> None:
-            """Record the checkpoint in the journal, and delete the files of the one that it replaces."""
+            """Record the checkpoint in the journal. The files of the one that it replaces are deleted soon, if no
+            sampler uses them."""
             now = self._clock.wall()
             expires = None if ttl_s is None else now + ttl_s
             facts = json.dumps({"user_metadata": metadata})
@@ -286,14 +286,12 @@ class Performer:
             )  # fmt: skip
             if old is None or old["directory"] == str(directory):
                 return
-            if self._journal.one("SELECT 1 FROM samplers WHERE directory = ?", old["directory"]) is None:
-                shutil.rmtree(old["directory"], ignore_errors=True)
-                return
             self._journal.run(  # samplers of the checkpoint stay what they were
                 "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, 'ephemeral', ?, ?, ?, ?, '{}')",
                 f"{entry.model}/replaced-{entry.seq}", entry.model, now, now + self._ephemeral_s, old["directory"],
                 old["size_bytes"],
             )  # fmt: skip
+            self._journal.expire_unused(now)
 
         return path, write
 

@@ -173,6 +173,11 @@ def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[
             f"target_prompt_logprobs has dtype {given.dtype} and shape {shape}",
             remedy=f"give int64 of shape [{len(prompt_N) - 1}, K]",
         )
+    if len(given.data) > wire.MOST_NUMBERS:
+        raise DataError(
+            f"target_prompt_logprobs has {len(given.data)} ids, and {wire.MOST_NUMBERS} are possible",
+            remedy="ask for fewer targets in a request",
+        )
     values = np.array(given.data, np.float64)
     whole = (values == np.round(values)) & (values >= -1) & (values < limits.vocab_size)
     if not whole.all():

@@ -27,40 +27,13 @@ from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.compute import PromptScores
 from headrace.wings.tinker.config import TinkerConfig
 from headrace.wings.tinker.files import facts_of_state
+from headrace.wings.tinker.jobs import JSON, PROTOBUF, Found, SampleJob, SampleJobs
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
 from headrace.wings.tinker.performing import spec_of
 from headrace.wings.tinker.samplers import SamplerRecord
 from headrace.wings.tinker.sampling import Array, answer, plan_of
 from headrace.wings.tinker.tenants import MISSING, Tenants, failure
 from headrace.wings.tinker.turns import Turns
-
-KEPT_S = 600.0
-"""Seconds for which the answer to a request for samples is kept."""
-PROTOBUF, JSON = "application/x-protobuf", "application/json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The answer to a request for a result."""
-
-    body: bytes
-    media: str = JSON
-    status: int = 200
-    """The HTTP status."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class SampleJob:
-    """A request for samples, and its answer when there is one."""
-
-    task: asyncio.Task[Found]
-    ids: list[str]
-    """The name of each sampled sequence."""
-    record: SamplerRecord
-    """The sampling session."""
-    num_samples: int
-    ended_s: float | None = None
-    """When its answer was there, by the clock; ``None`` before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +58,7 @@ class TinkerService:
         self._loop = asyncio.get_running_loop()
         self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
         self._ending = self._loop.create_future()
-        self._samples: dict[str, SampleJob] = {}
+        self._samples = SampleJobs()
         self._beats: dict[str, float] = {}
         self._trains_alone: dict[str, str] = {}  # the model that trains, by the directory of a base for one
         parts.tenants.ended = self._end_in_thread
@@ -121,11 +94,7 @@ class TinkerService:
             raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
         self._journal.run("UPDATE sessions SET finished = 1 WHERE id = ?", session)
         self._park(session)
-        self._journal.run(
-            "UPDATE checkpoints SET expires_s = ? "
-            "WHERE kind = 'ephemeral' AND model IN (SELECT id FROM models WHERE session = ?)",
-            self._clock.wall(), session,
-        )  # fmt: skip
+        self._journal.expire_unused(self._clock.wall())
         for row in self._journal.all("SELECT id, base FROM samplers WHERE session = ?", session):
             if row["base"] in self._bases:
                 self._bases[row["base"]].weights.drop(row["id"])
@@ -139,9 +108,7 @@ class TinkerService:
                 self._park(session)
         self._parts.tenants.retry_held()
         self._parts.tenants.give_up_missing()
-        for name, job in list(self._samples.items()):
-            if job.task.done() and job.ended_s is not None and now - job.ended_s > KEPT_S:
-                del self._samples[name]
+        self._samples.forget_old(now)
         expired = "SELECT path FROM checkpoints WHERE expires_s < ?"
         for row in self._journal.all(expired, self._clock.wall()):
             self.catalog.remove_checkpoint(row["path"])
@@ -315,8 +282,11 @@ class TinkerService:
         records = [SamplerRecord.of(row) for row in rows]
         if not records or records[0].directory is None:
             return
-        base = self._base(records[0].base)
-        used = [record for record in records if record.session in self._beats]
+        base = self._bases.get(records[0].base)
+        if base is None:  # a name of before: who samples with it is told so
+            return
+        loaded = set(base.weights.names())  # also of a session that is silent for a while
+        used = [record for record in records if record.session in self._beats or record.id in loaded]
         if used:
             try:
                 state = base.read_weights(Path(records[0].directory))
@@ -334,18 +304,19 @@ class TinkerService:
         self._session(given.session_id)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
         base, directory, version, kind = given.base_model, None, 0, "base"
-        if given.model_path is not None:
-            row = self.catalog.checkpoint(given.model_path, "sampler_weights", "weights")
-            directory, kind = row["directory"], "snapshot"
-            facts = facts_of_state(Path(directory))
-            base, version = facts["spec"]["base"], facts["version"]
-        if base is None:
-            raise Refusal("create_sampling_session names no model", remedy="give base_model or model_path")
-        self._base(base)
-        self._journal.run(
-            "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, NULL, ?, ?)",
-            sampler, given.session_id, base, given.model_path, kind, directory, version,
-        )  # fmt: skip
+        with self._journal.transaction():  # so that no save replaces the checkpoint meanwhile
+            if given.model_path is not None:
+                row = self.catalog.checkpoint(given.model_path, "sampler_weights", "weights")
+                directory, kind = row["directory"], "snapshot"
+                facts = facts_of_state(Path(directory))
+                base, version = facts["spec"]["base"], facts["version"]
+            if base is None:
+                raise Refusal("create_sampling_session names no model", remedy="give base_model or model_path")
+            self._base(base)
+            self._journal.run(
+                "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, NULL, ?, ?)",
+                sampler, given.session_id, base, given.model_path, kind, directory, version,
+            )  # fmt: skip
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def get_sampler(self, sampler: str) -> dict[str, Any]:
@@ -387,14 +358,15 @@ class TinkerService:
         """Return the outcome of a sampling request, whose job is recorded under ``name``: the answer, or the failure as
         a body that the client understands. No error of one request is raised, so that it cannot end the others."""
         try:
-            return await self._sample(given, record, name)
+            found = await self._sample(given, record, name)
         except EngineFull as error:
-            return Found(body=failure(error), status=410)  # the client asks anew
+            found = Found(body=failure(error), status=410)  # the client asks anew
         except Exception as error:  # noqa: BLE001 - the edge of a request: one client's must not end the others'
-            return Found(body=failure(error))
+            found = Found(body=failure(error))
         finally:
-            if name in self._samples:
-                self._samples[name].ended_s = self._clock.now()
+            self._samples.end(name, self._clock.now())
+        self._samples.keep(name, found)
+        return found
 
     async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
         """Return the answers to a sampling request, as encoded bytes. The sampler's weights stay in memory until it has
@@ -529,7 +501,7 @@ class TinkerService:
             return _again()
         if job.task.cancelled():
             raise gone
-        found = job.task.result()
+        found, job.fetched = job.task.result(), True
         if found.status == 410:
             del self._samples[name]
             raise gone

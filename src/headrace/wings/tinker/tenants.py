@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 from headrace.base.clock import Clock
 from headrace.base.errors import DataError, HeadraceError, RunError
+from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import FrozenBase
 from headrace.wings.tinker.files import read_state, write_state
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
@@ -246,7 +247,8 @@ class Tenants:
         """Restore the model's state, compute the request ``seq`` and record its result. If the request fails because
         of what it asks for, the gradients are put back as they were before. If the server fails, the state is restored
         from the journal for the next request, as if this one had never come."""
-        (entry,) = (one for one in self._journal.entries_after(model, seq - 1) if one.seq == seq)
+        entry = self._journal.entry(model, seq)
+        assert entry is not None, "only what is in the journal is submitted"
         if entry.status != WAITING:  # it was held after its result was written
             return
         tenant, gradients = None, None
@@ -326,21 +328,21 @@ class Tenants:
                 raise StateLost(model, error) from None
             self._live[model] = Tenant.restored(found, gradients=True)
             self._live[model].seq = row["copied_seq"]
-        for entry in self._journal.entries_after(model, row["copied_seq"]):
-            if entry.seq >= seq:
-                break
-            yield from self._replay(model, entry)
+        last = self._journal.one("SELECT max(seq) AS seq FROM requests WHERE model = ?", model)
+        assert last is not None
+        for number in range(row["copied_seq"] + 1, min(seq, (last["seq"] or 0) + 1)):
+            entry = self._journal.entry(model, number)
+            if entry is not None:
+                yield from self._replay(model, entry)
 
     def _replay(self, model: str, entry: JournalEntry) -> Iterator[object]:
         """Repeat the effect that the finished request ``entry`` had on the state of ``model``; the iterator yields
         between micro-batches, so that other models get their turns. Requests that only read the state are skipped, and
         so are failed ones, which left the state unchanged; but a failed optimizer step is repeated, because it
         discarded the gradient."""
-        changes = entry.kind in (
-            "create_model",
-            "forward_backward",
-            "optim_step",
-        )  # a load is copied to the disk at once
+        changes = entry.kind in ("create_model", "optim_step") or (  # a load is copied to the disk at once
+            entry.kind == "forward_backward" and not wire.is_forward_only(entry.body)
+        )
         failed_step = entry.kind == "optim_step" and entry.status == FAILED  # which drops a broken gradient
         if not changes or (entry.status == FAILED and not failed_step):
             return

@@ -83,6 +83,11 @@ def place_of(body: bytes) -> tuple[str, int]:
     return model, seq_id
 
 
+def is_forward_only(body: bytes) -> bool:
+    """Return whether the request in ``body``, which was computed once, asks for no gradient."""
+    return any(number == 6 and bool(value) for number, value in _fields(body))
+
+
 def read_train_request(body: bytes) -> TrainRequest:
     """Return the request in ``body``. Raises :class:`~headrace.base.errors.DataError` for bytes that are none."""
     try:
