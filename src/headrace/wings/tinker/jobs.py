@@ -44,6 +44,14 @@ class SampleJob:
 class SampleJobs(dict[str, SampleJob]):
     """The requests by name. What is forgotten is asked for again by its client."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_bytes = 0  # of all answers
+
+    def __delitem__(self, name: str) -> None:
+        self._num_bytes -= self[name].num_bytes
+        super().__delitem__(name)
+
     def end(self, name: str, now_s: float) -> None:
         """Note that a request has ended, with an answer or without."""
         if name in self:
@@ -54,13 +62,13 @@ class SampleJobs(dict[str, SampleJob]):
         if name not in self:
             return
         self[name].num_bytes = len(found.body)
-        kept = {each: job for each, job in self.items() if job.num_bytes and each != name}
-        excess = sum(job.num_bytes for job in kept.values()) + len(found.body) - KEPT_BYTES
-        for each in sorted(kept, key=lambda each: (not kept[each].fetched, kept[each].ended_s)):
-            if excess <= 0:
-                return
-            excess -= kept[each].num_bytes
-            del self[each]
+        self._num_bytes += len(found.body)
+        if self._num_bytes <= KEPT_BYTES:
+            return
+        others = [each for each, job in self.items() if job.num_bytes and each != name]
+        for each in sorted(others, key=lambda each: (not self[each].fetched, self[each].ended_s)):
+            if self._num_bytes > KEPT_BYTES:
+                del self[each]
 
     def forget_old(self, now_s: float) -> None:
         """Forget answers that were there :data:`KEPT_S` ago."""
