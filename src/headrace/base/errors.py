@@ -156,6 +156,10 @@ NEAR = 0.7
 which end alike and mean different things, have 0.67."""
 
 
+class NothingBegun(KeyboardInterrupt):
+    """A run was ended by a signal before there was anything to continue."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the nearest known name, whatever its case. If no name is near,
     it lists the known names only.

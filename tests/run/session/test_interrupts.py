@@ -18,7 +18,7 @@ from headrace.control.evaluation import EvaluationListener
 from headrace.run.session.evaluating import attempt_rewards
 from headrace.run.session.running import Interrupts, first_cause, in_own_loop
 from headrace.testing import FakeScorer, fake_parts
-from tests.run.session.runs import first_words, make_run, running
+from tests.run.session.runs import first_words, make_run, running, verb
 
 
 def in_a_notebook(main: object) -> object:
@@ -100,6 +100,30 @@ def test_second_ctrl_c_ends_a_run_at_once_in_words(tmp_path: Path, model_dir: Pa
         )
         assert life.process.returncode == 130
     assert '"status": "stopped"' in (tmp_path / "run" / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_run_starts_ends_it_with_words(
+    tmp_path: Path, model_dir: Path, number: signal.Signals
+) -> None:
+    slow = """
+        import time
+
+        time.sleep(30)
+        def reward(completion):
+            return 1.0
+    """
+    run_file = make_run(tmp_path, model_dir, reward=slow, run={"dir": "run", "steps": 1})
+    with running("train", run_file) as life:
+        while not any("starting scoring workers" in line for line in life.lines):
+            life.lines.append(life.process.stdout.readline())
+        life.process.send_signal(number)
+        assert life.rest() == first_words(run_file) + (
+            f"stopped by {number.name} while it was starting\nnothing was begun: the same command starts it again\n"
+        )
+        assert life.process.returncode == 130
+    (tmp_path / "reward.py").write_text("def reward(completion):\n    return float(len(set(completion)))\n")
+    assert "step 1" in verb("train", run_file)
 
 
 def test_run_goes_on_when_whoever_read_its_output_has_left(tmp_path: Path, model_dir: Path) -> None:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.errors import HeadraceError, visible
+from headrace.base.errors import HeadraceError, NothingBegun, visible
 from headrace.base.lasting import redirect_to_null
 
 VISIBLE = "every user of this machine can read the arguments of its programs"
@@ -67,11 +67,15 @@ def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
 @contextmanager
 def resumable(command: str) -> Iterator[None]:
     """Print the ``command`` that continues a run, if there is one, and exit with code 130, where the run in this
-    context is ended at once, by a second Ctrl-C."""
+    context is ended at once: by a second Ctrl-C, or by a signal while it starts."""
     try:
         yield
     except KeyboardInterrupt as stopped:
-        lines = [str(stopped) or "stopped", *([continued_by(command)] if command else [])]
+        lines = [str(stopped) or "stopped"]
+        if isinstance(stopped, NothingBegun):
+            lines.append("nothing was begun: the same command starts it again")
+        elif command:
+            lines.append(continued_by(command))
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         raise typer.Exit(130) from None
 

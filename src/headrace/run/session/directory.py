@@ -69,7 +69,8 @@ class HeldDirectory:
     """
 
     def __init__(self, run_dir: Path, descriptor: int) -> None:
-        self._run_dir = run_dir
+        self.path = run_dir
+        """The directory of the run."""
         self._descriptor = descriptor
         self._ledger: tuple[int, int] | None = None
         """The device and inode of the ledger file when it was first found; ``None`` before that.
@@ -85,9 +86,9 @@ class HeldDirectory:
         A directory whose state cannot be read at present (a network file system that stalls) does not count as lost.
         """
         mine = os.fstat(self._descriptor)
-        if _identity(self._run_dir / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
+        if _identity(self.path / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
             raise self._lost()
-        path = self._run_dir / SQLITE_FILE
+        path = self.path / SQLITE_FILE
         found = _identity(path)
         if self._ledger is not None and found not in (self._ledger, None):
             raise RunError(
@@ -102,11 +103,11 @@ class HeldDirectory:
         now = self._present_path()
         if now is None:
             return RunError(
-                f"run.dir={str(self._run_dir)!r} was removed while the run was writing it: what it recorded is lost",
+                f"run.dir={str(self.path)!r} was removed while the run was writing it: what it recorded is lost",
                 remedy="start the run again; remove the directory of a run when it has ended (headrace status RUN)",
             )
         return RunError(
-            f"run.dir={str(self._run_dir)!r} was moved to {str(now)!r} while the run was writing it",
+            f"run.dir={str(self.path)!r} was moved to {str(now)!r} while the run was writing it",
             remedy=f"continue with --resume --set run.dir={now}; move the directory of a run when it has ended",
         )
 

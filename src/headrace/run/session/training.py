@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from headrace.base.errors import (
     LearnerLost,
     LedgerError,
     NoRewards,
+    NothingBegun,
     NothingToLearn,
     RunError,
     StallError,
@@ -296,8 +297,7 @@ async def _run(
     """Launch the parts, run the controller, and write the summary however the run ends."""
     controller: Controller | None = None
     try:
-        order.on_event(Event(wall_s=0.0, text=f"starting scoring workers, {order.devices}"))
-        async with local_world(order) as world, asyncio.TaskGroup() as group:
+        async with _end_on_signals(order, context), local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
             world.send_signs_to(partial(_report_silence, controller))
@@ -404,6 +404,30 @@ def _write_status(
         rewards=dict(controller.state.metrics.rewards.failing()),
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
+
+
+@asynccontextmanager
+async def _end_on_signals(order: LaunchOrder, context: RunContext) -> AsyncIterator[None]:
+    """Say that the run starts, and end it with ``KeyboardInterrupt`` at a Ctrl-C, SIGTERM or SIGHUP meanwhile; with
+    :class:`NothingBegun` if there is no ledger yet to continue."""
+    caught: list[signal.Signals] = []
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def handle(number: signal.Signals) -> None:
+        caught.append(number)
+        task.cancel()
+
+    with _signal_handlers(loop, context.interrupts, handle):
+        order.on_event(Event(wall_s=0.0, text=f"starting scoring workers, {order.devices}"))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+            kind = KeyboardInterrupt if has_ledger(context.held.path) else NothingBegun
+            raise kind(f"stopped by {caught[0].name} while it was starting") from None
 
 
 @contextmanager
