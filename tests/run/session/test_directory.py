@@ -13,6 +13,8 @@ from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger.opening import SQLITE_FILE
 from headrace.learner import checkpoint
+from headrace.learner.disk import Damaged
+from headrace.run.observe.rundata import load_run
 from headrace.run.session.config import load_config
 from headrace.run.session.directory import (
     CONFIG_FILE,
@@ -23,6 +25,7 @@ from headrace.run.session.directory import (
     read_summary,
     run_file_of,
     write_json,
+    write_sealed,
 )
 
 
@@ -143,3 +146,18 @@ def test_settings_that_no_longer_exist_are_passed_over_in_the_record_of_an_older
     assert read_settings(tmp_path)["launch"] == {"join": ""}
     with pytest.raises(ConfigError, match=r"launch\.join_password_env is not a setting"):
         load_config({"launch": launch})
+
+
+def test_settings_of_a_run_that_have_changed_are_neither_resumed_with_nor_reported(tmp_path: Path) -> None:
+    write_sealed(tmp_path / CONFIG_FILE, {"learner": {"lr": 3e-4}})
+    (tmp_path / "ledger.sqlite").touch()
+    with locked(tmp_path, resume=True):
+        pass
+    assert load_run(tmp_path).config == {"learner": {"lr": 3e-4}}
+    text = (tmp_path / CONFIG_FILE).read_text()
+    (tmp_path / CONFIG_FILE).write_text(text.replace("0.0003", "0.5"))
+    with pytest.raises(Damaged, match=f"{CONFIG_FILE} has changed since"), locked(tmp_path, resume=True):
+        pass
+    found = load_run(tmp_path)
+    assert found.config == {}
+    assert any(f"{CONFIG_FILE} has changed since" in note for note in found.notes)

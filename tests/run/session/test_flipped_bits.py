@@ -134,8 +134,12 @@ def test_damage_of_a_snapshot_ends_a_resume_and_its_remedy_works(run_file: Path,
 
 
 @pytest.mark.slow
-def test_changed_settings_of_a_run_are_not_evaluated(killed: Path, tmp_path: Path) -> None:
+def test_changed_settings_of_a_run_are_not_used(run_file: Path, killed: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(killed, tmp_path / "run")
     text = (run_dir / CONFIG_FILE).read_text()
     (run_dir / CONFIG_FILE).write_text(text.replace('"temperature": 1.0', '"temperature": 1.5'))
-    assert f"{CONFIG_FILE} has changed since it was written" in headrace("eval", run_dir).stderr
+    words = f"{CONFIG_FILE} has changed since it was written"
+    assert words in headrace("eval", run_dir).stderr
+    assert words in headrace("train", run_file, "--resume", "--set", f"run.dir={run_dir}").stderr
+    assert headrace("report", run_dir).returncode == 0
+    assert words in (run_dir / "report" / "report.html").read_text()

@@ -14,6 +14,7 @@ import msgspec
 from headrace.base.errors import DataError, HeadraceError, visible
 from headrace.base.types.observation import Account, Event, StepRecord
 from headrace.base.types.trace import Span
+from headrace.learner.disk import verify
 from headrace.models.hub import called, is_hub_name
 from headrace.run.observe.account import account_of
 from headrace.run.observe.advice import settings_of
@@ -190,7 +191,7 @@ def load_run(run_dir: Path) -> RunData:
         steps=_read_or_note(lambda: read_steps(metrics, notes.append), metrics, [], notes),
         spans=_read_or_note(lambda: _valid_spans(read_jsonl(trace, Span, notes.append)), trace, [], notes),
         summary=_read_or_note(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
-        config=_read_or_note(lambda: _tree(run_dir / CONFIG_FILE), run_dir / CONFIG_FILE, {}, notes),
+        config=_read_or_note(lambda: _settings(run_dir), run_dir / CONFIG_FILE, {}, notes),
         live=_live(run_dir),
         events=_events(run_dir, notes),
         notes=notes,
@@ -239,6 +240,12 @@ _MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
 def _valid_spans(spans: list[Span]) -> list[Span]:
     """Return the spans that end after they start, by their start."""
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
+
+
+def _settings(run_dir: Path) -> dict[str, Any]:
+    """Return the recorded settings, which must be as they were written."""
+    verify(run_dir, [CONFIG_FILE])
+    return _tree(run_dir / CONFIG_FILE)
 
 
 def _tree(path: Path) -> dict[str, Any]:

@@ -142,7 +142,8 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
     """Lock ``run_dir`` for this process alone.
 
     Raises :class:`~headrace.base.errors.ConfigError` where another process holds it, where it has a run already and
-    ``resume`` is false, or where ``resume`` is true and it has none.
+    ``resume`` is false, or where ``resume`` is true and it has none; and :class:`~headrace.learner.disk.Damaged` where
+    the recorded settings of a run to resume have changed since.
     """
     _refuse_lost_ledger(run_dir)
     if resume and not has_ledger(run_dir):
@@ -150,6 +151,8 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
             f"run.dir={str(run_dir)!r} holds no run to resume",
             remedy="leave --resume out, or name the directory of the run: --set run.dir=DIRECTORY",
         )
+    if resume and (run_dir / CONFIG_FILE).is_file():
+        verify(run_dir, [CONFIG_FILE])
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
