@@ -15,8 +15,9 @@ from headrace.base.types.observation import Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.flow.ledger.browse import Browser, is_written
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
+from headrace.learner.disk import Damaged, verify
 from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, evaluations, run_about, run_name
-from headrace.run.observe.rundata import clock_resets, last_life, note_on_resumption
+from headrace.run.observe.rundata import CONFIG_FILE, clock_resets, last_life, note_on_resumption
 from headrace.wings.view.json_files import JsonFile, Tail
 from headrace.wings.view.lanes import LaneIndex
 from headrace.wings.view.text import DirectoryTokenizer
@@ -32,7 +33,7 @@ MOST_EVENTS = 500
 MOST_CACHED = 64
 CACHE_FACTOR = 20.0
 """A cached result is kept for this many times as long as it took to compute."""
-_RUN_FILES = (METRICS_FILE, TRACE_FILE, "config.json", "status.json", "summary.json", SQLITE_FILE, REDIS_FILE)
+_RUN_FILES = (METRICS_FILE, TRACE_FILE, CONFIG_FILE, "status.json", "summary.json", SQLITE_FILE, REDIS_FILE)
 
 
 class OpenRun:
@@ -54,7 +55,7 @@ class OpenRun:
         self._metrics = Tail(directory / METRICS_FILE, StepRecord)
         self._trace = Tail(directory / TRACE_FILE, Span)
         self._event_lines = Tail(directory / EVENTS_FILE, Event)
-        self.config = JsonFile(directory / "config.json")
+        self.config = JsonFile(directory / CONFIG_FILE)
         self.summary = JsonFile(directory / "summary.json")
         self.status = JsonFile(directory / "status.json")
         self.live = JsonFile(directory / LIVE_FILE)
@@ -156,6 +157,11 @@ class OpenRun:
             notes = [self._metrics.problem, self._trace.problem, self._event_lines.problem]
         notes += [file.problem for file in (self.config, self.summary, self.status, self.parts)]
         notes += [self._skew(), note_on_resumption(self.steps)]
+        if self.config.tree:
+            try:
+                verify(self.directory, [CONFIG_FILE])
+            except Damaged as error:
+                notes.append(f"{error.problem}: the settings that are shown are not those of the run")
         if not (self.directory / METRICS_FILE).exists():
             notes.append(f"{METRICS_FILE} is not there: no step has ended yet")
         if not self.summary.tree and not self.summary.problem and not self._lives(self.status.tree):
