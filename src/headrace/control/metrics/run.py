@@ -206,6 +206,7 @@ class RunMetrics:
         totals.ages.update(done.ages)
         totals.exposed_sync_s += done.exposed_s
         totals.learner_busy_s += report.seconds + done.copied_s
+        totals.mismatch_steps.append(report.metrics.get("mismatch_abs", 0.0))
         record = self._record(done)
         totals.rewards.append(record.reward_mean)
         if totals.reward_first is None:
@@ -436,6 +437,7 @@ class RunMetrics:
             age_histogram=dict(sorted(totals.ages.items())),
             mismatch_kl=totals.mismatch_kl,
             mismatch_abs=totals.mismatch_abs,
+            mismatch_abs_most=max(totals.mismatch_steps, default=None),
             ledger=ledger_summary(books),
             versions=[totals.versions[0], totals.versions[-1]] if totals.versions else [],
             reward_failures=dict(self.rewards.failing()),

@@ -155,7 +155,11 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("commit gap", f"median {duration(gap.p50 / 1e3)}, p99 {duration(gap.p99 / 1e3)}; {restarts}"),
         ("was blocked by the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
         ("oldest token trained", plural(summary.max_token_age, "version")),
-        ("engine against learner", f"mean |Δ logprob| {number(summary.mismatch_abs)} at equal weights"),
+        (
+            "engine against learner",
+            f"mean |Δ logprob| {number(summary.mismatch_abs)} at equal weights, at most "
+            f"{number(summary.mismatch_abs_most)} over the fresh tokens of a step",
+        ),
         ("groups", f"{groups.submitted:,} submitted = {rest}"),
     ]
 
