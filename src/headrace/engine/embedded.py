@@ -14,6 +14,7 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.base.types.weights import Interrupt
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.config import EngineKind, EngineSetup, OpenedEngine
+from headrace.models.weights import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,9 +78,7 @@ def _reading(path: str, model: PreTrainedModel) -> _Reading:
         return {}
     return {
         "decode": lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
-        "masks": Grammars(
-            tokenizer, model.get_input_embeddings().num_embeddings, stop_ids(path, tokenizer.eos_token_id)
-        ),
+        "masks": Grammars(tokenizer, vocabulary_of(model), stop_ids(path, tokenizer.eos_token_id)),
     }
 
 

@@ -44,6 +44,7 @@ from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_s
 from headrace.models.lora import Switch
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, find_routing
+from headrace.models.weights import vocabulary_of
 
 SHARED_FRAC = 0.1
 """Prefixes are shared if that saves this fraction of a batch's tokens, because splitting the shared rows for attention
@@ -101,7 +102,7 @@ class Forward:
             num_ranks=self._ranks.config.num_shares,
             cost=cost_of(model, self._routed),
         )
-        self._vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._vocab_size = vocabulary_of(model)
         self._limit = context_limit(model.config)
 
         invariant = is_deterministic(model)

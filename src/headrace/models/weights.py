@@ -159,3 +159,10 @@ def of_adapter(name: str) -> bool:
 def _place(parts: list[str]) -> int:
     """Return the index of the adapter's name among the parts of a parameter's name."""
     return next(place for place, part in enumerate(parts) if part.startswith(_LORA)) + 1
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return the number of tokens that ``model`` can read and score. Some embed further ones, which stand for images,
+    and of which their heads know nothing."""
+    known: Any = model
+    return min(int(known.get_input_embeddings().num_embeddings), int(known.config.vocab_size))

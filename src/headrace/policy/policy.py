@@ -39,7 +39,7 @@ from headrace.models.hub import pinned, with_models
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import read_config
-from headrace.models.weights import weight_tensors
+from headrace.models.weights import vocabulary_of, weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeSettings, probe_batch, probe_tokens, refuse_mismatch
 from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_local_models
@@ -116,7 +116,7 @@ class Policy:
             num_prompts=num_prompts,
             keep_mask=config.learner.keep_sampling_mask,
         )
-        self._vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._vocab_size = vocabulary_of(model)
         self._engine: LocalEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._publishing = asyncio.Lock()

@@ -21,6 +21,7 @@ from headrace.sync.config import Route
 from headrace.sync.transports import make_receiver
 from tests.engine.native.harness import MAX_CONTEXT, Weights, alone, joined, make_engine, ready_engine, request, run
 from tests.models.kinds import VOCAB, plain
+from tools.families.tiny import write
 
 OUTSIDE = 3 + len(VOCAB)
 
@@ -158,3 +159,12 @@ def test_prompt_may_be_read_only_and_of_any_integer_width(engine: NativeEngine) 
     wide = GenerateRequest(request_id=1, prompt_ids_T=np.array([3, 4]), sampling=asked.sampling)
     results = run(engine, [asked, wide])
     assert joined(results[0]).ids_T.tolist() == joined(results[1]).ids_T.tolist()
+
+
+def test_tokens_that_only_the_embedding_knows_are_refused_by_name(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(write(tmp_path / "model", "molmo2_text")))  # it embeds 128 more than its head scores
+    engine, weights = make_engine(config, max_sequences=3), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    with pytest.raises(RequestError, match="token 122, outside the vocabulary of 64"):
+        run(engine, [request(0, [5, 122], max_new_tokens=2)])
+    assert len(joined(run(engine, [request(1, [5, 6], max_new_tokens=2)])[1])) == 2

@@ -62,7 +62,7 @@ from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry
 from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.rope import context_limit
-from headrace.models.weights import weight_tensors
+from headrace.models.weights import vocabulary_of, weight_tensors
 
 Decode = Callable[[list[int]], str]
 
@@ -100,7 +100,7 @@ class NativeEngine:
     ) -> None:
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
-        self._vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._vocab_size = vocabulary_of(model)
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _kernels(model, config), cache_shapes(model)
         self._weights = PackedWeightReceiver(receiver, model)

@@ -52,6 +52,7 @@ from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import called
+from headrace.models.weights import vocabulary_of
 
 
 class Source(Protocol):
@@ -202,7 +203,7 @@ class TeacherModel(QueriedModel):
     def __init__(self, parts: LearnerParts, config: TeacherConfig) -> None:
         super().__init__(parts, config)
         self._config = config
-        vocab_size = parts.model.get_input_embeddings().num_embeddings
+        vocab_size = vocabulary_of(parts.model)
         self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
 
     def prepare(self, work: StepWork) -> StepWork:

@@ -33,7 +33,7 @@ from headrace.models.hub import called
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
 from headrace.models.settings import context_length
-from headrace.models.weights import model_bytes
+from headrace.models.weights import model_bytes, vocabulary_of
 from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.chat import ServedTokenizer
@@ -189,7 +189,7 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
             remedy="give the model another name: serve.name",
         )
     model = load_model(config.model, device)
-    masks = Grammars(hub_tokenizer, model.get_input_embeddings().num_embeddings, ends)
+    masks = Grammars(hub_tokenizer, vocabulary_of(model), ends)
     core = NativeEngine(
         model,
         engine.on(device, shared=False),
