@@ -444,7 +444,7 @@ class TinkerService:
             self._loop.call_soon_threadsafe(set_result, found)
             yield None
 
-        self._parts.turns.submit(record.id, job)
+        self._parts.turns.submit(record.session, job)  # one turn for all samplers of a client
         return await scored
 
     def cancel(self, body: bytes) -> dict[str, Any]:
