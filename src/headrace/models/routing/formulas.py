@@ -190,7 +190,7 @@ class _Probe:
         differ_N = (scores_NE.sort(-1).values.diff(dim=-1) > 0).all(-1)
         best_NK = self.logits_NE.topk(self.experts_NK.shape[1]).indices
         same_N = (best_NK.sort(-1).values == self.experts_NK.sort(-1).values).all(-1)
-        return bool(same_N[differ_N].all())
+        return bool(differ_N.any() and same_N[differ_N].all())
 
 
 def _others(kind: type[nn.Module]) -> int:
