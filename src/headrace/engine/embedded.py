@@ -14,7 +14,6 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.base.types.weights import Interrupt
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.config import EngineKind, EngineSetup, OpenedEngine
-from headrace.models.weights import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +70,7 @@ def _reading(path: str, model: PreTrainedModel) -> _Reading:
     from headrace.engine.structure import Grammars
     from headrace.models.endings import stop_ids
     from headrace.models.load import load_tokenizer
+    from headrace.models.weights import vocabulary_of
 
     try:
         tokenizer = load_tokenizer(path)

@@ -102,7 +102,7 @@ def test_second_ctrl_c_ends_a_run_at_once_in_words(tmp_path: Path, model_dir: Pa
     assert '"status": "stopped"' in (tmp_path / "run" / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_run_starts_ends_it_with_words(
     tmp_path: Path, model_dir: Path, number: signal.Signals
 ) -> None:
