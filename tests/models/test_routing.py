@@ -373,6 +373,9 @@ def test_every_family_replays_its_own_experts_bit_for_bit_and_others_where_they_
     model = load_model(ModelConfig(path=path))
     assert routes(model.config)
     routed = routed_of(model)
+    if kind in QUICK:
+        assert routed.known.chooses_by_logits == (kind in {"gemma4_moe", "jamba", "qwen3_5_moe_text"})
+        assert routed.known.gives_logits == (kind != "gemma4_moe")
     recorder, replay = RoutingRecorder(routed), RoutingReplay(routed)
     recorder.on = True
 

@@ -125,9 +125,8 @@ logits, of families for which transformers defines the loss (Mixtral, Qwen 2 to 
 expert that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are
 part of a version: they are published, kept in snapshots and copied with the weights. What a family lacks is refused by
 name, and so are all three with `learner.parallel.context` or `tensor` above 1, and `bias_rate` with an adapter. The
-metrics `expert_load_max`,
-`expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or without, and
-`expert_bias_spread` how far the biases have moved apart.
+metrics `expert_load_max`, `expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or
+without, and `expert_bias_spread` how far the biases have moved apart.
 """
 """What the page says behind the table."""
 

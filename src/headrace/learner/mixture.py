@@ -207,14 +207,15 @@ def _refuse(config: MixtureConfig, model: nn.Module, routed: RoutedModel | None,
             "whose routing is known",
             remedy="leave learner.mixture out",
         )
-    if config.balance_coef and not (routed.known.chooses_by_logits and _has_balance_loss(routed)):
+    known = routed.known
+    if config.balance_coef and not (known.chooses_by_logits and known.gives_logits and _has_balance_loss(routed)):
         raise ConfigError(
             f"learner.mixture.balance_coef={config.balance_coef}: transformers defines no balance loss for the choices "
             f"of a {type(model).__name__}",
             remedy="set learner.mixture.bias_rate instead if its routers have a correction bias; z_coef is possible "
             "without",
         )
-    if config.trains and not routed.known.gives_logits:
+    if config.z_coef and not known.gives_logits:
         raise ConfigError(
             f"learner.mixture.z_coef={config.z_coef}: it is a loss of logits, and the routers of "
             f"a {type(model).__name__} return probabilities",

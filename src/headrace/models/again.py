@@ -15,7 +15,7 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 
-class Having(AbstractContextManager[None]):
+class ContextValues(AbstractContextManager[None]):
     """A context in which context variables have these ``values``; it may be entered several times."""
 
     def __init__(self, values: Mapping[ContextVar[Any], Any]) -> None:
@@ -35,4 +35,4 @@ def carrying(
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
     """Return a ``context_fn`` for ``torch.utils.checkpoint``, with which a repeated computation finds the values that
     ``variables`` had the first time."""
-    return lambda: (nullcontext(), Having({variable: variable.get() for variable in variables}))
+    return lambda: (nullcontext(), ContextValues({variable: variable.get() for variable in variables}))

@@ -10,6 +10,7 @@ import torch
 from tinker import types
 
 from headrace.wings.tinker.catalog import Catalog
+from headrace.wings.tinker.jobs import Found, SampleJob, SampleJobs
 from headrace.wings.tinker.samplers import AdapterPasses, SamplerWeights
 from headrace.wings.tinker.service import TinkerService
 from headrace.wings.tinker.weights import WholeTensors
@@ -103,3 +104,20 @@ def test_weights_that_no_sampler_can_use_any_more_are_deleted(model, tmp_path, m
             for sampler in (*samplers, inflight):
                 assert sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences
         assert left_after(3) == 0
+
+
+def test_answers_that_their_clients_have_had_are_forgotten_first(monkeypatch):
+    monkeypatch.setattr("headrace.wings.tinker.jobs.KEPT_BYTES", 25)
+
+    async def left() -> list[str]:
+        jobs, found = SampleJobs(), Found(body=b"0123456789")
+        async with asyncio.TaskGroup() as group:
+            for place, name in enumerate(("asked", "had", "newest")):
+                task = group.create_task(asyncio.sleep(0, found))
+                jobs[name] = SampleJob(task=task, ids=[], record=None, num_samples=1)
+                jobs[name].fetched = name == "had"
+                jobs.end(name, float(place))
+                jobs.keep(name, found)
+        return list(jobs)
+
+    assert asyncio.run(left()) == ["asked", "newest"]

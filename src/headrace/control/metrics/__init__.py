@@ -36,7 +36,7 @@ optimizer.
     commit_gap_ms, sequences_restarted, versions         version_committed
     max_token_age, age_histogram                         totals.ages
     mismatch_kl, mismatch_abs                            compared
-    mismatch_abs_most                                    totals.mismatch_steps
+    mismatch_abs_most                                    totals: the mismatch_abs of every step
     reward_failures                                      rewards
     recoveries                                           recovered
     warnings, status, stopped_by, cause, run_dir         the controller

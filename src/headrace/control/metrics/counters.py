@@ -48,8 +48,9 @@ class RunTotals:
     """KL(μ‖π) between engine and learner at equal weights; ``None`` where it was not measured."""
     mismatch_abs: float | None = None
     """Mean |log μ − log π| of the same tokens; ``None`` where it was not measured."""
-    mismatch_steps: list[float] = field(default_factory=list)
-    """The same of each step, over its tokens of age 0; 0 for a step without any."""
+    mismatch_abs_most: float | None = None
+    """The greatest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` where no
+    step had such tokens."""
     evals: dict[int, float] = field(default_factory=dict)
     """Mean held-out reward by the version that was committed when the evaluation began."""
     eval_before: float | None = None

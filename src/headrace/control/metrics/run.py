@@ -206,7 +206,8 @@ class RunMetrics:
         totals.ages.update(done.ages)
         totals.exposed_sync_s += done.exposed_s
         totals.learner_busy_s += report.seconds + done.copied_s
-        totals.mismatch_steps.append(report.metrics.get("mismatch_abs", 0.0))
+        if "mismatch_abs" in report.metrics:
+            totals.mismatch_abs_most = max(totals.mismatch_abs_most or 0.0, report.metrics["mismatch_abs"])
         record = self._record(done)
         totals.rewards.append(record.reward_mean)
         if totals.reward_first is None:
@@ -437,7 +438,7 @@ class RunMetrics:
             age_histogram=dict(sorted(totals.ages.items())),
             mismatch_kl=totals.mismatch_kl,
             mismatch_abs=totals.mismatch_abs,
-            mismatch_abs_most=max(totals.mismatch_steps, default=None),
+            mismatch_abs_most=totals.mismatch_abs_most,
             ledger=ledger_summary(books),
             versions=[totals.versions[0], totals.versions[-1]] if totals.versions else [],
             reward_failures=dict(self.rewards.failing()),

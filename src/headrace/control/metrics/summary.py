@@ -79,7 +79,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_abs: float | None
     """Mean |log μ − log π| of the same tokens."""
     mismatch_abs_most: float | None = None
-    """The greatest mean |log μ − log π| of any step's tokens of age 0; ``None`` where no step was made."""
+    """The greatest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` where no
+    step had such tokens."""
     versions_agree: int | None = None
     """For a replay, the number of versions whose weights are equal to those of the recorded run, bit for bit, which is
     the number that it committed; ``None`` for any other run."""

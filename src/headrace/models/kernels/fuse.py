@@ -237,8 +237,8 @@ def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
             probe = _probe(fused)
             wanted, given = fused.original(probe), fused.compute(probe)
         right = close(given, wanted)
-    except Exception:  # noqa: BLE001 - a foreign module may raise anything
-        return "it is called, or turns positions, in a way that the kernels do not know"
+    except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
+        return f"it is called, or turns positions, in a way that the kernels do not know ({type(error).__name__})"
     if not right:
         return "the kernels do not compute what it computes"
     module.forward = fused

@@ -27,7 +27,7 @@ def find_routing(model: nn.Module) -> RoutedModel | None:
     Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts whose routers are not understood.
     """
     kinds = {name: _kind(module) for name, module in model.named_modules()}
-    routers = {name: kind for name, kind in kinds.items() if is_router(model.get_submodule(name))}
+    routers = {name: kind for name, kind in kinds.items() if _ROUTER.search(kind.__name__)}
     if not routers:
         _refuse(model, {kind for kind in kinds.values() if _MIXTURE.search(kind.__name__)})
         return None

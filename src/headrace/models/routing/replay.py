@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
 from headrace.base.types.recorded import Experts, Routing
-from headrace.models.again import Having
+from headrace.models.again import ContextValues
 from headrace.models.routing.base import RoutedModel
 
 
@@ -113,7 +113,7 @@ class RoutingReplay:
             )
         device = next(self._routed.layers[0].router.parameters()).device
         seen = RoutingPass(routing, self._routed, forced=forced, device=device)
-        with Having({NOW: seen}):
+        with ContextValues({NOW: seen}):
             yield seen
         if seen.num_layers != self._routed.num_layers:
             raise ModelError(

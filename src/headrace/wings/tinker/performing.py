@@ -205,8 +205,6 @@ class Performer:
             )
         if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
             raise ConfigError(f"optimizer_config.type={body.optimizer_config.type[:40]!r}", remedy="take 'adamw'")
-        compute = base.compute
-        found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=body.optimizer)
         recorded = self._journal.one("SELECT spec FROM models WHERE id = ?", entry.model)
         assert recorded is not None, "requests of unknown models are refused"
         own = json.loads(recorded["spec"])  # also of a model whose state is lost
@@ -215,6 +213,8 @@ class Performer:
                 f"{body.path} {_described(spec)}; the model {_described(own)}",
                 remedy="create the model from the checkpoint: create_training_client_from_state",
             )
+        compute = base.compute
+        found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=body.optimizer)
         loaded_spec = {**spec, "base": own["base"]}  # the name under which its client knows the base
         yield Tenant.restored(replace(found, spec=loaded_spec), gradients=False)
         answer = {"path": body.path, "model_id": entry.model, "type": "load_weights"}

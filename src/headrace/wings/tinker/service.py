@@ -279,12 +279,11 @@ class TinkerService:
     def _publish(self, model: str) -> None:
         """Give the in-flight samplers of a model their new weights."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
-        records = [SamplerRecord.of(row) for row in rows]
+        # who samples under a name that is not served any more is told so
+        records = [record for record in map(SamplerRecord.of, rows) if record.base in self._bases]
         if not records or records[0].directory is None:
             return
-        base = self._bases.get(records[0].base)
-        if base is None:  # a name of before: who samples with it is told so
-            return
+        base = self._bases[records[0].base]
         loaded = set(base.weights.names())  # also of a session that is silent for a while
         used = [record for record in records if record.session in self._beats or record.id in loaded]
         if used:
