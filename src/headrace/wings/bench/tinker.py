@@ -42,7 +42,7 @@ class TinkerSizes:
     new_tokens: int = 64
     requests: int = 8
     """The number of forward_backward requests in flight, of all adapters."""
-    rounds: int = 3
+    rounds: int = 7
     """The number of measurements of a rate; the median counts."""
     trips: int = 30
     """The number of round trips of a latency."""
