@@ -356,16 +356,20 @@ def _linear_names(peft: Any, model: nn.Module) -> list[str]:
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     head = model.get_output_embeddings()  # type: ignore[operator]
-    barred = {"out_proj"} if str(model.config.model_type) in _MAMBAS else frozenset()  # type: ignore[union-attr]
     names = {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
         if module is not head and (_is_linear(module) or type(module).__name__ == _CONV1D)
         if not of_adapter(name)
     }
-    read = peft.LoraConfig(target_modules={name for name in names if name.rpartition(".")[2] not in barred})
+    read = peft.LoraConfig(target_modules={name for name in names if peft_adapts(model, name)})
     convert_peft_config_for_transformers(read, model, None)
     return sorted(set(read.target_modules) & names)
+
+
+def peft_adapts(model: nn.Module, name: str) -> bool:
+    """Return whether peft accepts an adapter of the linear layer ``name`` in this architecture."""
+    return str(model.config.model_type) not in _MAMBAS or name.rpartition(".")[2] != "out_proj"  # type: ignore[union-attr]
 
 
 def _but_routers(model: nn.Module, names: list[str]) -> list[str]:

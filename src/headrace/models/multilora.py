@@ -38,6 +38,7 @@ from headrace.base.errors import ModelError
 from headrace.models.indexed import is_indexer
 from headrace.models.kernels.fused import Fused
 from headrace.models.kernels.panels import RANK_STEP, LowRank, Product
+from headrace.models.lora import peft_adapts
 from headrace.models.text_part import with_prefix
 
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
@@ -186,7 +187,8 @@ class MultiLora:
         """Every layer that can be adapted, by name."""
         choosing = {part for module in model.modules() if is_indexer(module) for part in module.modules()}
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and module not in choosing:  # a choice of tokens has no gradient
+            # a choice of tokens has no gradient; what peft refuses could not be used elsewhere
+            if isinstance(module, nn.Linear) and module not in choosing and peft_adapts(model, name):
                 part = HEAD if module is head else ATTENTION if _ATTENTION.search(name) else MLP
                 outputs, inputs = module.weight.shape
                 self.layers[name] = AdaptableLayer(part=part, num_inputs=inputs, num_outputs=outputs)

@@ -272,7 +272,7 @@ def test_a_state_that_cannot_be_used_is_refused_by_name(model, tmp_path):
     for name, words in {
         "key": "as the server's key",
         "server.lock": "is a directory",
-        "journal.sqlite": "open",
+        "journal.sqlite": "Is a directory",
     }.items():
         state = tmp_path / name
         (state / name).mkdir(parents=True)
