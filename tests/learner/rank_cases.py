@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "cp2_sinks": ("sinks", {"context": 2}),
     "falcon_h1_fsdp2": ("falcon_h1", {"data": 2}),
     "mamba2_fsdp2": ("mamba2", {"data": 2}),
+    "zero_experts_fsdp2": ("zero_experts", {"data": 2}),
     "fsdp4": ("dense", {"data": 4}),
     "fsdp2_tp2": ("dense", {"data": 2, "tensor": 2}),
     "fsdp2_cp2": ("dense", {"data": 2, "context": 2}),
@@ -222,6 +223,7 @@ def refusals(directory: Path) -> Found:
         found[name] = _refusal(directory / ("damaged_on_one" if ranks.rank else "damaged_on_none") / name, ranks)
     for name, parallel in {
         "a state": {"context": 2},
+        "chosen tokens": {"context": 2},
         "heads": {"tensor": 2},
         "no plan": {"data": 2},
         "no trunk": {"data": 2},

@@ -21,6 +21,7 @@ from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_cases import BUNDLES, LAYOUTS
 from tests.models.kinds import HYBRIDS
+from tests.models.kinds import KINDS as MODEL_KINDS
 from tests.venvs import python_with
 
 Found = dict[str, Any]
@@ -38,6 +39,23 @@ BIASED = {
     "num_key_value_heads": 2,
 }
 """A mixture whose routers choose by a correction bias."""
+ZERO_EXPERTS = {
+    "n_routed_experts": 2,
+    "zero_expert_num": 126,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 24,
+    "ffn_hidden_size": 24,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 8,
+}
+"""A mixture most of whose experts have no weights, so that the others may get no token in a pass."""
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "sequences": {},
@@ -54,6 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     },
+    "zero_experts": {"kind": "longcat_flash", "extra": ZERO_EXPERTS},
     **{kind: {"kind": kind, "extra": HYBRIDS.get(kind, {})} for kind in ("falcon_h1", "mamba2")},
 }
 TWO = [name for name, (_, ways) in LAYOUTS.items() if torch.tensor(list(ways.values())).prod() == 2 or "ep2" in name]
@@ -152,6 +171,7 @@ def damage(directory: Path) -> None:
     shutil.copytree(directory / "damaged" / "an end", one / "one end")
     shutil.copytree(directory / "damaged" / "a tensor less", one / "one tensor less")
     tiny(directory / "a state", kind="qwen3_next", extra=HYBRIDS["qwen3_next"])
+    tiny(directory / "chosen tokens", kind="deepseek_v32", extra=MODEL_KINDS["deepseek_v32"])
     _settings(Path(shutil.copytree(directory / "dense", directory / "heads")), num_attention_heads=3)
     tiny(directory / "no plan", kind="gpt2")
     tiny(directory / "no trunk", kind="opt")
@@ -268,6 +288,7 @@ def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found, place:
         "one end": f"{other}{one}/one end/model.safetensors is damaged or incomplete",
         "one tensor less": f"{other}the weights of model.path='{one}/one tensor less' lack what config.json asks for",
         "a state": "ConfigError: learner.parallel.context=2 with",
+        "chosen tokens": "a DeepseekV32ForCausalLM: the keys by which its layers choose",
         "no plan": "is a GPT2LMHeadModel: transformers has no plan that shards its layers",
         "no trunk": "is a OPTForCausalLM: its forward pass does not call its trunk as a whole",
         "heads": "ConfigError: learner.parallel.tensor=2 does not fit",

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -18,7 +18,7 @@ from headrace.base.errors import ConfigError, HeadraceError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import own_class, reshard
-from headrace.models import attention, check, load, recurrent, routing, settings, weights
+from headrace.models import attention, check, indexed, load, recurrent, routing, settings, weights
 from headrace.models.again import carrying
 from headrace.models.config import ModelConfig
 
@@ -65,12 +65,14 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
         load.refuse_superfluous(config.path, model, info)
         weights.refuse_not_finite(model, config.path)
     model = load.ready(model)
-    if ranks.config.num_averaged > 1 and not any(isinstance(each, FSDPModule) for each in model.base_model.modules()):
-        raise _unshardable(config, model, "transformers has no plan that shards its layers")
-    if ranks.config.context > 1 and recurrent.recurrent_layers(model):
+    if ranks.config.num_averaged > 1:
+        _use_all_experts(model)
+        if not any(isinstance(each, FSDPModule) for each in model.base_model.modules()):
+            raise _unshardable(config, model, "transformers has no plan that shards its layers")
+    if ranks.config.context > 1 and (reason := _whole_sequences_only(model)):
         raise ConfigError(
             f"learner.parallel.context={ranks.config.context} with model.path={config.path!r}, a "
-            f"{type(model).__name__}: the state of its recurrent layers cannot be handed from rank to rank",
+            f"{own_class(model).__name__}: {reason}",
             remedy="set learner.parallel.context = 1",
         )
     # the ranks compute this together and find the same; one that fails alone must end, not wait for the others
@@ -82,6 +84,29 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
         raise _unshardable(config, model, "its forward pass does not call its trunk as a whole")
     reshard(model)
     return model
+
+
+def _use_all_experts(model: PreTrainedModel) -> None:
+    """Give the weights of experts a gradient in every pass of a model that has experts without weights (LongCat-Flash):
+    a pass may choose those alone, and ranks that reduce different gradients would fail, or wait for each other."""
+
+    def with_weights(experts: nn.Module, args: object, output: Tensor) -> Tensor:
+        for weight in experts.parameters():
+            output = output + weight[:0].sum()  # zero, with a gradient of zeros
+        return output
+
+    for module in model.modules():
+        if vars(module).get("zero_expert_num"):
+            module.register_forward_hook(with_weights)
+
+
+def _whole_sequences_only(model: PreTrainedModel) -> str:
+    """Return why a sequence of this model cannot lie on several ranks; empty if it can."""
+    if recurrent.recurrent_layers(model):
+        return "the state of its recurrent layers cannot be handed from rank to rank"
+    if any(map(indexed.is_indexer, model.modules())):
+        return "the keys by which its layers choose the tokens that they attend to are not gathered from other ranks"
+    return ""
 
 
 def _readable(config: ModelConfig, parallel: ParallelConfig) -> PreTrainedConfig:

@@ -49,7 +49,7 @@ class TinkerConfig:
     session_s: float = 120.0
     """Seconds without a heartbeat after which the models of a session move to the disk."""
     ephemeral_s: float = 86400.0
-    """Seconds for which the weights of a sampler without a name are kept."""
+    """Seconds for which the weights of a sampler without a name are kept after the last heartbeat of its session."""
     poll_s: float = 30.0
     """Seconds for which a request for a result is held while there is none; the client waits 45."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(flush_tokens=64))

@@ -187,6 +187,18 @@ class Journal:
             now_s,
         )
 
+    def keep_used(self, sessions: Container[str], now_s: float, kept_s: float) -> None:
+        """Let weights without a name that samplers of ``sessions`` use expire ``kept_s`` from now; those that have more
+        than half of this time left stay as they are."""
+        rows = self.all(
+            "SELECT path, session FROM checkpoints JOIN samplers ON samplers.directory = checkpoints.directory "
+            "WHERE checkpoints.kind = 'ephemeral' AND expires_s < ?",
+            now_s + kept_s / 2,
+        )
+        for row in rows:
+            if row["session"] in sessions:
+                self.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", now_s + kept_s, row["path"])
+
     def keep_samples(self, rows: Sequence[tuple[object, ...]]) -> None:
         """Write sampled sequences, each as the values of the columns after its number."""
         with self.transaction():

@@ -109,8 +109,9 @@ class TinkerService:
         self._parts.tenants.retry_held()
         self._parts.tenants.give_up_missing()
         self._samples.forget_old(now)
-        expired = "SELECT path FROM checkpoints WHERE expires_s < ?"
-        for row in self._journal.all(expired, self._clock.wall()):
+        wall = self._clock.wall()
+        self._journal.keep_used(self._beats, wall, self._config.ephemeral_s)
+        for row in self._journal.all("SELECT path FROM checkpoints WHERE expires_s < ?", wall):
             self.catalog.remove_checkpoint(row["path"])
         self._journal.forget_samples()
 
