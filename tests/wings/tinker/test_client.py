@@ -434,7 +434,10 @@ def test_a_body_that_is_too_long_or_cut_fails_in_its_place(model, tmp_path):
         with pytest.raises(APIStatusError, match="more than 2000 bytes"):
             futures[0].result()
         assert futures[1].result(timeout=30).metrics["loss:sum"] > 0  # and not after the wait for what is missing
-        whole = messages.ForwardBackwardRequest(model_id=trained.model_id, seq_id=3, loss_fn="cross_entropy")
+        with pytest.raises(APIStatusError, match="more than 2000 bytes"):
+            trained.save_state("long", user_metadata={"note": "x" * 2000}).result()
+        assert trained.forward_backward([datum(IDS)], "cross_entropy").result(timeout=30).metrics["loss:sum"] > 0
+        whole = messages.ForwardBackwardRequest(model_id=trained.model_id, seq_id=5, loss_fn="cross_entropy")
         cut = whole.SerializeToString()[:-3]
         found = httpx.post(f"{url}/api/v1/forward_backward", content=cut, headers={"x-api-key": key}).json()
         result = {"json": {"request_id": found["request_id"]}, "headers": {"x-api-key": key}}

@@ -94,7 +94,7 @@ def test_weights_that_no_sampler_can_use_any_more_are_deleted(model, tmp_path, m
     monkeypatch.setattr("headrace.wings.tinker.run.SWEEP_S", 0.05)
     monkeypatch.setattr(Catalog, "remove_checkpoint", count)
     prompt, params = types.ModelInput.from_ints([5, 9, 11]), types.SamplingParams(max_tokens=2)
-    with served(model, tmp_path) as server:
+    with served(model, tmp_path, ephemeral_s=0.0) as server:  # those that are used do not grow old
         with client(*server) as service:
             trained = service.create_lora_training_client(base_model=NAME, rank=2).result()
             samplers = [trained.save_weights_and_get_sampling_client().result() for _ in range(2)]

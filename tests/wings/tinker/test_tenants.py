@@ -118,6 +118,8 @@ def test_passes_without_gradient_are_not_computed_again_after_a_kill(compute, tm
         body = train_body([[5, 6, 7, 8]], seq, forward_only=seq > 1)
         server.send("forward_backward", seq, body)
     server.wait()
+    held = [len(server.journal.entry(MODEL, seq).body) > 0 for seq in (1, 2, 3)]
+    assert held == [True, False, False], "what is not computed again is not kept"
     server.kill()
     computed, train = [], compute.train
     monkeypatch.setattr(

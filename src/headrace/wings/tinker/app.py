@@ -23,7 +23,7 @@ from headrace.base.clock import Clock
 from headrace.base.errors import HeadraceError
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
-from headrace.wings.tinker import schema
+from headrace.wings.tinker import schema, wire
 from headrace.wings.tinker.jobs import Found
 from headrace.wings.tinker.service import TinkerService, is_number
 from headrace.wings.tinker.tenants import log
@@ -165,8 +165,10 @@ class _Routes:
             "session_heartbeat": self._posted(lambda service, body: service.heartbeat(body)),
             "create_model": self._posted(lambda service, body: service.create_model(body)),
             "get_info": self._posted(lambda service, body: service.get_info(body)),
-            "forward_backward": self._train,
-            "load_weights": self._posted(lambda service, body: service.load_weights(body)),
+            "forward_backward": self._in_order(
+                lambda service, body: service.train(body), wire.place_of, self._max_body_bytes
+            ),
+            "load_weights": self._in_order(lambda service, body: service.load_weights(body), schema.place_of),
             "create_sampling_session": self._posted(lambda service, body: service.create_sampling_session(body)),
             "asample": self._sample,
             "retrieve_future": self._retrieve,
@@ -242,18 +244,27 @@ class _Routes:
         return endpoint
 
     def _of_model(self, kind: str) -> Endpoint:
-        return self._posted(lambda service, body: service.of_model(kind)(body))
+        return self._in_order(lambda service, body: service.of_model(kind)(body), schema.place_of)
 
-    async def _train(self, request: Request) -> Response:
-        """Accept a ``forward_backward`` request. If its body is too long, the request is recorded as failed, so that
-        later requests of its model do not wait for it."""
-        service = self._holder.ready()
-        try:
-            body = await self._body(request, self._max_body_bytes)
-        except LongBody as error:
-            service.refuse_train(error.beginning, error)
-            raise
-        return JSONResponse(service.train(body))
+    def _in_order(
+        self,
+        answer: Callable[[TinkerService, bytes], dict[str, Any]],
+        place_of: Callable[[bytes], tuple[str, int]],
+        most: int = JSON_BYTES,
+    ) -> Endpoint:
+        """Return an endpoint that accepts a request of a model. If its body has more than ``most`` bytes, the request
+        is recorded as failed, so that later requests of the model do not wait for it."""
+
+        async def endpoint(request: Request) -> Response:
+            service = self._holder.ready()
+            try:
+                body = await self._body(request, most)
+            except LongBody as error:
+                service.refuse(place_of, error.beginning, error)
+                raise
+            return JSONResponse(answer(service, body))
+
+        return endpoint
 
     async def _sample(self, request: Request) -> Response:
         service, body = self._holder.ready(), await self._body(request)

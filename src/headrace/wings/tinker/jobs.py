@@ -52,6 +52,11 @@ class SampleJobs(dict[str, SampleJob]):
         self._num_bytes -= self[name].num_bytes
         super().__delitem__(name)
 
+    def forget(self, name: str) -> None:
+        """Forget a request, if it is still known."""
+        if name in self:
+            del self[name]
+
     def end(self, name: str, now_s: float) -> None:
         """Note that a request has ended, with an answer or without."""
         if name in self:

@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +173,10 @@ class Journal:
         """Write the result of a request."""
         self.run("UPDATE requests SET status = ?, result = ? WHERE model = ? AND seq = ?", status, result, model, seq)
 
+    def drop_body(self, model: str, seq: int) -> None:
+        """Forget the body of a request that has ended, and that is never computed again."""
+        self.run("UPDATE requests SET body = x'' WHERE model = ? AND seq = ?", model, seq)
+
     def entry(self, model: str, seq: int) -> JournalEntry | None:
         """Return a request; ``None`` for an unknown one."""
         row = self.one("SELECT model, seq, kind, body, status FROM requests WHERE model = ? AND seq = ?", model, seq)
@@ -191,7 +195,8 @@ class Journal:
         """Let weights without a name that samplers of ``sessions`` use expire ``kept_s`` from now; those that have more
         than half of this time left stay as they are."""
         rows = self.all(
-            "SELECT path, session FROM checkpoints JOIN samplers ON samplers.directory = checkpoints.directory "
+            "SELECT checkpoints.path, session FROM checkpoints "
+            "JOIN samplers ON samplers.directory = checkpoints.directory "
             "WHERE checkpoints.kind = 'ephemeral' AND expires_s < ?",
             now_s + kept_s / 2,
         )

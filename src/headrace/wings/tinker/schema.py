@@ -3,6 +3,7 @@ protocol of another version, and ignoring it would change what the caller gets."
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -12,6 +13,9 @@ from headrace.base.errors import DataError
 S = TypeVar("S", bound="TinkerBody")
 Place = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 """The number that a client gives to what it makes in a session."""
+MOST_STOPS = 4096
+"""The most stop strings and stop tokens of one request."""
+_MODEL, _SEQ = re.compile(r'"model_id"\s*:\s*"([^"]*)"'), re.compile(r'"seq_id"\s*:\s*(\d{1,15})')
 
 
 class TinkerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +30,16 @@ def parse(body: bytes, kind: type[S]) -> S:
         raise DataError(
             f"the body is no {kind.__name__}: {error}", remedy="use the client that docs/tinker.md names"
         ) from None
+
+
+def place_of(beginning: bytes) -> tuple[str, int]:
+    """Return the model and the place of a request of which only the beginning was read. Raises
+    :class:`~headrace.base.errors.DataError` where the beginning does not hold them."""
+    text = beginning.decode(errors="replace")
+    model, seq = _MODEL.search(text), _SEQ.search(text)
+    if model is None or seq is None:
+        raise DataError("the body does not begin with model_id and seq_id", remedy="send less in each request")
+    return model[1], int(seq[1])
 
 
 class ModelRequest(TinkerBody, frozen=True, forbid_unknown_fields=False):
@@ -212,7 +226,7 @@ class SamplingBody(TinkerBody, frozen=True):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str | int] | None = None
+    stop: str | Annotated[list[str | int], msgspec.Meta(max_length=MOST_STOPS)] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0

@@ -227,11 +227,11 @@ class TinkerService:
         model, seq = wire.place_of(body)
         return self._accept(model, seq, "forward_backward", body)
 
-    def refuse_train(self, beginning: bytes, error: Refusal) -> None:
-        """Let a forward_backward of which only the beginning was read fail in its place, so that later requests of its
-        model do not wait for it."""
+    def refuse(self, place_of: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
+        """Let a request of a model of which only the beginning was read fail in its place, so that later requests of
+        the model do not wait for it; ``place_of`` finds the model and the place in the beginning."""
         try:
-            model, seq = wire.place_of(beginning)
+            model, seq = place_of(beginning)
             self._accept(model, seq, MISSING, f"{error.problem}\n{error.remedy}".encode())
         except HeadraceError:
             return  # no place is known, or no such model
@@ -503,7 +503,7 @@ class TinkerService:
             raise gone
         found, job.fetched = job.task.result(), True
         if found.status == 410:
-            del self._samples[name]
+            self._samples.forget(name)
             raise gone
         return found
 

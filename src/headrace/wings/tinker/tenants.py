@@ -294,6 +294,8 @@ class Tenants:
             if copied is not None:
                 self._point(entry.model, copied, entry.seq)
             self._journal.end(entry.model, entry.seq, status, answer.result)
+            if status == DONE and entry.kind == "forward_backward" and _reads_only(entry):
+                self._journal.drop_body(entry.model, entry.seq)
             self._journal.run("UPDATE models SET used_s = ? WHERE id = ?", self._clock.wall(), entry.model)
         if tenant is not None:
             self._live.move_to_end(entry.model)
@@ -341,7 +343,7 @@ class Tenants:
         so are failed ones, which left the state unchanged; but a failed optimizer step is repeated, because it
         discarded the gradient."""
         changes = entry.kind in ("create_model", "optim_step") or (  # a load is copied to the disk at once
-            entry.kind == "forward_backward" and not wire.is_forward_only(entry.body)
+            entry.kind == "forward_backward" and not _reads_only(entry)
         )
         failed_step = entry.kind == "optim_step" and entry.status == FAILED  # which drops a broken gradient
         if not changes or (entry.status == FAILED and not failed_step):
@@ -425,3 +427,8 @@ def failure(error: Exception) -> bytes:
 def answer_of(value: dict[str, Any], **more: Any) -> Answer:
     """Return a JSON answer."""
     return Answer(result=json.dumps(value).encode(), **more)
+
+
+def _reads_only(entry: JournalEntry) -> bool:
+    """Return whether a ``forward_backward`` request that was computed asked for no gradient; its body is dropped."""
+    return not entry.body or wire.is_forward_only(entry.body)
