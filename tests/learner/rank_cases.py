@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "cp2_sinks": ("sinks", {"context": 2}),
     "falcon_h1_fsdp2": ("falcon_h1", {"data": 2}),
     "mamba2_fsdp2": ("mamba2", {"data": 2}),
+    "llama4_fsdp2": ("llama4_text", {"data": 2}),
     "zero_experts_fsdp2": ("zero_experts", {"data": 2}),
     "fsdp4": ("dense", {"data": 4}),
     "fsdp2_tp2": ("dense", {"data": 2, "tensor": 2}),
@@ -221,9 +222,12 @@ def refusals(directory: Path) -> Found:
         found[name] = _refusal(directory / "damaged" / name, ranks)
     for name in sorted(each.name for each in (directory / "damaged_on_one").iterdir()):  # rank 0 reads a whole one
         found[name] = _refusal(directory / ("damaged_on_one" if ranks.rank else "damaged_on_none") / name, ranks)
+    trunk = _refusal(directory / "llama4_text", Ranks(ParallelConfig(tensor=2), torch.device("cpu")))
+    found["a change in place"] = trunk
     for name, parallel in {
         "a state": {"context": 2},
         "chosen tokens": {"context": 2},
+        "rows of several tensors": {"data": 2},
         "heads": {"tensor": 2},
         "no plan": {"data": 2},
         "no trunk": {"data": 2},

@@ -72,6 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     },
+    "llama4_text": {"kind": "llama4_text", "extra": MODEL_KINDS["llama4_text"]},
     "zero_experts": {"kind": "longcat_flash", "extra": ZERO_EXPERTS},
     **{kind: {"kind": kind, "extra": HYBRIDS.get(kind, {})} for kind in ("falcon_h1", "mamba2")},
 }
@@ -171,6 +172,7 @@ def damage(directory: Path) -> None:
     shutil.copytree(directory / "damaged" / "an end", one / "one end")
     shutil.copytree(directory / "damaged" / "a tensor less", one / "one tensor less")
     tiny(directory / "a state", kind="qwen3_next", extra=HYBRIDS["qwen3_next"])
+    tiny(directory / "rows of several tensors", kind="olmo_hybrid", extra=HYBRIDS["olmo_hybrid"])
     tiny(directory / "chosen tokens", kind="deepseek_v32", extra=MODEL_KINDS["deepseek_v32"])
     _settings(Path(shutil.copytree(directory / "dense", directory / "heads")), num_attention_heads=3)
     tiny(directory / "no plan", kind="gpt2")
@@ -288,6 +290,8 @@ def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found, place:
         "one end": f"{other}{one}/one end/model.safetensors is damaged or incomplete",
         "one tensor less": f"{other}the weights of model.path='{one}/one tensor less' lack what config.json asks for",
         "a state": "ConfigError: learner.parallel.context=2 with",
+        "rows of several tensors": "files hold parts of model.layers.0.linear_attn.conv1d.weight, which transformers",
+        "a change in place": "on 2 ranks, model.path=",
         "chosen tokens": "a DeepseekV32ForCausalLM: the keys by which its layers choose",
         "no plan": "is a GPT2LMHeadModel: transformers has no plan that shards its layers",
         "no trunk": "is a OPTForCausalLM: its forward pass does not call its trunk as a whole",

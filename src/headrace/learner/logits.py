@@ -28,6 +28,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.base.types.recorded import KeptSets
 from headrace.learner.head import HeadRequest, KeptEntries, TopRequest, linear_logprobs, linear_top
+from headrace.models.text_part import trunk_name
 
 LOGITS_PER_CHUNK = 2**24
 """Number of logits that exist at a time: 64 MiB in float32, and a few times that while their gradient is computed."""
@@ -55,11 +56,12 @@ class SplitModel:
     """A model whose trunk runs once, and whose head runs where it is needed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._trunk = getattr(model, model.base_model_prefix)
+        name = trunk_name(model)
+        self._trunk: Any = model.get_submodule(name)
         self._given = GivenHidden(self._trunk)
         # The same modules and parameters, but for the trunk: this forward pass is the head alone.
         self._head = copy.copy(model)
-        self._head._modules = {**model._modules, model.base_model_prefix: self._given}
+        self._head._modules = {**model._modules, name: self._given}
         self._linear = model.get_output_embeddings()
         self._is_matrix = self._acts_as_matrix()
 
@@ -144,7 +146,7 @@ class GivenHidden(nn.Module):
 def split_model(model: PreTrainedModel, inputs: dict[str, Any]) -> TrunkAndHead:
     """Return ``model`` split into trunk and head if this gives the same logits on ``inputs``; otherwise as a whole."""
     whole = WholeModel(model)
-    if model.base_model_prefix not in model._modules:
+    if trunk_name(model) not in model._modules:
         return whole
     with torch.no_grad():
         expected = whole.hidden(inputs)

@@ -160,7 +160,7 @@ class TextPlace:
         config.dtype = whole.dtype
         with torch.device("meta"):
             text = self.causal(config)
-        setattr(text, _trunk_name(text), backbone)
+        setattr(text, trunk_name(text), backbone)
         text.set_output_embeddings(head)
         text.generation_config = whole.generation_config
         empty = [name for name, tensor in (*text.named_parameters(), *text.named_buffers()) if tensor.is_meta]
@@ -183,7 +183,7 @@ class TextPlace:
 
     def prefixes(self, text: PreTrainedModel) -> dict[str, str]:
         """Return what the names of the text model begin with, and what they begin with in the multimodal model."""
-        return {f"{_trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
+        return {f"{trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
 
 
 def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
@@ -332,16 +332,16 @@ def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
     assert causal is not None
     with torch.device("meta"):
         model = causal(small)
-    return type(getattr(model, _trunk_name(model)))
+    return type(getattr(model, trunk_name(model)))
 
 
-def _trunk_name(text: PreTrainedModel) -> str:
+def trunk_name(text: PreTrainedModel) -> str:
     """Return the name of the model of hidden states in a causal language model. Its class says that name, but for
     families such as Llama 4, whose class says the name that the multimodal model gives to the whole."""
     said = str(text.base_model_prefix)
-    if hasattr(text, said):
+    if said in text._modules:
         return said
-    return next(str(name) for name, module in text.named_children() if isinstance(module, PreTrainedModel))
+    return next((str(name) for name, module in text.named_children() if isinstance(module, PreTrainedModel)), said)
 
 
 def _head_name(text: PreTrainedModel) -> str:

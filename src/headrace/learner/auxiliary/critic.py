@@ -48,6 +48,7 @@ from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
 from headrace.models.settings import called
+from headrace.models.text_part import trunk_name
 from headrace.models.weights import CORRECTION_BIAS, weight_tensors
 
 NAME = "critic"
@@ -242,12 +243,12 @@ def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
     dtype: Any = str(policy.dtype).removeprefix("torch.")
     with called("learner.critic.path"):
         model = load_model(ModelConfig(path=path, dtype=dtype), str(policy.device))
-    if model.base_model_prefix not in model._modules:
+    if trunk_name(model) not in model._modules:
         raise ModelError(
             f"learner.critic.path={path!r} is a {type(model).__name__}, which does not come apart into trunk and head",
             remedy="choose another model for the critic, or another algo.advantage",
         )
-    trunk: PreTrainedModel = model.get_submodule(model.base_model_prefix)
+    trunk: PreTrainedModel = model.get_submodule(trunk_name(model))
     known, needed = (one.get_input_embeddings().num_embeddings for one in (trunk, policy))
     if known < needed:
         raise ConfigError(

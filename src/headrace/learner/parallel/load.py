@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headrace.base.errors import ConfigError, HeadraceError, ModelError
@@ -21,6 +23,7 @@ from headrace.learner.parallel.split import own_class, reshard
 from headrace.models import attention, check, indexed, load, recurrent, routing, settings, weights
 from headrace.models.again import carrying
 from headrace.models.config import ModelConfig
+from headrace.models.text_part import trunk_name
 
 
 def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
@@ -64,10 +67,14 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
         load.refuse_incomplete(config.path, info)
         load.refuse_superfluous(config.path, model, info)
         weights.refuse_not_finite(model, config.path)
+        if joined := _wrongly_joined(model):
+            words = f"its files hold parts of {joined}, which transformers joins in a wrong order"
+            raise _unshardable(config, model, words)
     model = load.ready(model)
+    trunk = model._modules.get(trunk_name(model)) or model
     if ranks.config.num_averaged > 1:
         _use_all_experts(model)
-        if not any(isinstance(each, FSDPModule) for each in model.base_model.modules()):
+        if not any(isinstance(each, FSDPModule) for each in trunk.modules()):
             raise _unshardable(config, model, "transformers has no plan that shards its layers")
     if ranks.config.context > 1 and (reason := _whole_sequences_only(model)):
         raise ConfigError(
@@ -77,13 +84,54 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
         )
     # the ranks compute this together and find the same; one that fails alone must end, not wait for the others
     calls: list[nn.Module] = []
-    handle = model.base_model.register_forward_hook(lambda trunk, *_: calls.append(trunk))
-    check.check_packing(model, config.path)
+    handle = trunk.register_forward_hook(lambda trunk, *_: calls.append(trunk))
+    try:
+        check.check_packing(model, config.path)
+        _check_with_gradient(model, config.path)
+    except ModelError as error:
+        raise ModelError(
+            f"on {ranks.config.world} ranks, {error.problem}",
+            remedy="run `headrace check model` on it, which computes on one rank; if that works, train it on one rank, "
+            "or cut it in another way ([learner.parallel])",
+        ) from error
     handle.remove()
     if not calls:
         raise _unshardable(config, model, "its forward pass does not call its trunk as a whole")
     reshard(model)
     return model
+
+
+def _check_with_gradient(model: PreTrainedModel, path: str) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` for a model that its ranks compute only without a gradient: some
+    change a distributed tensor in place."""
+    ids_N = torch.arange(4, device=model.device) % model.config.vocab_size
+    try:
+        attention.forward(model, ids_N, attention.PackedPlan([4], model.device))
+    except RuntimeError as error:
+        raise ModelError(f"model.path={path!r}: a pass with a gradient fails: {error}", remedy="") from error
+
+
+def _wrongly_joined(model: PreTrainedModel) -> str:
+    """Return the name of a parameter whose rows come from several tensors of the files, and are distributed over ranks;
+    empty if there is none. transformers 5.23 distributes each of those tensors before it joins them, so that the rows
+    of a rank are not those that it should have."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, WeightConverter
+
+    sharded = [name for name, one in model.named_parameters() if isinstance(one, DTensor) and _cut_by_rows(one)]
+    for converter in get_model_conversion_mapping(model):
+        if isinstance(converter, WeightConverter) and any(
+            isinstance(each, Concatenate) and each.dim == 0 for each in converter.operations
+        ):
+            ends = converter.target_patterns
+            for name in sharded:
+                if any(re.search(end, name) for end in ends):
+                    return str(name)
+    return ""
+
+
+def _cut_by_rows(tensor: DTensor) -> bool:
+    return any(placement.is_shard(0) for placement in tensor.placements)
 
 
 def _use_all_experts(model: PreTrainedModel) -> None:
@@ -183,7 +231,8 @@ def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dt
     from headrace.models.text_part import causal_class
 
     # By itself it gathers the last norm and the head as one group, whose hooks break where the head runs twice.
-    base = causal_class(model).base_model_prefix  # type: ignore[union-attr]
+    with torch.device("meta"):
+        base = trunk_name(causal_class(model)(model))  # type: ignore[misc]
     plan = model.base_model_fsdp_plan or {}
     apart = {f"{base}.{name}": "free_full_weight" for name, style in plan.items() if style == "keep_full_weight"}
     return DistributedConfig(

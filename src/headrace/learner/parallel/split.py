@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from headrace.learner.logits import GivenHidden, TrunkAndHead
+from headrace.models.text_part import trunk_name
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -39,7 +40,7 @@ class ShardedLogprobs:
 
     def __init__(self, model: PreTrainedModel, make: MakeLogprobs) -> None:
         self._model = model
-        self._trunk: nn.Module = model.get_submodule(model.base_model_prefix)
+        self._trunk: nn.Module = model.get_submodule(trunk_name(model))
         self._head: nn.Module = model.get_output_embeddings()
         self._logprobs = make(_HeadAlone(model, self._head))
 
@@ -83,7 +84,7 @@ class _HeadAlone:
     """The :class:`TrunkAndHead` of a model without its trunk, for use inside the head's forward pass."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
-        trunk = model.get_submodule(model.base_model_prefix)
+        trunk = model.get_submodule(trunk_name(model))
         self._given = GivenHidden(trunk)
         replaced = {id(head): _HeadWithoutSharding(head), id(trunk): self._given}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
