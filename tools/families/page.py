@@ -158,8 +158,8 @@ def page(rows: Mapping[str, Row]) -> str:
         "`olmo_hybrid`) carry rounding on from token to token: over 1,500 tokens the compiled kernels of random models "
         "differ from transformers' float32 by up to 5e-4 at single tokens, and transformers' float32 from float64 by "
         'as much; `engine.kernels = "off"` stays within 1e-5. On several learner ranks, models whose layers '
-        "transformers cannot shard (as `gpt2`), or whose trunk is not called as a whole (as `opt`), are refused at "
-        "load.",
+        "transformers cannot shard (as `gpt2`), whose trunk is not called as a whole (as `opt`), or whose tensors lie "
+        "in parts in their files (as `olmo_hybrid`), are refused at load.",
         "",
         "| model type | | gap | limits, or the reason |",
         "|---|---|---|---|",

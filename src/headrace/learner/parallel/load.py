@@ -71,11 +71,19 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
             words = f"its files hold parts of {joined}, which transformers joins in a wrong order"
             raise _unshardable(config, model, words)
     model = load.ready(model)
-    trunk = model._modules.get(trunk_name(model)) or model
     if ranks.config.num_averaged > 1:
         _use_all_experts(model)
-        if not any(isinstance(each, FSDPModule) for each in trunk.modules()):
-            raise _unshardable(config, model, "transformers has no plan that shards its layers")
+    _check(model, config, ranks)
+    reshard(model)
+    return model
+
+
+def _check(model: PreTrainedModel, config: ModelConfig, ranks: Ranks) -> None:
+    """Raise :class:`~headrace.base.errors.HeadraceError` for a model that these ranks cannot compute as one process
+    does. All of them must call it together."""
+    trunk = model._modules.get(trunk_name(model)) or model
+    if ranks.config.num_averaged > 1 and not any(isinstance(each, FSDPModule) for each in trunk.modules()):
+        raise _unshardable(config, model, "transformers has no plan that shards its layers")
     if ranks.config.context > 1 and (reason := _whole_sequences_only(model)):
         raise ConfigError(
             f"learner.parallel.context={ranks.config.context} with model.path={config.path!r}, a "
@@ -97,8 +105,6 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     handle.remove()
     if not calls:
         raise _unshardable(config, model, "its forward pass does not call its trunk as a whole")
-    reshard(model)
-    return model
 
 
 def _check_with_gradient(model: PreTrainedModel, path: str) -> None:
@@ -118,16 +124,15 @@ def _wrongly_joined(model: PreTrainedModel) -> str:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, WeightConverter
 
-    sharded = [name for name, one in model.named_parameters() if isinstance(one, DTensor) and _cut_by_rows(one)]
-    for converter in get_model_conversion_mapping(model):
-        if isinstance(converter, WeightConverter) and any(
-            isinstance(each, Concatenate) and each.dim == 0 for each in converter.operations
-        ):
-            ends = converter.target_patterns
-            for name in sharded:
-                if any(re.search(end, name) for end in ends):
-                    return str(name)
-    return ""
+    converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    joining = [
+        end
+        for converter in converters
+        if any(isinstance(each, Concatenate) and each.dim == 0 for each in converter.operations)
+        for end in converter.target_patterns
+    ]
+    sharded = (name for name, one in model.named_parameters() if isinstance(one, DTensor) and _cut_by_rows(one))
+    return next((name for name in sharded if any(re.search(end, name) for end in joining)), "")
 
 
 def _cut_by_rows(tensor: DTensor) -> bool:
