@@ -8,6 +8,7 @@ import hmac
 import json
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +25,7 @@ from headrace.base.errors import HeadraceError
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
 from headrace.wings.tinker import schema, wire
+from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.jobs import Found
 from headrace.wings.tinker.service import TinkerService, is_number
 from headrace.wings.tinker.tenants import log
@@ -36,6 +38,9 @@ JSON_BYTES = 16 * 2**20
 """The most bytes of a body of JSON: its numbers take many times their room while they are read."""
 BEGINNING_BYTES = 4096
 """The bytes of a body that is too long which are looked at, to find whose it is."""
+
+LOADING_S = 30.0
+"""Seconds for which a request waits while the models are loaded; the client waits 60 for an answer."""
 
 REFUSED = {
     "auth/token": "this server takes its key as it is",
@@ -57,21 +62,35 @@ REFUSED_PARTS = {
 
 
 class ServerHolder:
-    """The state of the server: it starts without a service, and refuses requests until there is one."""
+    """The state of the server: it starts without a service, for which requests wait."""
 
     def __init__(self) -> None:
-        self.service: TinkerService | None = None
+        self._service: TinkerService | None = None
+        self._changed = asyncio.Event()
 
-    def ready(self) -> TinkerService:
+    def serve(self, service: TinkerService) -> None:
+        """Let ``service`` answer requests from now on."""
+        self._service = service
+        self._changed.set()
+
+    def now(self) -> TinkerService:
         """Return the service. Raises :class:`Refusal`, after which the client asks again, while there is none."""
-        if self.service is None:
+        if self._service is None:
             raise Refusal("the model is being loaded", remedy="ask again soon", status=503)
-        return self.service
+        return self._service
+
+    async def ready(self) -> TinkerService:
+        """Return the service, for which this waits :data:`LOADING_S`: not every call of the client asks again often
+        enough. Raises :class:`Refusal`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), LOADING_S)
+        return self.now()
 
     def end_waits(self) -> None:
         """Let the requests that wait for a result be answered, because the server ends."""
-        if self.service is not None:
-            self.service.end_waits()
+        self._changed.set()
+        if self._service is not None:
+            self._service.end_waits()
 
 
 class UrlSigner:
@@ -205,6 +224,9 @@ class _Routes:
             Route(f"{checkpoint}/ttl", self._ttl, methods=["PUT"]),
         ]
 
+    async def _catalog(self) -> Catalog:
+        return (await self._holder.ready()).catalog
+
     def _fixed(self, answer: dict[str, Any], kind: type[schema.TinkerBody]) -> Endpoint:
         """Return an endpoint that checks the body of a request as a ``kind``, and always gives the same answer."""
 
@@ -218,7 +240,7 @@ class _Routes:
         """Return an endpoint whose answer is computed from the body of the request."""
 
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(answer(self._holder.ready(), await self._body(request)))
+            return JSONResponse(answer(await self._holder.ready(), await self._body(request)))
 
         return endpoint
 
@@ -226,7 +248,7 @@ class _Routes:
         """Return an endpoint whose answer is computed from the parameters in the path of the request."""
 
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(answer(self._holder.ready(), request.path_params))
+            return JSONResponse(answer(await self._holder.ready(), request.path_params))
 
         return endpoint
 
@@ -239,7 +261,7 @@ class _Routes:
             page = [request.query_params.get(name, str(default)) for name, default in (("limit", 20), ("offset", 0))]
             if not all(map(is_number, page)):
                 raise Refusal(f"limit and offset are {shown(page)}", remedy="give whole numbers")
-            return JSONResponse(answer(self._holder.ready(), request.query_params, *map(int, page)))
+            return JSONResponse(answer(await self._holder.ready(), request.query_params, *map(int, page)))
 
         return endpoint
 
@@ -256,7 +278,7 @@ class _Routes:
         is recorded as failed, so that later requests of the model do not wait for it."""
 
         async def endpoint(request: Request) -> Response:
-            service = self._holder.ready()
+            service = await self._holder.ready()
             try:
                 body = await self._body(request, most)
             except LongBody as error:
@@ -267,45 +289,45 @@ class _Routes:
         return endpoint
 
     async def _sample(self, request: Request) -> Response:
-        service, body = self._holder.ready(), await self._body(request)
+        service, body = await self._holder.ready(), await self._body(request)
         return JSONResponse(service.sample(body))
 
     async def _retrieve(self, request: Request) -> Response:
-        return _response(await self._holder.ready().retrieve(await self._body(request)))
+        return _response(await (await self._holder.ready()).retrieve(await self._body(request)))
 
     async def _telemetry(self, request: Request) -> Response:
         await self._body(request)  # and nothing is done with it
         return JSONResponse({"status": "accepted"})
 
     async def _healthz(self, _: Request) -> Response:
-        self._holder.ready()
+        self._holder.now()
         return JSONResponse({"status": "ok"})
 
     async def _finish(self, request: Request) -> Response:
         await self._body(request)
-        return JSONResponse(self._holder.ready().finish(request.path_params["session"]))
+        return JSONResponse((await self._holder.ready()).finish(request.path_params["session"]))
 
     async def _delete(self, request: Request) -> Response:
         """Delete the checkpoint that the path names."""
-        await asyncio.to_thread(
-            self._holder.ready().catalog.delete_checkpoint, request.path_params["model"], _named(request)
-        )
+        catalog = await self._catalog()
+        await asyncio.to_thread(catalog.delete_checkpoint, request.path_params["model"], _named(request))
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
-        self._holder.ready().catalog.set_ttl(request.path_params["model"], _named(request), await self._body(request))
+        catalog, body = await self._catalog(), await self._body(request)
+        catalog.set_ttl(request.path_params["model"], _named(request), body)
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
         """Answer with a URL of each file of a checkpoint that can be fetched without the key, for a time."""
-        files = self._holder.ready().catalog.files_of(request.path_params["model"], _named(request))
+        files = (await self._catalog()).files_of(request.path_params["model"], _named(request))
         root = request.url.path.removesuffix("external_weights_urls")
         urls = {file: request.url.replace(path=f"{root}files/{file}", query="") for file in files}
         return JSONResponse(self._signer.sign(urls))
 
     async def _file(self, request: Request) -> Response:
         path = request.path_params
-        return FileResponse(self._holder.ready().catalog.file_of(path["model"], _named(request), path["file"]))
+        return FileResponse((await self._catalog()).file_of(path["model"], _named(request), path["file"]))
 
     async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
         """Return the body, of ``most`` bytes at most. Raises :class:`Refusal` for one that is longer."""

@@ -117,7 +117,7 @@ class TinkerServer:
                     )
                     service = TinkerService(parts, group, self._clock)
                     tenants.resume()
-                    self._holder.service = service
+                    self._holder.serve(service)
                     self._serving(url)
                     group.create_task(self._sweep(service))
                     ended = [group.create_task(base.engine.died()) for base in served]
