@@ -111,6 +111,27 @@ def test_a_reward_that_keeps_all_others_from_returning_costs_its_own_episode_alo
     asyncio.run(main())
 
 
+def test_calls_are_not_made_one_after_the_other_while_all_of_them_block(tmp_path: Path) -> None:
+    deeds = """
+        import time
+        async def reward(completion):
+            time.sleep(1000 if completion == "block" else 0)
+            return 1.0
+    """
+
+    async def main() -> None:
+        async with running_pool(tmp_path, deeds, timeout_s=0.3) as at:
+            found = await at.score(*["block"] * 40)
+            last = "reward_timeout: the last 8 calls blocked their worker for 0.3 s each; await what waits"
+            assert [each.failure for each in found].count("reward_timeout: no reward for 0.3 s") == 9
+            assert sum(each.failure.startswith(last) for each in found) == 31
+            assert len(at.children) <= 11  # one for each that was late, and one more
+            assert await at.score("well") == [ONE], "one is still made"
+            assert await at.score(*["well"] * 20) == [ONE] * 20
+
+    asyncio.run(main())
+
+
 def test_calls_that_wait_their_turn_are_not_late(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_pool(tmp_path, DEEDS, timeout_s=2.0) as at:

@@ -27,6 +27,10 @@ from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Scores, ScoringConte
 from headrace.rollout.scoring.rubric import Rubric, RubricPart
 
 
+MOST_BLOCKED = 8
+"""Number of calls in a row that may block their worker before the others are not made any more."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class ScoreCall(PoolCall):
     """One call of a reward function."""
@@ -48,6 +52,8 @@ class ScoringWorker(Worker[ScoreCall]):
     """Set when ``frozen`` and ``crowded`` are known, after a call was late."""
     crowded: bool = False
     """Whether the process computed for most of the time, so that any of its calls may have blocked the others."""
+    num_waiting: int = 0
+    """Number of calls that had not begun when one was late."""
     frozen: bool = False
     """Whether it was killed because it was stopped from outside or began no call for long, so that no call is to
     blame."""
@@ -106,6 +112,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self.by_group = False
         self.wants: frozenset[str] = frozenset()
         self._timeout_s = config.timeout_s
+        self._num_tried = 0  # calls that are being made
+        self._num_blocked = 0  # calls in a row that blocked their worker until they were late
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
         return await self._answer(self._request(task, completions, context))
@@ -140,7 +148,20 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
 
     async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
         """Let a worker score a request, and return the scores or why the call was lost. A reward that takes longer than
-        its time limit is a failure, unless the worker made no progress at all."""
+        its time limit is a failure, unless the worker made no progress at all. After :data:`MOST_BLOCKED` calls in a
+        row that let no other call of their worker begin, one is made at a time, and all others fail at once: they
+        would wait for hours in front of a function that always blocks."""
+        if self._num_blocked >= MOST_BLOCKED and self._num_tried:
+            words = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
+            return Scores(rewards=(), failure=f"reward_timeout: {words}; await what waits, or write a plain def")
+        self._num_tried += 1
+        try:
+            return await self._attempt(worker, call, number)
+        finally:
+            self._num_tried -= 1
+
+    async def _attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
+        """Do what :meth:`attempt` says, for a call that is made."""
         peer = worker.process.peer
         begun, scored = peer.expect(number, Started), peer.expect(number, Scored)
         scored.add_done_callback(partial(_mark_begun, begun))
@@ -155,6 +176,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         except TimeoutError:
             if worker.frozen or worker.crowded:
                 return worker.loss(begun=True)
+            self._num_blocked += worker.num_waiting > 0
             return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._timeout_s:g} s")
         except asyncio.CancelledError:
             if not scored.cancelled() or being_cancelled():
@@ -165,7 +187,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         finally:
             begun.cancel()
             scored.cancel()
-        worker.group.idle_deaths, worker.answered = 0, True
+        worker.group.idle_deaths, worker.answered, self._num_blocked = 0, True, 0
         return Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
 
     async def _in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
@@ -189,6 +211,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             return
         worker.replaced = True
         try:
+            worker.num_waiting = len(worker.calls) - worker.begun
             halted = await worker.process.halted()
             worker.frozen = bool(halted)
             computed_s = await worker.process.computed_s() - before_s
