@@ -26,7 +26,6 @@ from headrace.launch.clients.suspects import OneByOne
 from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Scores, ScoringContext
 from headrace.rollout.scoring.rubric import Rubric, RubricPart
 
-
 MOST_BLOCKED = 8
 """Number of calls in a row that may block their worker before the others are not made any more."""
 
