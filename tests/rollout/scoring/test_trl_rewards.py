@@ -171,6 +171,14 @@ def test_a_reward_whose_parameters_nobody_can_give_is_refused(
         refuse_missing_columns([reward], tasks({"answer": 1, "keys": 2}), look=False)
 
 
+def test_a_class_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    file = tmp_path / "scorer.py"
+    file.write_text("class Scorer:\n    def __call__(self, completion):\n        return 1.0\n\nscore = Scorer()\n")
+    with pytest.raises(EnvError, match=r"function Scorer is a class\n  remedy: write score = Scorer\(\)"):
+        refuse_missing_columns([FunctionReward(ref=f"{file}:Scorer")], tasks({}), look=True)
+    refuse_missing_columns([FunctionReward(ref=f"{file}:score")], tasks({}), look=True)
+
+
 def test_columns_that_settings_name_are_looked_for_too() -> None:
     with pytest.raises(
         ConfigError, match=r"answer_column='answer'\), which no row has \(they have anser\)(.|\n)*'anser'"

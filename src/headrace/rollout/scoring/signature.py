@@ -108,7 +108,14 @@ class RewardSignature:
 
 
 def signature_of(function: Callable[..., Any]) -> RewardSignature:
-    """Return the signature of a function or of a callable object."""
+    """Return the signature of a function or of a callable object. Raises :class:`~headrace.base.errors.EnvError` for a
+    class."""
+    if inspect.isclass(function):
+        name = function.__name__
+        raise EnvError(
+            f"reward function {name} is a class",
+            remedy=f"write score = {name}() in its file, and name score: rewards are what its __call__ returns",
+        )
     kinds, found = inspect.Parameter, inspect.signature(function).parameters.values()
     named = [each for each in found if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     bare = [each.name for each in found if each.kind is kinds.POSITIONAL_ONLY and each.default is kinds.empty]
