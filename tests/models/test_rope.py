@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,22 @@ def test_unknown_type_is_refused_by_name(tmp_path: Path) -> None:
     config.to_json_file(tmp_path / "model" / "config.json")
     with pytest.raises(ModelError, match="rope_type='spiral' is unknown"):
         load_model(ModelConfig(path=path))
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ([1.0], "short_factor has 4 numbers and long_factor 1"),
+        ("1.0", "long_factor=1.0 is no list of positive numbers"),
+    ],
+)
+def test_factors_that_do_not_fit_are_refused_by_name(scaled: Scaled, tmp_path: Path, factors: Any, words: str) -> None:
+    file = shutil.copytree(scaled(("llama", "longrope")), tmp_path / "model") / "config.json"
+    tree = json.loads(file.read_text())
+    tree["rope_parameters"]["long_factor"] = factors
+    file.write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match=words):
+        load_model(ModelConfig(path=str(file.parent)))
 
 
 def test_every_type_that_this_transformers_knows_is_classified() -> None:

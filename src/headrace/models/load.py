@@ -19,7 +19,7 @@ from headrace.base.buffers import zeros
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
 from headrace.models.hub import pinned
-from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope
+from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope, wrong_factors
 from headrace.models.settings import (
     BUILDING,
     LAYER_TYPES,
@@ -278,6 +278,11 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
             f"model.path={path!r} is a {kind}: rope_type={strange_rope!r} is unknown here, so that its numbers might "
             "depend on the length of a sequence, or of its neighbours",
             remedy=f"use a model whose rope_type is one of {', '.join(sorted(BY_POSITION | BY_LENGTH.keys()))}",
+        )
+    if wrong := wrong_factors(config):
+        raise ModelError(
+            f"model.path={path!r} is a {kind} with a rope_type='longrope' whose {wrong}",
+            remedy="copy config.json from where the model comes from: it has one factor for each pair of dimensions",
         )
     for reason, applies in reasons.items():
         if applies:

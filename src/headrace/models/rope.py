@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -61,6 +61,24 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 def unknown_rope(config: PreTrainedConfig) -> str:
     """Return the first type of rotary embedding that is unknown; empty if there is none."""
     return next((kind for kind, _ in rope_types(config) if kind not in BY_POSITION and kind not in BY_LENGTH), "")
+
+
+def wrong_factors(config: PreTrainedConfig) -> str:
+    """Return what is wrong with the factors of a ``longrope``, of which there is one for each pair of dimensions; empty
+    if nothing is."""
+    for kind, parameters in rope_types(config):
+        if kind != "longrope":
+            continue
+        short, long = (parameters.get(name) for name in ("short_factor", "long_factor"))
+        if not (_are_factors(short) and _are_factors(long)):
+            return f"short_factor={str(short)[:80]} or long_factor={str(long)[:80]} is no list of positive numbers"
+        if len(short) != len(long):
+            return f"short_factor has {len(short)} numbers and long_factor {len(long)}"
+    return ""
+
+
+def _are_factors(given: Any) -> TypeGuard[list[float]]:
+    return isinstance(given, list) and all(isinstance(one, (int, float)) and one > 0 for one in given)
 
 
 def rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
