@@ -128,7 +128,8 @@ def limit_of(path: str) -> ContextLimit:
     limit = context_limit(read_config(path))
     if limit is None:
         raise ModelError(
-            f"model.path={path!r}: config.json does not say max_position_embeddings", remedy="add it to config.json"
+            f"model.path={path!r}: config.json does not say max_position_embeddings",
+            remedy="add it to config.json, if docs/models.md says that this architecture works",
         )
     return limit
 
