@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,7 +149,11 @@ def test_a_teacher_on_a_server_is_the_teacher_in_the_rows_and_is_asked_once(mode
     for name, tensor in final_weights(tmp_path / "b", 5).items():
         torch.testing.assert_close(final_weights(tmp_path / "a", 5)[name], tensor, atol=1e-5, rtol=1e-4)
     unbroken = settings(model, tmp_path / "c", teacher=asked, run={"steps": 5, "rows_per_step": 3})
-    distill(unbroken, data=tokens)
+
+    async def notebook() -> None:
+        distill(unbroken, data=tokens)  # beside a loop that runs
+
+    asyncio.run(notebook())
     for name, tensor in final_weights(tmp_path / "a", 5).items():
         assert torch.equal(tensor, final_weights(tmp_path / "c", 5)[name]), name
 

@@ -14,10 +14,11 @@ import asyncio
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ from headrace.wings.supervised.config import DistillConfig, ServerTeacher
 from headrace.wings.supervised.reading import RowSet
 from headrace.wings.supervised.rendering import RenderedSample
 
+T = TypeVar("T")
 DIRECTORY = "teacher"
 """The directory of the scores, in that of the run."""
 ROWS_PER_FILE = 256
@@ -73,7 +75,7 @@ def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
     if config.teacher is not None:
         scored = config.run.dir and all(file.is_whole for file in _files(config, rows, Path(config.run.dir)))
         if not scored:  # a resumed run that has all scores needs the server no more
-            asyncio.run(_check_server(config.teacher, tokenizer))
+            _run(_check_server(config.teacher, tokenizer))
         return
     for teacher, _ in config.learner.served_teachers.values():
         if teacher.path is None:
@@ -87,6 +89,16 @@ def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
                 f"{SETTING} path={path!r} was made for {most} tokens, and the longest row has {longest}",
                 remedy=f"choose a model for >= {longest} tokens, or set data.max_length = {most}",
             )
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return what ``coroutine`` returns. Where an event loop runs already, as in a notebook, it runs in a thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
@@ -266,7 +278,7 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
     below = int(read_config(config.model.path).get_text_config().vocab_size)
     if config.teacher is not None:
         server = config.teacher
-        return lambda samples: asyncio.run(_ask_server(server, samples, below))
+        return lambda samples: _run(_ask_server(server, samples, below))
     (teacher, _) = next(iter(config.learner.served_teachers.values()))
     device = str(use("learner.device", config.learner.device, only_cpu=config.model.deterministic))
     model = load_model(teacher_model(teacher, config.model), device)
