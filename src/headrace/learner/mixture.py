@@ -163,10 +163,11 @@ class MixtureBalance:
         """Forget the choices since the last update, whose gradient is discarded."""
         self._chosen_LE = self._zeros()
 
-    def _see(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _see(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> None:
         """Add what the router of layer ``index`` chose in this pass to the sums; called as a forward hook of the
         router."""
-        logits_NE, experts_NK = output[0], output[2]
+        assert self._routed is not None
+        logits_NE, _, experts_NK = self._routed.known.read(output)
         seen = self._now
         if seen is None:  # another pass, or a layer that is computed again: it must save the same tensors
             seen = self._last

@@ -23,7 +23,7 @@ class MixtureLayer:
     depth: int
     """The index of the decoder layer that contains it."""
     router: nn.Module
-    """The router module, which returns ``(logits_NE, gates_NK, experts_NK)``."""
+    """The router module, whose output :meth:`KnownRouter.read` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from headrace.models.settings import BUILDING
 
+Routed = tuple[Tensor, Tensor, Tensor]
+"""The logits ``[N, E]`` of all experts, and the weights and indices ``[N, K]`` of the chosen ones."""
 _Scores = Callable[[Tensor, Tensor], Tensor]
 """A function ``scores(logits_NE, experts_NK)`` that returns the scores ``[N, K]`` of selected experts."""
 
@@ -84,6 +86,20 @@ class GateFormula:
         return gates_NK
 
 
+def _read_dense(output: tuple[Tensor, ...], top_k: int) -> Routed:
+    """Return what a router chose that returns weights of all experts and their logits. A chosen expert whose weight is
+    rounded to zero computes nothing, and may be read as any other."""
+    weights_NE, logits_NE = output
+    gates_NK, experts_NK = weights_NE.topk(top_k, dim=1)
+    return logits_NE, gates_NK, experts_NK
+
+
+def _written_dense(routed: Routed) -> Tensor:
+    """Return the weights of all experts, zero for those that were not chosen."""
+    logits_NE, gates_NK, experts_NK = routed
+    return torch.zeros_like(logits_NE).scatter(1, experts_NK, gates_NK.to(logits_NE.dtype))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRouter:
     """What is known of the routers of a model."""
@@ -97,6 +113,19 @@ class KnownRouter:
     """Whether the first output is logits; probabilities otherwise."""
     chooses_by_logits: bool
     """Whether the chosen experts are those of the greatest logits; biases or groups have a say otherwise."""
+    dense: bool = False
+    """Whether the routers return weights ``[N, E]``, zero for experts that are not chosen, and then logits (Llama 4);
+    otherwise they return logits, weights and indices."""
+
+    def read(self, output: tuple[Tensor, ...]) -> Routed:
+        """Return what a router chose, from its output."""
+        return _read_dense(output, self.top_k) if self.dense else (output[0], output[1], output[2])
+
+    def output_of(self, routed: Routed) -> tuple[Tensor, ...]:
+        """Return the output with which a router chooses so: the reverse of :meth:`read`."""
+        if not self.dense:
+            return routed
+        return _written_dense(routed), routed[0]
 
 
 def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
@@ -114,6 +143,7 @@ def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
                 num_experts=probes[0].logits_NE.shape[1],
                 gives_logits=formula.scores is not _of_probabilities,
                 chooses_by_logits=probes[-1].chooses_by_logits(formula),
+                dense=probes[0].dense,
             )
     return None
 
@@ -134,6 +164,8 @@ class _Probe:
     logits_NE: Tensor
     gates_NK: Tensor
     experts_NK: Tensor
+    dense: bool
+    """As in :class:`KnownRouter`."""
 
     @staticmethod
     @torch.inference_mode()
@@ -143,7 +175,7 @@ class _Probe:
         generator = torch.Generator().manual_seed(0)
         with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
             try:
-                router = kind(config).to(dtype).eval()
+                router: Any = kind(config).to(dtype).eval()
             except (TypeError, AttributeError):
                 return None
         for each in itertools.chain(router.parameters(), router.buffers()):
@@ -160,10 +192,14 @@ class _Probe:
         biases = [torch.randn(num_experts, generator=generator) for _ in range(_others(kind))]
         for given in (hidden_NH, hidden_NH[None]):
             try:
-                logits_NE, gates_NK, experts_NK = router(given, *biases)
+                output = router(given, *biases)
+                dense = len(output) == 2
+                routed = logits_NE, gates_NK, experts_NK = _read_dense(output, router.top_k) if dense else output
+                if dense and not torch.equal(_written_dense(routed), output[0]):
+                    return None  # those that are not chosen have weights too
             except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
                 continue
-            found = _Probe(router=router, logits_NE=logits_NE, gates_NK=gates_NK, experts_NK=experts_NK)
+            found = _Probe(router=router, logits_NE=logits_NE, gates_NK=gates_NK, experts_NK=experts_NK, dense=dense)
             return found if found.fits(num_experts) else None
         return None
 

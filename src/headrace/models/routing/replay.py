@@ -56,13 +56,12 @@ class RoutingPass:
         """Return the number of layers that have routed so far."""
         return len(self._differing)
 
-    def route(
-        self, index: int, router: nn.Module, output: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, index: int, router: nn.Module, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Replace the output of the router of layer ``index`` by one that sends each token with known routing to its
         recorded experts, if the pass is ``forced``; in any case, count the tokens for which the router would choose
         others."""
-        logits_NE, gates_NK, live_NK = output
+        known = self.routed.known
+        logits_NE, gates_NK, live_NK = known.read(output)
         if len(live_NK) != len(self._known_N):
             raise ModelError(
                 f"a forward pass of {len(live_NK)} tokens under the routing of {len(self._known_N)} tokens",
@@ -73,7 +72,8 @@ class RoutingPass:
         self._differing[index] = (experts_NK.sort(-1).values != live_NK.sort(-1).values).any(-1).sum()
         if not self._forced:
             return output
-        return logits_NE, self.routed.known.gates(router, logits_NE, experts_NK).to(gates_NK.dtype), experts_NK
+        gates_NK = known.gates(router, logits_NE, experts_NK).to(gates_NK.dtype)
+        return known.output_of((logits_NE, gates_NK, experts_NK))
 
 
 NOW: ContextVar[RoutingPass | None] = ContextVar("routing", default=None)
@@ -122,9 +122,7 @@ class RoutingReplay:
                 "if that is so, a fused kernel bypasses the router: load the model without it",
             )
 
-    def _route(
-        self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         seen = NOW.get()
         return output if seen is None or seen.routed is not self._routed else seen.route(index, router, output)
 
@@ -136,7 +134,7 @@ class RoutingRecorder:
     """
 
     def __init__(self, routed: RoutedModel) -> None:
-        self.on = False
+        self._known, self.on = routed.known, False
         """Whether passes are recorded. When off, it costs one Python call per layer."""
         self._dtype = torch.uint8 if routed.dtype.itemsize == 1 else torch.uint16
         self._chosen: list[Tensor | None] = [None] * routed.num_layers
@@ -165,6 +163,6 @@ class RoutingRecorder:
         experts_NLK: Experts = self.stacked().cpu().numpy()
         return experts_NLK
 
-    def _note(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _note(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         if self.on:
-            self._chosen[index] = output[2]
+            self._chosen[index] = self._known.read(output)[2]
