@@ -13,6 +13,7 @@ from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.jobs import Found, SampleJob, SampleJobs
 from headrace.wings.tinker.samplers import AdapterPasses, SamplerWeights
 from headrace.wings.tinker.service import TinkerService
+from headrace.wings.tinker.turns import Turns
 from headrace.wings.tinker.weights import WholeTensors
 from tests.wings.tinker.serving import NAME, client, served
 
@@ -104,6 +105,17 @@ def test_weights_that_no_sampler_can_use_any_more_are_deleted(model, tmp_path, m
             for sampler in (*samplers, inflight):
                 assert sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences
         assert left_after(3) == 0
+
+
+def test_all_samplers_of_a_client_have_one_turn_together(model, tmp_path, monkeypatch):
+    turns, submit = [], Turns.submit
+    monkeypatch.setattr(Turns, "submit", lambda self, name, job: (turns.append(name), submit(self, name, job)))
+    with served(model, tmp_path) as server, client(*server) as one, client(*server) as other:
+        for service in (one, one, other):
+            sampler = service.create_sampling_client(base_model=NAME).result()
+            assert sampler.compute_logprobs(types.ModelInput.from_ints([5, 9, 11])).result()
+    first, second, third = turns
+    assert first == second != third
 
 
 def test_answers_that_their_clients_have_had_are_forgotten_first(monkeypatch):
