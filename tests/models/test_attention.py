@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
-from headrace.models.attention import MAX_WASTE, ROW_STEP, PackedPlan, Rule, cut, forward
+from headrace.models.attention import MIN_FILL, ROW_STEP, PackedPlan, Rule, cut, forward
 from tests.models.kinds import KINDS, VOCAB, plain
 
 LENGTHS = [7, 1, 30, 7, 12, 2]
@@ -112,7 +112,7 @@ def test_padding_is_bounded_and_so_is_the_number_of_buckets(lengths: list[int]) 
     assert sorted(members) == np.flatnonzero(lengths_S).tolist()
     for bucket in buckets:
         longest = lengths_S[bucket].max()
-        assert (longest <= np.maximum(lengths_S[bucket] / MAX_WASTE, lengths_S[bucket] + ROW_STEP)).all()
+        assert (longest <= np.maximum(lengths_S[bucket] / MIN_FILL, lengths_S[bucket] + ROW_STEP)).all()
     assert len(buckets) <= 20
 
 

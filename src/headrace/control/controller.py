@@ -103,8 +103,8 @@ class Controller:
         return state.metrics.live(phase=state.phase, waits=state.board.table(), warnings=state.warnings)
 
     def stop(self, by: str = "") -> None:
-        """Stop the run after the steps that are ordered, with a checkpoint to resume from; ``by`` is the signal that
-        was received."""
+        """Ask the run to stop when the steps that are ordered already are done, with a checkpoint to resume from;
+        ``by`` is the signal that was received."""
         self.state.request_stop(by)
 
     async def run(self, start: StartingPoint) -> Summary:

@@ -120,7 +120,8 @@ class RunState:
         return self.stopping.is_set()
 
     def request_stop(self, by: str = "") -> None:
-        """Stop the run after the steps that are ordered, with a checkpoint; ``by`` is the signal that was received."""
+        """Ask the run to stop when the steps that are ordered already are done, with a checkpoint; ``by`` is the signal
+        that was received."""
         self.stopped_by = self.stopped_by or by
         self.stopping.set()
         self.flow.changed.notify()

@@ -93,10 +93,10 @@ class ProcessRewards:
         return msgspec.structs.replace(both, reward=graded.reward + turns.reward)
 
     async def _join(self, episode: EpisodeGraph) -> Graded:
-        """Add the process rewards to the turns of an episode, and return them combined, with the results of their
-        components.
+        """Add the process rewards to the turns of an episode, and return one grade that combines them, with the results
+        of their components. It has no reward if that of a turn is missing.
 
-        Turns that the episode no longer has, such as those of an attempt that was made again, do not count.
+        Turns that the episode no longer has, such as those of an attempt that was retried, do not count.
         """
         # The identity of the token array names a turn: two turns may have equal tokens.
         held = {id(turn.tokens.ids_T): place for place, turn in enumerate(episode.turns)}

@@ -34,7 +34,7 @@ NAME = "headrace"
 PLAN = "headrace_plan"
 """The keyword under which a plan travels through ``model(**kwargs)``."""
 
-MAX_WASTE = 0.75
+MIN_FILL = 0.75
 """The least length, as a fraction of the longest sequence of a bucket, that a sequence of the bucket may have."""
 
 ROW_STEP = 16
@@ -346,7 +346,9 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Return the indices of the sequences of each bucket, the longest first. Empty sequences are in none.
+    """Group sequences of similar length, so that little of a bucket is padding, and return the indices of those in each
+    bucket, the longest first. Each is at least :data:`MIN_FILL` of the longest of its bucket, or at most
+    :data:`ROW_STEP` shorter. Empty sequences are left out.
 
     >>> [bucket.tolist() for bucket in cut(np.array([100, 20, 90, 10]))]
     [[0, 2], [1, 3]]
@@ -356,7 +358,7 @@ def cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     buckets: list[np.ndarray[Any, Any]] = []
     while len(order):
         longest = int(lengths_S[order[0]])
-        least = min(MAX_WASTE * longest, longest - ROW_STEP)
+        least = min(MIN_FILL * longest, longest - ROW_STEP)
         fits = int((lengths_S[order] >= least).sum())
         buckets.append(order[:fits])
         order = order[fits:]

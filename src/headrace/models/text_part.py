@@ -217,7 +217,8 @@ def whole_checkpoint(config: PreTrainedConfig) -> Path | None:
 
 def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
     """Write the multimodal checkpoint ``base`` with the weights of ``text`` as its text part into the directory
-    ``out``. All other tensors are copied bit for bit, whatever they are, and all other files too.
+    ``out``. All other tensors are copied bit for bit, whatever they are. So are the files of the configuration and the
+    tokenizer, but for what ``config.json`` and the index of the weights say of the new tensors.
 
     Raises :class:`~headrace.base.errors.ModelError` if a tensor of the text model has no place in the checkpoint.
     """
@@ -336,8 +337,9 @@ def _backbone_class(text: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def trunk_name(text: PreTrainedModel) -> str:
-    """Return the name of the model of hidden states in a causal language model. Its class says that name, but for
-    families such as Llama 4, whose class says the name that the multimodal model gives to the whole."""
+    """Return the name of the attribute of a causal language model that is its backbone, which computes hidden states.
+    Usually it is ``base_model_prefix``. Llama 4 has another name there, that of the whole in the multimodal model: then
+    the backbone is the first child that is a model itself."""
     said = str(text.base_model_prefix)
     if said in text._modules:
         return said

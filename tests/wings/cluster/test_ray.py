@@ -311,7 +311,7 @@ def test_a_part_without_a_place_is_told_of_with_what_it_needs_and_what_there_is(
 
     error = refusal(tmp_path, Nowhere(), grader(tmp_path), timeout_s=0.05)
     assert isinstance(error, DeadlineError)
-    assert "scorer-0 needs 0 CPUs, and has found no place for 0.05 s; it has 1 node" in error.problem
+    assert "scorer-0 needs 0 CPUs, and found no free resources within 0.05 s; it has 1 node" in error.problem
 
 
 def test_what_is_not_on_the_node_is_named_with_the_setting(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ _HOST_HEADER = re.compile(
 
 
 _SECRET_PARAMETER = re.compile(
-    r"(?i)(?:.*[_-])?(?:password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key|auth|sig|signature)"
+    r"(?i)(?:.*[_-])?(?:password|passwd|pwd|secret|token|(?:api|access)?[_-]?key|auth|code|credentials?|sig|signature)"
 )
 
 
@@ -70,11 +70,15 @@ def secret_in(url: str) -> str:
 
     >>> secret_in("redis://:hush@10.0.0.9"), secret_in("https://x.org/v1?api_key=hush"), secret_in("redis://me@10.0.0.9")
     ('a password', 'a password or key (the parameter api_key)', '')
+    >>> [secret_in(f"https://x.org/v1?{name}=hush") != "" for name in ("subscription-key", "code", "model")]
+    [True, True, False]
+    >>> secret_in("http://[me:hush@x.org")
+    'what may be a password'
     """
     try:
         parts = urlsplit(url)
-    except ValueError:  # not a URL: the caller that expects one reports it
-        return ""
+    except ValueError:  # not a URL: the caller that expects one reports it, with its text
+        return "what may be a password" if "@" in url else ""
     if parts.password:
         return "a password"
     if parts.username and parts.scheme in ("http", "https"):

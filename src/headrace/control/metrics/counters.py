@@ -16,7 +16,7 @@ from headrace.base.types.trace import Span
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """Running totals of this life of the run."""
+    """Running totals since the run was started or resumed last."""
 
     tokens_trained: int = 0
     """Number of tokens that carried loss."""
@@ -29,7 +29,7 @@ class RunTotals:
     ages: Counter[int] = field(default_factory=Counter)
     """Number of trained tokens, by age in versions."""
     commit_gaps_s: list[float] = field(default_factory=list)
-    """Seconds for which the engine stood still, for each commit."""
+    """Seconds for which the engine paused, for each commit."""
     restarted: int = 0
     """Number of sequences that began again because of a weight update."""
     rewards: list[float | None] = field(default_factory=list)
@@ -58,7 +58,7 @@ class RunTotals:
     reward_first: float | None = None
     """The mean reward of the run's first batch."""
     steps_done: int = 0
-    """Optimizer steps that the learner's weights have behind them, earlier lives of the run included."""
+    """Optimizer steps that made the learner's weights, those before a resume included."""
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=4096))
     """(time, tokens generated, tokens trained) at the latest updates of the view, for the live throughputs."""
     last_sample: str = ""

@@ -270,7 +270,10 @@ class Fleet:
         return passed_on
 
     async def _assign(self, routed: RoutedRequest, parent_engine: Member | None = None) -> Member:
-        """Wait for an engine that can serve the request, and return it."""
+        """Wait for an engine that can serve the request, and return it. If only engines are left that the request
+        avoids, because it failed on them, it avoids them no more. Raises an error for a request that is bound to an
+        engine which cannot serve it any more.
+        """
         route = routed.route_request(
             "" if parent_engine is None else parent_engine.name, only_engine=len(self._members) == 1
         )

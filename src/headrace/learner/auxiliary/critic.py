@@ -277,7 +277,7 @@ def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     another model."""
     for name, tensor in weight_tensors(model).items():
         if name.endswith(CORRECTION_BIAS) and f"{_WEIGHT}|{name}" not in state:
-            continue  # saved before biases were moved: they are as the model was loaded with
+            continue  # saved before biases were moved: they keep the values that were loaded
         saved = state[f"{_WEIGHT}|{name}"]
         if saved.shape != tensor.shape:
             raise ValueError(f"{name} is {tuple(saved.shape)}, not {tuple(tensor.shape)}")

@@ -104,7 +104,7 @@ class Copy:
         shape."""
         for one, part in zip(self._sources, self._parts, strict=True):
             if one.name.endswith(CORRECTION_BIAS) and one.name not in state:
-                continue  # a snapshot from before biases were moved: they are as the model was loaded with
+                continue  # a snapshot from before biases were moved: they keep the values that were loaded
             full = state[one.name]
             if full.shape != one.weight.shape:
                 raise ValueError(f"{one.name} is {list(full.shape)}, expected {list(one.weight.shape)}")

@@ -186,7 +186,8 @@ def _decode(snapshot: Path) -> SnapshotState:
 
 
 def _change(snapshot: Path, *, to_resume: bool) -> str:
-    """Return a description of a file that has changed since it was written; empty if there is none."""
+    """Return what is wrong with a file that has changed since it was written, or is missing; empty if nothing is.
+    ``to_resume`` says whether the files are looked at that only a resumed run reads, such as the optimizer's."""
     state = _decode(snapshot)
     try:
         found = verify(snapshot, [STATE_FILE, *_read(state, to_resume=to_resume)])

@@ -93,7 +93,8 @@ class FusedBlock(Fused):
         return block
 
     def products(self, num_tokens: int) -> Any:
-        """Return the kernel's arguments for the products of the mixer."""
+        """Return the kernel's arguments for the matrix products of the layer's mixer (attention or delta rule), in
+        passes of ``num_tokens``."""
         parts = (ProductPart * len(self._parts))()
         for part, product in zip(parts, self._parts, strict=True):
             point(part, product.weights(), num_tokens)

@@ -42,7 +42,7 @@ class _IndexedRows:
 
 
 class IndexedPass:
-    """The choices of one engine pass, and the attention to what is chosen."""
+    """Sparse attention in one engine pass: an indexer chooses positions for each token, which attends to them alone."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self._write = Writer(geometry, device)
@@ -52,13 +52,14 @@ class IndexedPass:
         begins_R = np.cumsum(geometry.counts_R) - geometry.counts_R
         place_N, filled = np.empty(int(geometry.counts_R.sum()), np.int64), 0
         self._buckets: list[_IndexedRows] = []
-        for members in parts:
+        for members in parts:  # rows of similar length, padded to the longest of them
             column_L = np.arange(int(geometry.counts_R[members].max()))
             inside_BL = column_L < geometry.counts_R[members][:, None]
             gather_BL = begins_R[members][:, None] + np.where(inside_BL, column_L, 0)
             place_N[gather_BL[inside_BL]] = filled + np.flatnonzero(inside_BL)
             filled += gather_BL.size
             self._buckets.append(_rows_of(geometry, members, gather_BL, device))
+        # where each token of the pass lies in the buckets, one after the other
         self._place_N = torch.from_numpy(place_N).to(device)
 
     def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> ChosenTokens:
@@ -68,7 +69,7 @@ class IndexedPass:
         for rows in self._buckets:
             keys_BCE = rows.gathered(pool_P1SE)[:, 0]
             inputs_BL = tuple(each[rows.gather_BL] for each in inputs_N)
-            masks.append(choose(inputs_BL, rows.seen_BLC, KeyExchange(partial(_instead, keys_BCE))))
+            masks.append(choose(inputs_BL, rows.seen_BLC, KeyExchange(partial(_keys_of_sequences, keys_BCE))))
         return ChosenTokens(tuple(masks))
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: Pools, rule: Rule) -> Tensor:
@@ -85,7 +86,7 @@ class IndexedPass:
         return torch.cat(parts).index_select(0, self._place_N)
 
 
-def _instead(keys_BCE: Tensor, _: Tensor) -> Tensor:
+def _keys_of_sequences(keys_BCE: Tensor, _: Tensor) -> Tensor:
     """Return the keys of whole sequences instead of those of the pass."""
     return keys_BCE
 

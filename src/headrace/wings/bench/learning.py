@@ -131,7 +131,7 @@ def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--{option}={text!r} is no list of numbers", remedy=f"--{option} 0,1,2") from None
+        raise ConfigError(f"--{option}={text!r} is not a list such as 0,1,2", remedy=f"--{option} 0,1,2") from None
 
 
 def _measured(task: LearningTask, directory: Path | None, key: Row) -> Row:

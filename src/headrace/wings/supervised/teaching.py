@@ -196,7 +196,8 @@ def _files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_ScoreFil
 
 
 def _described(config: DistillConfig) -> str:
-    """Return the teacher and its settings, as far as its scores depend on them."""
+    """Return the settings on which the teacher's scores depend, as a text: scores that were stored under another text
+    are not used again."""
     tree = with_models(config.model_dump(mode="json"), lambda _, path: pinned(path))
     if config.teacher is not None:
         tree = {name: tree["teacher"][name] for name in ("base_url", "model", "top_k")}

@@ -52,7 +52,7 @@ class Order:
     """The request that is computed next, when it has arrived."""
     waiting: set[int] = field(default_factory=set)
     """The requests that have arrived and whose turn has not come."""
-    missing_s: float | None = None
+    missing_since_s: float | None = None
     """Since when, by the clock, requests wait for one that has not arrived; ``None`` if none does."""
 
 
@@ -136,7 +136,7 @@ class Tenants:
             late = [
                 (model, seq)
                 for model, order in self._orders.items()
-                if order.missing_s is not None and now_s - order.missing_s > MISSING_S
+                if order.missing_since_s is not None and now_s - order.missing_since_s > MISSING_S
                 for seq in range(order.next_seq, min(order.waiting))
             ]
         for model, seq in late:
@@ -204,9 +204,9 @@ class Tenants:
             order.next_seq += 1
             self._turns.submit(self._key(model), partial(self._job, model, seq))
         if not order.waiting:
-            order.missing_s = None
-        elif order.missing_s is None or order.next_seq > first:
-            order.missing_s = self._clock.now()
+            order.missing_since_s = None
+        elif order.missing_since_s is None or order.next_seq > first:
+            order.missing_since_s = self._clock.now()
 
     def _key(self, model: str) -> str:
         """Return the key of a model's turns. Models of which only one may be in memory have one together, so that none

@@ -69,11 +69,11 @@ class MachineConfig:
     """The settings for workers on machines that have joined."""
 
     home: str
-    """Address of this machine, as the others reach it."""
+    """Address of the controller's machine, as the others reach it."""
     start_timeout_s: float
     """Longest time to start a worker there, in seconds."""
     query: NodeQuery
-    """The query that precedes each start, without its paths."""
+    """What is asked of a machine before each start of a process there; the paths of that process are added then."""
 
 
 class JoinedStarter:

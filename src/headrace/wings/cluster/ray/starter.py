@@ -35,7 +35,7 @@ from headrace.wings.cluster.ray.cluster import Actor, RayCluster, RayReservation
 
 WARN_S = 20.0
 """Seconds that a part waits for a node before a warning."""
-AGAIN_S = 0.5
+RETRY_S = 0.5
 """Seconds before a part is started elsewhere after its node was lost."""
 
 
@@ -98,7 +98,8 @@ class RayStarter:
         return self._cluster.supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a process on any node with free resources; if the node is lost meanwhile, on another one."""
+        """Start a process on any node with free resources; if the node is lost while it starts, on another one. Raises
+        :class:`~headrace.base.errors.DeadlineError` if none has them in time."""
         timeout_s = self._order.launch.start_timeout_s
         share = share_of(spec.name, self._order.launch.ray)
         deadline_s = self._clock.now() + timeout_s
@@ -113,13 +114,13 @@ class RayStarter:
                 late = self._clock.now() > deadline_s
                 if isinstance(error, TimeoutError) or (isinstance(error, SupervisorLost) and late):
                     raise DeadlineError(
-                        f"{spec.name} needs {share}, and has found no place for {timeout_s:g} s; "
+                        f"{spec.name} needs {share}, and found no free resources within {timeout_s:g} s; "
                         f"{await self._cluster.words()}",
                         remedy="add nodes, ask for less in [launch.ray], or raise launch.start_timeout_s",
                     ) from None
                 if not isinstance(error, SupervisorLost):
                     raise
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
     async def _started(
         self, actor: Actor, site: Rendezvous, spec: ProcessSpec, deadline_s: float
