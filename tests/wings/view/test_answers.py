@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from headrace.base.errors import DataError
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.browse import EpisodeQuery
+from headrace.run.cli.status import look
 from headrace.wings.view.app import make_app
 from headrace.wings.view.run import OpenRun, find_runs
 from tests.wings.view.asking import ask, opened, stranger
@@ -213,6 +215,23 @@ def test_a_killed_run_is_told_from_a_living_one(tmp_path: Path) -> None:
     status = json.loads((directory / "status.json").read_text())
     (directory / "status.json").write_text(json.dumps({**status, "written_s": status["written_s"] - 60}))
     assert ask(opened(directory), "overview")["state"] == "killed"
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a controller holds it that is stopped
+        assert ask(opened(directory), "overview")["state"] == "stopped"
+
+
+def test_a_run_that_ended_before_it_had_a_status_has_failed(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", steps=0)
+    for name in ("summary.json", "status.json"):
+        (directory / name).unlink(missing_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ask(opened(directory), "overview")["state"] == "starting"
+        with pytest.raises(DataError, match="its parts are starting"):
+            look(directory)
+    assert ask(opened(directory), "overview")["state"] == "failed"
+    with pytest.raises(DataError, match="ended before its parts had started"):
+        look(directory)
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "trace.jsonl", "ledger.sqlite", "config.json", "summary.json"])

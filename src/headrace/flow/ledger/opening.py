@@ -87,13 +87,14 @@ def open_ledger(run_dir: Path) -> Ledger:
         url, name, *variable = (run_dir / REDIS_FILE).read_text(encoding="utf-8").splitlines()
         return RedisLedger.open(url, name, *variable)
     path = run_dir / SQLITE_FILE
-    if not _is_written(run_dir):
+    if not is_held(run_dir):
         refuse_damaged_log(path)  # opening the file alone copies the log into it
     return SqliteLedger.open(path, checked=True)
 
 
-def _is_written(run_dir: Path) -> bool:
-    """Return whether a running process holds the lock of ``run_dir``."""
+def is_held(run_dir: Path) -> bool:
+    """Return whether a process of this machine holds the lock of the run in ``run_dir``, as its controller does from
+    its start to its end, also while it is stopped."""
     try:
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
     except OSError:

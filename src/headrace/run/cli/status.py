@@ -73,12 +73,17 @@ def look(run_dir: Path) -> dict[str, Any]:
     """
 
     from headrace.base.errors import DataError
-    from headrace.flow.ledger.opening import LOCK_FILE
+    from headrace.flow.ledger.opening import LOCK_FILE, is_held
     from headrace.run.session.directory import read_status, read_summary
 
     last = read_status(run_dir)
-    if last is None and (run_dir / LOCK_FILE).exists():
+    if last is None and is_held(run_dir):
         raise DataError(f"{run_dir} has no status yet: its parts are starting", remedy="look again in a few seconds")
+    if last is None and (run_dir / LOCK_FILE).exists():
+        raise DataError(
+            f"the run in {run_dir} ended before its parts had started",
+            remedy="start it again with the same command; what its parts said is in logs/",
+        )
     if last is None:
         raise DataError(f"{run_dir} holds no run", remedy="name the directory of a run that has started")
     summary = read_summary(run_dir)

@@ -14,7 +14,7 @@ from headrace.base.errors import DataError, HeadraceError
 from headrace.base.types.observation import Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.flow.ledger.browse import Browser, is_written
-from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
+from headrace.flow.ledger.opening import LOCK_FILE, REDIS_FILE, SQLITE_FILE, is_held
 from headrace.learner.disk import Damaged, verify
 from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, evaluations, run_about, run_name
 from headrace.run.observe.rundata import CONFIG_FILE, clock_resets, last_life, note_on_resumption
@@ -139,7 +139,7 @@ class OpenRun:
         """Return the state of the run, the cause of its end, and its progress."""
         status, summary, steps = self.status.tree, self.summary.tree, self.steps
         living = self._lives(status)
-        ended = str(summary.get("status") or ("unknown" if not status else "killed"))
+        ended = str(summary.get("status") or self._without_summary(status))
         total = status.get("steps_total") or self.config.section("run").get("steps")
         return {
             "state": ("running" if steps else "starting") if living else ended,
@@ -150,6 +150,14 @@ class OpenRun:
             "steps_total": total if isinstance(total, int) else None,
             "written_s": status.get("written_s"),
         }
+
+    def _without_summary(self, status: dict[str, Any]) -> str:
+        """Return the state of a run that is not known to live and has no summary."""
+        if is_held(self.directory):
+            return "stopped" if status else "starting"
+        if status:
+            return "killed"
+        return "failed" if (self.directory / LOCK_FILE).exists() else "unknown"
 
     def notes(self) -> list[str]:
         """Return a sentence for each file that cannot be read or is missing, and for each figure that may be wrong."""
