@@ -132,6 +132,16 @@ def test_calls_are_not_made_one_after_the_other_while_all_of_them_block(tmp_path
     asyncio.run(main())
 
 
+def test_calls_that_wait_behind_late_threads_are_still_made(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.0) as at:  # 16 threads, all of which are late together
+            found = await at.score(*["slow 1000"] * 16, *["slow 0"] * 16)
+            assert found[16:] == [ONE] * 16
+            assert {each.failure for each in found[:16]} == {"reward_timeout: no reward for 1 s"}
+
+    asyncio.run(main())
+
+
 def test_calls_that_wait_their_turn_are_not_late(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_pool(tmp_path, DEEDS, timeout_s=2.0) as at:

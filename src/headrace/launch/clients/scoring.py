@@ -51,8 +51,9 @@ class ScoringWorker(Worker[ScoreCall]):
     """Set when ``frozen`` and ``crowded`` are known, after a call was late."""
     crowded: bool = False
     """Whether the process computed for most of the time, so that any of its calls may have blocked the others."""
-    num_waiting: int = 0
-    """Number of calls that had not begun when one was late."""
+    blocked: bool = False
+    """Whether the one call that it had begun was late and kept all others from beginning. A full pool of threads, of
+    which each waits, is no such case."""
     frozen: bool = False
     """Whether it was killed because it was stopped from outside or began no call for long, so that no call is to
     blame."""
@@ -152,7 +153,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         would wait for hours in front of a function that always blocks."""
         if self._num_blocked >= MOST_BLOCKED and self._num_tried:
             words = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
-            return Scores(rewards=(), failure=f"reward_timeout: {words}; await what waits, or write a plain def")
+            return Scores(rewards=(), failure=f"reward_timeout: {words}; await what waits in an async def")
         self._num_tried += 1
         try:
             return await self._attempt(worker, call, number)
@@ -175,7 +176,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         except TimeoutError:
             if worker.frozen or worker.crowded:
                 return worker.loss(begun=True)
-            self._num_blocked += worker.num_waiting > 0
+            self._num_blocked += worker.blocked
             return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._timeout_s:g} s")
         except asyncio.CancelledError:
             if not scored.cancelled() or being_cancelled():
@@ -210,7 +211,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             return
         worker.replaced = True
         try:
-            worker.num_waiting = len(worker.calls) - worker.begun
+            worker.blocked = worker.begun == 1 < len(worker.calls)
             halted = await worker.process.halted()
             worker.frozen = bool(halted)
             computed_s = await worker.process.computed_s() - before_s
