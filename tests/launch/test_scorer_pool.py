@@ -122,7 +122,7 @@ def test_calls_are_not_made_one_after_the_other_while_all_of_them_block(tmp_path
     async def main() -> None:
         async with running_pool(tmp_path, deeds, timeout_s=0.3) as at:
             found = await at.score(*["block"] * 40)
-            last = "reward_timeout: the last 8 calls blocked their worker for 0.3 s each; await what waits"
+            last = "reward_timeout: the last 8 calls blocked their worker for 0.3 s each; let an async def await"
             assert [each.failure for each in found].count("reward_timeout: no reward for 0.3 s") == 9
             assert sum(each.failure.startswith(last) for each in found) == 31
             assert len(at.children) <= 11  # one for each that was late, and one more

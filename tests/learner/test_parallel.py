@@ -291,7 +291,7 @@ def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found, place:
         "one tensor less": f"{other}the weights of model.path='{one}/one tensor less' lack what config.json asks for",
         "a state": "ConfigError: learner.parallel.context=2 with",
         "rows of several tensors": "files hold parts of model.layers.0.linear_attn.conv1d.weight, which transformers",
-        "a change in place": "on 2 ranks, model.path=",
+        "a change in place": "a pass with a gradient fails: Output 0 of",
         "chosen tokens": "a DeepseekV32ForCausalLM: the keys by which its layers choose",
         "no plan": "is a GPT2LMHeadModel: transformers has no plan that shards its layers",
         "no trunk": "is a OPTForCausalLM: its forward pass does not call its trunk as a whole",

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -11,13 +13,14 @@ from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.config import merge
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.saving import CHECKPOINTS
-from headrace.flow.ledger.opening import SQLITE_FILE
+from headrace.flow.ledger.opening import SQLITE_FILE, is_held
 from headrace.learner import checkpoint
 from headrace.learner.disk import Damaged
 from headrace.run.observe.rundata import load_run
 from headrace.run.session.config import load_config
 from headrace.run.session.directory import (
     CONFIG_FILE,
+    LOCK_S,
     choose_directory,
     locked,
     read_settings,
@@ -27,6 +30,16 @@ from headrace.run.session.directory import (
     write_json,
     write_sealed,
 )
+
+
+def test_a_reader_that_asks_whether_a_directory_is_held_keeps_no_run_from_it(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    reader = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)  # as the question does, for a moment
+    threading.Timer(LOCK_S / 4, os.close, [reader]).start()
+    with locked(tmp_path, resume=False):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
 
 
 def test_a_directory_is_held_by_one_process_alone(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_sampler_samples_from_the_adapter_that_was_trained(name, tmp_path):
                 create(base_model=NAME, rank=4, seed=1).result()
         for _ in range(3):
             trained.forward_backward([datum(IDS)], "cross_entropy").result()
-            trained.optim_step(types.AdamParams(learning_rate=0.03)).result()
+            trained.optim_step(types.AdamParams(learning_rate=0.1)).result()
         sampler = trained.save_weights_and_get_sampling_client().result()
         base = service.create_sampling_client(base_model=NAME).result()
         params = types.SamplingParams(max_tokens=12, seed=1)

@@ -236,8 +236,10 @@ def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dt
     from headrace.models.text_part import causal_class
 
     # By itself it gathers the last norm and the head as one group, whose hooks break where the head runs twice.
+    causal = causal_class(model)
+    assert causal is not None, "architectures without a causal language model are refused before"
     with torch.device("meta"):
-        base = trunk_name(causal_class(model)(model))  # type: ignore[misc]
+        base = trunk_name(causal(model))
     plan = model.base_model_fsdp_plan or {}
     apart = {f"{base}.{name}": "free_full_weight" for name, style in plan.items() if style == "keep_full_weight"}
     return DistributedConfig(

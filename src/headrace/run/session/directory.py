@@ -6,6 +6,7 @@ import datetime
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ CONFIG_FILE = "config.json"
 FACTS_FILE = "parts.json"
 STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
+LOCK_S = 0.2
+"""Seconds for which the lock of a run directory is tried for."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,13 +164,11 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
             f"run.dir={str(run_dir)!r} cannot be used: {error}", remedy="choose a directory that can be written"
         ) from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _took_lock(descriptor):
             raise ConfigError(
                 f"run.dir={str(run_dir)!r} is in use by another process",
                 remedy=f"wait for it (headrace status {run_dir}), or choose another run.dir",
-            ) from None
+            )
         if has_ledger(run_dir) and not resume:
             raise ConfigError(
                 f"run.dir={str(run_dir)!r} holds a run already",
@@ -176,6 +177,19 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
         yield HeldDirectory(run_dir, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _took_lock(descriptor: int) -> bool:
+    """Lock a file for this process alone, and return whether that succeeded. It is tried for some time, since who only
+    asks whether a run holds the lock (:func:`~headrace.flow.ledger.opening.is_held`) shares it for a moment."""
+    for wait_s in (*[LOCK_S / 10] * 10, 0.0):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            threading.Event().wait(wait_s)
+        else:
+            return True
+    return False
 
 
 def _refuse_lost_ledger(run_dir: Path) -> None:

@@ -82,8 +82,9 @@ class ServerHolder:
     async def ready(self) -> TinkerService:
         """Return the service, for which this waits :data:`LOADING_S`: not every call of the client asks again often
         enough. Raises :class:`Refusal`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), LOADING_S)
+        if self._service is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOADING_S)
         return self.now()
 
     def end_waits(self) -> None:

@@ -73,7 +73,7 @@ class MachineConfig:
     start_timeout_s: float
     """Longest time to start a worker there, in seconds."""
     query: NodeQuery
-    """What is asked of a machine before each start of a process there; the paths of that process are added then."""
+    """The question that is sent to a machine before each process is started there, without the paths of the process."""
 
 
 class JoinedStarter:
