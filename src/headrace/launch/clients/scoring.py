@@ -153,10 +153,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         would wait for hours in front of a function that always blocks."""
         if self._num_blocked >= MOST_BLOCKED and self._num_tried:
             words = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
-            return Scores(
-                rewards=(),
-                failure=f"reward_timeout: {words}; let an async def await what it waits for, and bound what a function computes",
-            )
+            advice = "let an async def await what it waits for, and bound what a function computes"
+            return Scores(rewards=(), failure=f"reward_timeout: {words}; {advice}")
         self._num_tried += 1
         try:
             return await self._attempt(worker, call, number)
